@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams
 from penstock.kernels.bound_step import StepOutcome
-from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.batch_layout import BatchPlan
 from penstock.runner.dummy_runs import run_dummy_step
 from penstock.runner.frame import Frame
 from penstock.runner.slot_owners import (

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import SpeculativeConfig
-from penstock.runner.speculative import earlier_outputs
-from penstock.runner.speculative.earlier_outputs import EarlierOutputs
-from penstock.runner.speculative.suffix import SuffixSpeculator
+from penstock.runner.speculative import suffix
+from penstock.runner.speculative.suffix import EarlierOutputs, SuffixSpeculator
 
 DEPTH = 7
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=16)
@@ -130,7 +129,7 @@ def test_an_output_that_is_too_long_is_remembered_by_its_end() -> None:
 
 
 def test_only_so_many_places_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earlier_outputs, "MAX_PLACES", 3)
+    monkeypatch.setattr(suffix, "MAX_PLACES", 3)
     subject = EarlierOutputs(100)
     for token in range(10, 20):
         subject.add(np.array([1, token], dtype=np.int32))

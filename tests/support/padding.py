@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.batch_layout import BatchPlan
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 
 

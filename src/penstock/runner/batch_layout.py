@@ -1,20 +1,38 @@
-"""Layout of a step's batch: request, slot and logits row of each token, on the host and on the device."""
+"""Padded sizes of a step's batch, and its layout: request, slot and logits row of each token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
 from penstock.device import Device
 from penstock.kernels.bound_step import DraftTensors, LayoutTensors
-from penstock.runner.batch_plan import BatchPlan
 from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.logits_rows import DraftRows
 from penstock.runner.request_states import RequestStates
+
+
+class BatchPlan(NamedTuple):
+    """num_tokens, num_reqs: actual sizes of the step. The padded counts are the sizes of the tensors."""
+
+    num_tokens: int
+    num_reqs: int
+    num_tokens_padded: int
+    num_reqs_padded: int
+
+    @classmethod
+    def without_padding(cls, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
+        """Plan a step with these tokens of each request and no padding."""
+        num_tokens, num_reqs = sum(num_scheduled_tokens.values()), len(num_scheduled_tokens)
+        return cls(num_tokens, num_reqs, num_tokens, num_reqs)
+
+
+# Chooses a step's padded sizes, within the runner's limits, from the scheduled tokens of each request.
+Planner: TypeAlias = Callable[[Mapping[str, int]], BatchPlan]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from penstock.attention import ForwardContext
 from penstock.contract import SchedulerOutput
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel, ModelInputs
-from penstock.runner.batch_plan import BatchPlan, Planner
+from penstock.runner.batch_layout import BatchPlan, Planner
 from penstock.runner.input_batch import BatchBuilder, InputBatch
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.model_states import ModelState

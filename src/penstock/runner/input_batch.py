@@ -12,8 +12,7 @@ from penstock.attention import SequenceGeometry, StepGeometry
 from penstock.device import Device
 from penstock.kernels.bound_step import BoundStep, SlotTensors, StepTensors
 from penstock.kernels.step_state import bind_step
-from penstock.runner.batch_layout import BatchLayout, Layouts
-from penstock.runner.batch_plan import BatchPlan
+from penstock.runner.batch_layout import BatchLayout, BatchPlan, Layouts
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.logits_rows import LogitsRows

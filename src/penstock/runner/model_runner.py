@@ -17,7 +17,7 @@ from penstock.device import Device
 from penstock.models.interface import LanguageModel
 from penstock.parallel import NO_AGREEMENT, Agreement
 from penstock.runner.async_output import OutputWithParts, StepOutput
-from penstock.runner.batch_plan import BatchPlan, Planner
+from penstock.runner.batch_layout import BatchPlan, Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.executables import EagerExecutable, ForwardExecutable, ProgramExecutable
 from penstock.runner.frame import BufferSet, Frame, Frames

@@ -14,7 +14,7 @@ from penstock.device.base import PendingCopy
 from penstock.kernels.logits_shaping import forbid_tokens
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
-from penstock.runner.sampling.slot_lists import SlotLists, token_id_array
+from penstock.runner.sampling.token_lists import SlotLists, token_id_array
 from penstock.runner.staging import SlotParameter
 
 

@@ -17,22 +17,18 @@ from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.logits_rows import DraftRows, LogitsRows
-from penstock.runner.sampling.allowed_tokens import AllowedTokens
-from penstock.runner.sampling.bad_words import BadWords
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.draw import Draw
 from penstock.runner.sampling.failures import Failure, find_failures
 from penstock.runner.sampling.grammar_mask import GrammarMask
 from penstock.runner.sampling.load_processors import load_logits_processors
-from penstock.runner.sampling.logit_bias import LogitBias
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.sampling.logprobs import Logprobs
-from penstock.runner.sampling.min_p import MinP
 from penstock.runner.sampling.min_tokens import MinTokens
 from penstock.runner.sampling.penalties import Penalties
-from penstock.runner.sampling.temperature import Temperature
-from penstock.runner.sampling.top_k_top_p import TopKTopP
+from penstock.runner.sampling.token_lists import AllowedTokens, BadWords, LogitBias
+from penstock.runner.sampling.truncation import MinP, Temperature, TopKTopP
 from penstock.runner.sampling.verification import EXACT, Verification
 from penstock.runner.slot_owners import SlotOwner
 

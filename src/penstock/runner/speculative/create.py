@@ -7,13 +7,12 @@ from penstock.config.speculative import MODEL_METHODS
 from penstock.device import Device
 from penstock.models.causal_lm import CausalLM
 from penstock.models.draft_head import DraftHead
+from penstock.runner.sampling.verification import create_verification
 from penstock.runner.speculative.draft_model import DraftModel
 from penstock.runner.speculative.drafting_head import DraftingHead
 from penstock.runner.speculative.ngram import NgramOnDevice, NgramOnHost
-from penstock.runner.speculative.received_drafts import ReceivedDrafts
-from penstock.runner.speculative.speculator import NO_SPECULATOR, Speculator
+from penstock.runner.speculative.speculator import NO_SPECULATOR, ReceivedDrafts, Speculator
 from penstock.runner.speculative.suffix import SuffixSpeculator
-from penstock.runner.speculative.verification import create_verification
 
 
 def create_speculator(

@@ -14,8 +14,7 @@ from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
 from penstock.runner.frame import Frame
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
-from penstock.runner.speculative.host import HostSpeculator
-from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
+from penstock.runner.speculative.speculator import HostSpeculator, RunnerParts, Speculator, on_host
 
 
 class NgramOnHost(HostSpeculator):

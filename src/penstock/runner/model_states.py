@@ -1,4 +1,4 @@
-"""Interface of the builders of a model's inputs."""
+"""Model states: builders of a model's inputs from a step's batch."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ class ModelState(ABC):
     @abstractmethod
     def dummy_inputs(self, input_ids_T: Tensor, positions_T: Tensor) -> ModelInputs:
         """Build inputs of tokens that belong to no request."""
+
+
+class DecoderModelState(ModelState):
+    """Passes token ids and positions on unchanged."""
+
+    keeps_inputs = True
+
+    def inputs(self, batch: InputBatch) -> ModelInputs:
+        return ModelInputs(batch.input_ids, batch.positions)
+
+    def dummy_inputs(self, input_ids_T: Tensor, positions_T: Tensor) -> ModelInputs:
+        return ModelInputs(input_ids_T, positions_T)
