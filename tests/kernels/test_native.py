@@ -336,7 +336,7 @@ FEWER_THREADS = """
 import torch
 from penstock.kernels.native import load_native_kernels
 from penstock.kernels.native.quantized import native_quantized_products
-from penstock.layers.quantization.rounding import quantize_int4, quantize_int8
+from penstock.layers.quantization.quantize import quantize_int4, quantize_int8
 kernels, products = load_native_kernels("auto"), native_quantized_products()
 x_TI, weight_OI = torch.randn(200, 300), torch.randn(170, 300)
 packed, rounded = kernels.pack_weight(weight_OI), [quantize_int8(weight_OI), quantize_int4(weight_OI, 32)]

@@ -19,7 +19,7 @@ from penstock.kernels.native.tracing import TracedTensor
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import RowParallelLinear, process_weights_after_loading
-from penstock.layers.quantization.choose import choose_method
+from penstock.layers.quantization.method import choose_method
 from penstock.parallel import GroupAgreement, ParallelState
 from support.ranks import run_ranks, shared_memory_groups
 

@@ -20,9 +20,8 @@ from penstock.layers.linear import (
     restore_weights,
     weights_size_bytes,
 )
-from penstock.layers.quantization.choose import choose_method
-from penstock.layers.quantization.method import QuantizedMethod
-from penstock.layers.quantization.rounding import quantize_int4, quantize_int4_rest, quantize_int8, round_to_int4
+from penstock.layers.quantization.method import QuantizedMethod, choose_method
+from penstock.layers.quantization.quantize import quantize_int4, quantize_int4_residual, quantize_int8, round_to_int4
 from penstock.parallel import ParallelState
 
 ONE_RANK = ParallelState()
@@ -148,7 +147,7 @@ def test_what_4_bits_have_left_over_is_rounded_part_by_part() -> None:
     weight_OI = torch.randn(2100, 200)
     rounded = quantize_int4(weight_OI)
     rest = quantize_int4(weight_OI - rounded.dequantize())
-    assert torch.equal(quantize_int4_rest(weight_OI, rounded).dequantize(), rest.dequantize())
+    assert torch.equal(quantize_int4_residual(weight_OI, rounded).dequantize(), rest.dequantize())
 
 
 def test_an_embedding_gives_rows_of_integers_in_the_dtype_that_the_model_computes_in() -> None:

@@ -23,7 +23,7 @@ from penstock.layers.linear import (
 )
 from penstock.layers.mlp import GatedMLP, PlainMLP
 from penstock.layers.quantization.method import QuantizedMethod
-from penstock.layers.quantization.rounding import quantize_int4, quantize_int8
+from penstock.layers.quantization.quantize import quantize_int4, quantize_int8
 from penstock.layers.weights import weight_slots
 from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
 from support.ranks import SilentGroup, contexts, run_ranks

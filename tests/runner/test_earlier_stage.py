@@ -9,11 +9,11 @@ import pytest
 from penstock.contract import GrammarOutput, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.model_runner import RunnerLimits
-from penstock.runner.stage import OneStage
+from penstock.runner.stage import NoPipeline
 from support.runners import VOCAB_SIZE, Driver, make_runner, new_request
 
 
-class FirstOfTwo(OneStage):
+class FirstOfTwo(NoPipeline):
     is_last = False
     has_others = True
 

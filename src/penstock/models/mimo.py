@@ -17,7 +17,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, SelfAttention
 from penstock.models.draft_head import DraftHead
-from penstock.models.qwen2 import Qwen2ForCausalLM
+from penstock.models.qwen import Qwen2ForCausalLM
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 _MODELS = {
     "GPT2LMHeadModel": "penstock.models.gpt2",
-    "Gemma2ForCausalLM": "penstock.models.gemma2",
-    "Gemma3ForCausalLM": "penstock.models.gemma3",
+    "Gemma2ForCausalLM": "penstock.models.gemma",
+    "Gemma3ForCausalLM": "penstock.models.gemma",
     "LlamaForCausalLM": "penstock.models.llama",
     "MiMoForCausalLM": "penstock.models.mimo",
-    "MistralForCausalLM": "penstock.models.mistral",
+    "MistralForCausalLM": "penstock.models.llama",
     "Olmo2ForCausalLM": "penstock.models.olmo2",
     "Phi3ForCausalLM": "penstock.models.phi3",
-    "Qwen2ForCausalLM": "penstock.models.qwen2",
-    "Qwen3ForCausalLM": "penstock.models.qwen3",
+    "Qwen2ForCausalLM": "penstock.models.qwen",
+    "Qwen3ForCausalLM": "penstock.models.qwen",
 }
 # Architectures of draft heads, by method and target, whatever their own `config.json` says.
 _DRAFT_HEADS = {

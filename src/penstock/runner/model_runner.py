@@ -32,7 +32,7 @@ from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.slot_owners import SlotOwnerFactory, SlotOwners
 from penstock.runner.speculative import NO_SPECULATOR, RunnerParts, Speculator
-from penstock.runner.stage import ONE_STAGE, Stage
+from penstock.runner.stage import NO_PIPELINE, Stage
 from penstock.runner.step_order import StepOrder
 
 
@@ -77,7 +77,7 @@ class ModelRunner:
         model_state: ModelState | None = None,
         agreement: Agreement = NO_AGREEMENT,
         speculator: Speculator = NO_SPECULATOR,
-        stage: Stage = ONE_STAGE,
+        stage: Stage = NO_PIPELINE,
         owners: Sequence[SlotOwnerFactory] = (),
         output_head: str = GENERATE,
     ) -> None:

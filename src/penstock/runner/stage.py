@@ -65,7 +65,7 @@ class Stage(ABC):
         """Copy rows of the last stage's draft table to the other stages. Follows the outcome."""
 
 
-class OneStage(Stage):
+class NoPipeline(Stage):
     """The only stage: no pipeline parallelism, nothing is received or sent."""
 
     is_last = True
@@ -90,7 +90,7 @@ class OneStage(Stage):
     def share_drafts(self, step_id: int, drafts_SK: Tensor, slots_R: Tensor) -> None: ...
 
 
-ONE_STAGE = OneStage()
+NO_PIPELINE = NoPipeline()
 
 
 class PipelineStage(Stage):

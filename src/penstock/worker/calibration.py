@@ -16,11 +16,9 @@ from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError
 from penstock.layers.embedding import LMHead
 from penstock.layers.linear import LinearLayer, LinearMethod
-from penstock.layers.quantization.choose import int4_method
-from penstock.layers.quantization.error_feedback import quantize_int4_for
-from penstock.layers.quantization.method import Rounding
-from penstock.layers.quantization.observation import observed
-from penstock.layers.quantization.rounding import quantize_int4
+from penstock.layers.quantization.gptq import accumulate_grams, gptq_quantize
+from penstock.layers.quantization.method import Quantizer, int4_method
+from penstock.layers.quantization.quantize import quantize_int4
 from penstock.loader.calibration_text import read_calibration_text
 from penstock.loader.loader import load_model
 from penstock.models.attention_layers import cache_layers, kv_cache_specs
@@ -93,7 +91,7 @@ def _round(
     for part in _parts(layers, max_gram_bytes):
         num_times += 1
         heads = [layer for layer in part if isinstance(layer, LMHead) or layer.output_size == config.vocab_size]
-        with observed(part, only_inputs_of=heads) as grams:
+        with accumulate_grams(part, only_inputs_of=heads) as grams:
             _read(model, texts, config, device, dtype, reaches_heads=bool(heads))
         for layer in part:
             _change_method(layer, int4_method(layer, _round_once_for(grams.pop(0))))
@@ -105,10 +103,10 @@ def _round(
     )
 
 
-def _round_once_for(gram_II: Tensor) -> Rounding:
+def _round_once_for(gram_II: Tensor) -> Quantizer:
     """For weights that come later, and whose inputs are not known, `quantize_int4`. Keeps what it needs only once."""
     grams = [gram_II]
-    return lambda weight_OI: quantize_int4_for(weight_OI, grams.pop()) if grams else quantize_int4(weight_OI)
+    return lambda weight_OI: gptq_quantize(weight_OI, grams.pop()) if grams else quantize_int4(weight_OI)
 
 
 def _change_method(layer: LinearLayer, method: LinearMethod) -> None:

@@ -24,7 +24,7 @@ from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.slot_owners import registered_slot_owners
-from penstock.runner.stage import ONE_STAGE, PipelineStage, Stage
+from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
 from penstock.worker.base import WorkerBase
 from penstock.worker.capabilities import check_options
 from penstock.worker.changes_model import changes_model
@@ -247,7 +247,7 @@ class Worker(WorkerBase):
 
     def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:
-            return ONE_STAGE
+            return NO_PIPELINE
         return PipelineStage(
             self.device,
             self.parallel,

@@ -1,8 +1,9 @@
-"""Access to the built C++ module."""
+"""Access to the built C++ module, and argument memory of repeated calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.device.stand_in import stands_for_cpu
@@ -40,3 +41,13 @@ def _with_memory(function: Callable[..., Any]) -> Callable[..., Any]:
         return 0 if stands_for_cpu() else function(*arguments)
 
     return call
+
+
+class StoredArguments:
+    """An int64 array in memory, for a call that takes its address."""
+
+    __slots__ = ("_values", "address")
+
+    def __init__(self, values: Iterable[int]) -> None:
+        self._values = array("q", values)
+        self.address: int = self._values.buffer_info()[0]

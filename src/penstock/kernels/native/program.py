@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NativeKernels
+from penstock.kernels.native.library import StoredArguments
 from penstock.kernels.native.planning import Kind, plan_buffers
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
-from penstock.kernels.native.stored import StoredArguments
 from penstock.kernels.native.tracing import Cell, Opaque, Operation, Trace
 from penstock.kernels.sampling import ChosenTokens
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepOutcome, StepTensors, TokensOnHost
-from penstock.kernels.native.stored import StoredArguments
+from penstock.kernels.native.library import StoredArguments
 
 
 class NativeStep(BoundStep):

@@ -1,4 +1,4 @@
-"""Linear methods with quantised weights.
+"""Linear methods with quantised weights, and their choice at loading.
 
 Suffixes: T tokens, I input features, O output features.
 """
@@ -20,25 +20,25 @@ from penstock.kernels.quantized import (
     QuantizedWeight,
     TorchQuantizedProducts,
 )
-from penstock.layers.linear import LinearLayer, PackedMethod
-from penstock.layers.quantization.rounding import quantize_int4_rest
+from penstock.layers.linear import LinearLayer, LinearMethod, PackedMethod
+from penstock.layers.quantization.quantize import quantize_int4, quantize_int4_residual, quantize_int8
 from penstock.layers.weights import RowLookup
 
-Rounding = Callable[[Tensor], QuantizedWeight]
+Quantizer = Callable[[Tensor], QuantizedWeight]
 PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
 
 
 class QuantizedMethod(PackedMethod):
-    """Int8 or int4 weights as quantised by `round_weight`; activations are quantised to int8 at run time."""
+    """Int8 or int4 weights, made by `quantize`; activations are quantised to int8 at run time."""
 
-    def __init__(self, round_weight: Rounding, products: QuantizedProducts = PRODUCTS) -> None:
+    def __init__(self, quantize: Quantizer, products: QuantizedProducts = PRODUCTS) -> None:
         super().__init__()
-        self._round_weight = round_weight
+        self._quantize = quantize
         self._products = products
         self.shape: QuantizedShape | None = None
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        weight = self._round_weight(weight_OI)
+        weight = self._quantize(weight_OI)
         self.shape = weight.shape
         return self._products.pack(weight)
 
@@ -67,20 +67,20 @@ class QuantizedMethod(PackedMethod):
         return NATIVE.argmax(self.apply(layer, x_LI), with_largest=with_largest)
 
 
-class RefinedMethod(QuantizedMethod):
+class Int4ResidualMethod(QuantizedMethod):
     """Int4 weight with 4 more bits of precision for its rows: an output projection tied to an embedding.
 
     Errors in embedding rows propagate through all layers, those in the LM head's products through none.
     """
 
-    def __init__(self, round_weight: Rounding, products: QuantizedProducts = PRODUCTS) -> None:
-        super().__init__(round_weight, products)
+    def __init__(self, quantize: Quantizer, products: QuantizedProducts = PRODUCTS) -> None:
+        super().__init__(quantize, products)
         self._rest_OI: Tensor | None = None
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        rounded = self._round_weight(weight_OI)
+        rounded = self._quantize(weight_OI)
         self.shape = rounded.shape
-        self._rest_OI = self._products.pack(quantize_int4_rest(weight_OI, rounded))
+        self._rest_OI = self._products.pack(quantize_int4_residual(weight_OI, rounded))
         return self._products.pack(rounded)
 
     @property
@@ -103,8 +103,8 @@ class RefinedMethod(QuantizedMethod):
 class ReorderedMethod(QuantizedMethod):
     """order_I: input features, group by group, of a weight whose groups are not contiguous (act-order)."""
 
-    def __init__(self, round_weight: Rounding, order_I: Tensor, products: QuantizedProducts = PRODUCTS) -> None:
-        super().__init__(round_weight, products)
+    def __init__(self, quantize: Quantizer, order_I: Tensor, products: QuantizedProducts = PRODUCTS) -> None:
+        super().__init__(quantize, products)
         self._order_I = order_I
         self._places_I = torch.argsort(order_I)
 
@@ -149,3 +149,18 @@ def refuse_quantized(model: nn.Module, action: str) -> None:
                 f"{action} is not supported for quantized weights, and {name} has them. Start the engine without "
                 "quantization for it."
             )
+
+
+MethodChoice = Callable[[LinearLayer], LinearMethod]
+
+
+def choose_method(quantization: str) -> MethodChoice:
+    """Return the choice of a `LinearMethod` for float weights. quantization: "int8" or "int4"."""
+    if quantization == "int8":
+        return lambda _layer: QuantizedMethod(quantize_int8)
+    return lambda layer: int4_method(layer, quantize_int4)
+
+
+def int4_method(layer: LinearLayer, quantize: Quantizer) -> LinearMethod:
+    """Return the int4 method of a layer. quantize: quantises its weight."""
+    return Int4ResidualMethod(quantize) if layer.tied_to else QuantizedMethod(quantize)

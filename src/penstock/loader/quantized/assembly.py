@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.linear import LinearLayer, LinearMethod, choose_linear_method
-from penstock.layers.quantization.choose import MethodChoice
+from penstock.layers.quantization.method import MethodChoice
 from penstock.layers.weights import Part, WeightSlot
 
 

@@ -9,8 +9,7 @@ from penstock.config.load import SHARDED_STATE
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
-from penstock.layers.quantization.choose import choose_method
-from penstock.layers.quantization.method import PRODUCTS
+from penstock.layers.quantization.method import PRODUCTS, choose_method
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
 from penstock.loader.quantized.stream import QuantizedTensors
 

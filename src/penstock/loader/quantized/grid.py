@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import QuantizedWeight
-from penstock.layers.quantization.rounding import round_to_int4, round_to_int8
+from penstock.layers.quantization.quantize import round_to_int4, round_to_int8
 from penstock.layers.weights import Part
 from penstock.parallel import Share, groups_of_share
 

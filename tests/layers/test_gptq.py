@@ -9,10 +9,9 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS
 from penstock.layers.linear import ColumnParallelLinear
-from penstock.layers.quantization import error_feedback
-from penstock.layers.quantization.error_feedback import quantize_int4_for
-from penstock.layers.quantization.observation import observed
-from penstock.layers.quantization.rounding import quantize_int4
+from penstock.layers.quantization import gptq
+from penstock.layers.quantization.gptq import accumulate_grams, gptq_quantize
+from penstock.layers.quantization.quantize import quantize_int4
 from penstock.parallel import ParallelState
 
 
@@ -47,7 +46,7 @@ def test_integers_are_those_of_the_definition(inputs: int, group_size: int) -> N
     weight_OI = torch.randn(20, inputs, generator=torch.Generator().manual_seed(inputs))
     x_TI = correlated_inputs(500, inputs)
     gram_II = x_TI.T @ x_TI
-    rounded = quantize_int4_for(weight_OI, gram_II, group_size)
+    rounded = gptq_quantize(weight_OI, gram_II, group_size)
     expected_OI = by_definition(weight_OI, gram_II, group_size)
     # A weight in the middle of two integers may fall to either side, and the next ones then differ.
     same_O = (rounded.values_OI == expected_OI).all(dim=1)
@@ -57,7 +56,7 @@ def test_integers_are_those_of_the_definition(inputs: int, group_size: int) -> N
 @pytest.mark.parametrize("inputs", [64, 300])
 def test_results_are_closer_than_those_of_the_nearest_integers(inputs: int) -> None:
     weight_OI, x_TI = torch.randn(50, inputs), correlated_inputs(1000, inputs)
-    nearest, rounded = quantize_int4(weight_OI), quantize_int4_for(weight_OI, x_TI.T @ x_TI)
+    nearest, rounded = quantize_int4(weight_OI), gptq_quantize(weight_OI, x_TI.T @ x_TI)
     exact_TO = x_TI @ weight_OI.T
     errors = [(x_TI @ weight.dequantize().T - exact_TO).norm() for weight in (nearest, rounded)]
     assert errors[1] < 0.7 * errors[0]
@@ -71,11 +70,11 @@ def test_inputs_that_were_never_seen_are_rounded_to_the_nearest() -> None:
     weight_OI = torch.randn(30, 200)
     weight_OI[:, 40:60] = 0
     nearest = quantize_int4(weight_OI)
-    assert torch.equal(quantize_int4_for(weight_OI, torch.zeros(200, 200)).values_OI, nearest.values_OI)
+    assert torch.equal(gptq_quantize(weight_OI, torch.zeros(200, 200)).values_OI, nearest.values_OI)
     gram_II = torch.zeros(200, 200)
     x_TI = correlated_inputs(400, 100)
     gram_II[:100, :100] = x_TI.T @ x_TI
-    assert torch.equal(quantize_int4_for(weight_OI, gram_II).values_OI[:, 100:], nearest.values_OI[:, 100:])
+    assert torch.equal(gptq_quantize(weight_OI, gram_II).values_OI[:, 100:], nearest.values_OI[:, 100:])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -83,18 +82,18 @@ def test_inputs_that_are_not_finite_are_refused(value: float) -> None:
     gram_II = torch.eye(64)
     gram_II[3, 3] = value
     with pytest.raises(ModelError, match="not finite"):
-        quantize_int4_for(torch.randn(4, 64), gram_II)
+        gptq_quantize(torch.randn(4, 64), gram_II)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_observed_layers_multiply_as_before_and_tell_of_their_inputs(dtype: torch.dtype) -> None:
+def test_layers_multiply_as_before_while_their_grams_accumulate(dtype: torch.dtype) -> None:
     layer = ColumnParallelLinear(48, 20, bias=True, parallel=ParallelState())
     for parameter in layer.parameters():
         parameter.data.normal_()
     layer.to(dtype).requires_grad_(False)
     method, parts = layer.method, [torch.randn(1, 7, 48, dtype=dtype), torch.randn(5, 48, dtype=dtype)]
     expected = [layer(part) for part in parts]
-    with observed([layer]) as (gram_II,):
+    with accumulate_grams([layer]) as (gram_II,):
         assert all(torch.equal(layer(part), result) for part, result in zip(parts, expected, strict=True))
     assert layer.method is method
     x_TI = torch.cat([part.view(-1, 48).float() for part in parts])
@@ -103,9 +102,9 @@ def test_observed_layers_multiply_as_before_and_tell_of_their_inputs(dtype: torc
 
 def test_outputs_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight_OI, x_TI = torch.randn(50, 200), torch.randn(400, 200)
-    together = quantize_int4_for(weight_OI, x_TI.T @ x_TI)
-    monkeypatch.setattr(error_feedback, "_WEIGHTS_AT_ONCE", 200 * 7)
-    in_parts = quantize_int4_for(weight_OI, x_TI.T @ x_TI)
+    together = gptq_quantize(weight_OI, x_TI.T @ x_TI)
+    monkeypatch.setattr(gptq, "_WEIGHTS_AT_ONCE", 200 * 7)
+    in_parts = gptq_quantize(weight_OI, x_TI.T @ x_TI)
     assert in_parts.shape == together.shape
     assert torch.equal(in_parts.scales_OG, together.scales_OG)
     # Sums of other shapes may be rounded in another way, and a weight then goes to the other side.

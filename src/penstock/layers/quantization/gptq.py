@@ -2,17 +2,65 @@
 
 Input features are quantised one after another; the weights of the features that follow compensate each one's error in
 the layer's outputs, as measured on calibration data.
-Suffixes: O output features, I input features, B input features of a block, G groups of input features.
+Suffixes: T tokens, O output features, I input features, B input features of a block, G groups of input features.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS, QuantizedWeight
-from penstock.layers.quantization.rounding import INT4_GROUP_SIZE, join_rows, quantize_int4
+from penstock.layers.linear import LinearLayer, LinearMethod
+from penstock.layers.quantization.quantize import INT4_GROUP_SIZE, join_rows, quantize_int4
+
+
+class GramMethod(LinearMethod):
+    """Wraps a linear method and accumulates x^T x of its inputs in float32: `gram_II`.
+
+    only_inputs: skip the product and return zeros.
+    """
+
+    def __init__(self, method: LinearMethod, input_size: int, *, only_inputs: bool) -> None:
+        self.method = method
+        self.gram_II = torch.zeros(input_size, input_size)
+        self._only_inputs = only_inputs
+
+    def process_weights_after_loading(self, layer: LinearLayer) -> None:
+        self.method.process_weights_after_loading(layer)
+
+    def restore_weights(self, layer: LinearLayer) -> None:
+        self.method.restore_weights(layer)
+
+    def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
+        flat_TI = x_TI.reshape(-1, x_TI.shape[-1]).float()
+        self.gram_II.addmm_(flat_TI.T, flat_TI)
+        if self._only_inputs:
+            return x_TI.new_zeros(*x_TI.shape[:-1], layer.output_size)
+        return self.method.apply(layer, x_TI)
+
+
+@contextmanager
+def accumulate_grams(
+    layers: Sequence[LinearLayer], *, only_inputs_of: Sequence[LinearLayer] = ()
+) -> Iterator[list[Tensor]]:
+    """Record the inputs of these layers inside the block. Yields the accumulated x^T x of each, [I, I].
+
+    only_inputs_of: layers whose outputs are not needed meanwhile.
+    """
+    methods = [GramMethod(layer.method, layer.input_size, only_inputs=layer in only_inputs_of) for layer in layers]
+    for layer, method in zip(layers, methods, strict=True):
+        layer.method = method
+    try:
+        yield [method.gram_II for method in methods]
+    finally:
+        for layer, method in zip(layers, methods, strict=True):
+            layer.method = method.method
+
 
 # Damping of the Hessian's diagonal, relative to its mean.
 _DAMPING = 0.01
@@ -22,7 +70,7 @@ _WEIGHTS_AT_ONCE = 1 << 23
 _BLOCK = 128
 
 
-def quantize_int4_for(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
+def gptq_quantize(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
     """Quantise like `quantize_int4`, with the same scales and zero points, but GPTQ's choice of integers.
 
     gram_II: x^T x of the layer's calibration inputs x, summed; zeros give round-to-nearest.
@@ -30,10 +78,10 @@ def quantize_int4_for(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4
     """
     upper_II = _inverse_factor(gram_II)
     num_rows = max(1, _WEIGHTS_AT_ONCE // weight_OI.shape[1])
-    return join_rows([_round_rows(part_OI, upper_II, group_size) for part_OI in weight_OI.split(num_rows)])
+    return join_rows([_quantize_rows(part_OI, upper_II, group_size) for part_OI in weight_OI.split(num_rows)])
 
 
-def _round_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> QuantizedWeight:
+def _quantize_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> QuantizedWeight:
     """Quantise rows (output features), which are independent of each other."""
     nearest = quantize_int4(weight_OI, group_size)
     weight_IO = weight_OI.float().T.contiguous()
@@ -42,12 +90,12 @@ def _round_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> Quantiz
         end = min(begin + _BLOCK, len(weight_IO))
         block = slice(begin, end)
         groups = [index // nearest.shape.group_size for index in range(begin, end)]
-        errors_BO = _round_block(weight_IO[block], values_IO[block], nearest, groups, upper_II[block, block])
+        errors_BO = _quantize_block(weight_IO[block], values_IO[block], nearest, groups, upper_II[block, block])
         weight_IO[end:] -= upper_II[block, end:].T @ errors_BO
     return QuantizedWeight(nearest.shape, values_IO.T.contiguous(), nearest.scales_OG, nearest.zeros_OG)
 
 
-def _round_block(
+def _quantize_block(
     weight_BO: Tensor, values_BO: Tensor, grid: QuantizedWeight, groups: list[int], upper_BB: Tensor
 ) -> Tensor:
     """Quantise a block, updating its remaining weights in place. Returns the errors to compensate in later blocks.

@@ -54,7 +54,7 @@ def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> Quant
     return round_to_int4(weight_OI, scales_OG, zeros_OG, group_size)
 
 
-def quantize_int4_rest(weight_OI: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
+def quantize_int4_residual(weight_OI: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
     """Quantise the residual of an int4 weight to 4 more bits: together they are nearly as exact as int8."""
     num_outputs = weight_OI.shape[0]
     num_rows = _rows_at_once(weight_OI)
