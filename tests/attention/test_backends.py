@@ -151,7 +151,7 @@ def _check(
         np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
         row += request.num_new
     unused = [0, *order[taken:].tolist()]
-    # Whole pages, as whoever copies or clears blocks takes them.
+    # Whole pages, as block copies and clears address them.
     assert torch.equal(pages_NX[unused], before[unused]), "a step wrote to a block that no request owns"
 
 

@@ -1,4 +1,4 @@
-"""KV caches in float32, bfloat16 and int8: attention over the rounded keys and values, and what they may take."""
+"""KV caches in float32, bfloat16 and int8: attention over the quantised values, and their memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _kernels() -> NativeKernels:
 
 
 def _rounded(vectors: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """What a cache of this dtype gives back for vectors [..., D], by definition."""
+    """Vectors [..., D] after quantisation and dequantisation in a cache of this dtype."""
     if dtype is not torch.int8:
         return torch.from_numpy(vectors).to(dtype).double().numpy()
     largest = np.abs(vectors).max(-1, keepdims=True)
@@ -103,7 +103,7 @@ def test_attention_is_that_over_the_rounded_keys_and_values(
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (640, 16), (512, 16), (64, 700), (16, 512)])
 def test_sums_of_the_largest_integers_have_room(head_size: int, block_size: int) -> None:
-    """Where all elements are the largest there are, in 8 bits and in 16, every product has the same sign."""
+    """With all elements at the limits of int8 and int16, sums of products do not overflow."""
     heads = torch.ones(2 * block_size, 4, head_size)
     heads[:, :2] = torch.tensor([5.0, -5.0])[:, None]
     heads[: block_size + 3, 2] = -1.0  # the first query head sees what comes after them, the second them

@@ -1,4 +1,4 @@
-"""What only our own CPU attention promises: the same bits however a request is cut and whatever else runs."""
+"""C++ attention: the same bits for any chunking of a request and any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention from the projections' output in one kernel, against norm, rotation and attention by specification."""
+"""Attention fused with norm and rotary embedding, against the separate specifications."""
 
 from __future__ import annotations
 

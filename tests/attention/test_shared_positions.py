@@ -1,4 +1,4 @@
-"""Ranks that keep positions by turns come to what attention over all of them is by definition, each for its heads."""
+"""Decode context parallelism: every rank's heads get attention over the positions of all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Step = Sequence[tuple[int, int, int]]
 def by_definition(
     query_QHD: np.ndarray, key_LD: np.ndarray, value_LD: np.ndarray, window: int | None, soft_cap: float | None
 ) -> np.ndarray:
-    """Of the last positions, [Q, H, D], over one KV head."""
+    """Attention of the last positions over one KV head, by definition: [Q, H, D]."""
     scores_HQL = np.einsum("qhd,ld->hql", query_QHD, key_LD) * query_QHD.shape[-1] ** -0.5
     if soft_cap is not None:
         scores_HQL = soft_cap * np.tanh(scores_HQL / soft_cap)
@@ -139,7 +139,7 @@ class Ranks:
         return results
 
     def attend(self, step: Step, *, only_last: bool = False) -> Tensor:
-        """Of all ranks, [T, heads, D]; or of each request's last token."""
+        """Attention of all ranks, [T, heads, D]; or of each request's last token."""
         geometry = self.geometry(step)
 
         def run(rank: int) -> Tensor:

@@ -32,7 +32,7 @@ class Sharer:
 
 
 class Requests:
-    """Random requests over one paged cache; number 0 shares with nobody and has `first` positions."""
+    """Random requests over one paged cache; request 0 shares no blocks and has `first` positions."""
 
     def __init__(
         self, instruction_set: str, first: int, first_new: int, sharers: list[Sharer], *,
@@ -85,7 +85,7 @@ class Requests:
         return list(self.kernels.attention(*parts_of_heads, kv_cache, requests, self.shape).split(counts))
 
     def together(self) -> list[Tensor]:
-        """What the last step gives each request, when all are in it."""
+        """Result of the last step for each request, with all of them in it."""
         kv_cache = self.cache()
         for number, start in enumerate(self.starts):
             # What it shares, its parent has written, or writes in the step that is looked at.
@@ -104,7 +104,7 @@ class Requests:
         return self.step(self.cache(), [(number, 0, length)])[0][self.starts[number] :]
 
     def _spoil(self, kv_cache: Tensor, number: int, start: int, stop: int) -> None:
-        """Forget the positions that the step computes: nobody may read them before they are written in it."""
+        """Poison the positions that the step computes: they may not be read before they are written."""
         size = self.block_size * HEAD_SIZE
         for position in range(start, stop):
             block, offset = self.blocks[number][position // self.block_size], position % self.block_size

@@ -1,4 +1,4 @@
-"""What the C library's allocator keeps, seen in a process of its own: by its resident size and its page faults."""
+"""Caching of freed memory by malloc, seen in a child process by its resident size and page faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process may use, read from control groups as the kernel writes them."""
+"""Resource limits, read from control groups in the kernel's format."""
 
 from __future__ import annotations
 

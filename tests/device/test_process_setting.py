@@ -1,4 +1,4 @@
-"""What engines set for their process, and who of several has it their way."""
+"""Process-wide settings of one and of several engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads compute, and where: on machines as the kernel describes them under /sys."""
+"""Number and placement of threads, on machines as described under /sys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that raise, lower and forbid tokens, against plain Python; what is faster against the specification."""
+"""Bias, mask and penalty kernels against plain Python, and fast versions against the specification."""
 
 from __future__ import annotations
 

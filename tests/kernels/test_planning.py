@@ -1,4 +1,4 @@
-"""Where results of a program lie: nothing is overwritten while it is needed."""
+"""Buffer planning of programs: no cell is overwritten while it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of ranks that meet in shared memory: each has the bits of its kernels and of the group's own calls."""
+"""Programs with collectives in shared memory: the same bits as separate kernels and collectives."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
 
 
 def oracle(tokens: Sequence[int], least: int, most: int, num_drafts: int) -> list[int] | None:
-    """Of all places before the end, the last of those where the most of the last tokens agree."""
+    """The latest of the longest matches of the last tokens, by brute force."""
     best = None
     for end in range(len(tokens) - 1):
         length = 0

@@ -43,7 +43,7 @@ def random_weight(bits: int, outputs: int, inputs: int, group_size: int, seed: i
 
 
 def narrow(weight: QuantizedWeight) -> QuantizedWeight:
-    """Of 8 bits, as they are where bytes are multiplied: inputs 2i and 2i + 1 not beyond 128 together."""
+    """An int8 weight whose inputs 2i and 2i + 1 do not exceed 128 in sum, for byte products."""
     values_OI = weight.values_OI.clone()
     first, second = values_OI[:, : values_OI.shape[1] // 2 * 2].unflatten(1, (-1, 2)).unbind(2)
     second.copy_(torch.maximum(torch.minimum(second.short(), 128 - first.short()), -128 - first.short()))

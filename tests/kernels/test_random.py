@@ -42,7 +42,7 @@ def _philox(words: Words, key: tuple[int, int]) -> Words:
     ],
 )
 def test_gives_the_values_that_the_authors_published(counter: Words, key: tuple[int, int], expected: Words) -> None:
-    """Of the library Random123, version 1.09, which came with the paper."""
+    """Known answers of the library Random123, version 1.09, which came with the paper."""
     of_torch = philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))  # type: ignore[arg-type]
     assert tuple(word.item() for word in of_torch) == _philox(counter, key) == expected
 

@@ -20,7 +20,7 @@ LIMIT = 23.5
 
 
 def draw_with(probs_V: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """As a drafter does: with the very numbers that the target's tokens are drawn with."""
+    """Draw as a drafter does: with the random numbers of the target's tokens."""
     noise = gumbel_noise(token_bits(seeds, positions, 0, len(probs_V)))
     return (noise + probs_V.log()).argmax(dim=-1)
 
@@ -83,7 +83,7 @@ def wrong_residual(residual_LV: Tensor, *arguments: Tensor) -> object:
 
 
 def same_numbers(residual_LV: Tensor, seeds: Tensor, slots: Tensor, positions: Tensor) -> object:
-    """Draws what is left with the numbers that the drafts were drawn with."""
+    """Draws the residual with the random numbers of the drafts."""
     return _draw(residual_LV, seeds ^ rejection._RESIDUAL_STREAM, slots, positions)
 
 

@@ -114,7 +114,7 @@ def test_a_draw_does_not_depend_on_how_much_is_looked_at_at_once(
 
 @pytest.mark.parametrize(("noise", "least"), [(0.3, 0.8), (0.7, 0.62)])
 def test_distributions_that_are_alike_draw_alike(noise: float, least: float) -> None:
-    """What is accepted of drafts that were drawn with the same numbers (more than by chance, which is below 0.1)."""
+    """Acceptance of drafts drawn with the same random numbers is far above chance, which is below 0.1."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(400, 8000, generator=generator) * 2.5
     drafter = logits + torch.randn(400, 8000, generator=generator) * noise

@@ -1,4 +1,4 @@
-"""What stand-ins let be done to them, and that what was traced is what is run."""
+"""Tracing: supported operations on traced tensors, and that programs run what was traced."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_program_gives_the_bits_of_its_kernels(trace: Trace, num_rows: int, re
 
 
 def joined(ids_T: Tensor, given_TD: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
-    """What goes on from rows that are given, and sums on the way."""
+    """A model with given input rows and a residual stream."""
     x_TD = embedding(ids_T, weights["table"], torch.float32)
     both_TX = concatenate_rows(x_TD, rms_norm(given_TD, weights["norm"], 1e-5))
     hidden_TD = native().linear(both_TX, weights["down"], WIDTH, None)

@@ -1,4 +1,4 @@
-"""Where packed weights lie."""
+"""Memory of packed weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounding that makes up for its errors, against its definition."""
+"""GPTQ against its definition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def correlated_inputs(rows: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 def by_definition(weight_OI: Tensor, gram_II: Tensor, group_size: int) -> Tensor:
-    """Of the inputs that are left, the one in front is rounded, and the others get the weights that are best then."""
+    """Quantise the first remaining input feature, and solve for the best weights of the others."""
     grid = quantize_int4(weight_OI, group_size)
     assert grid.zeros_OG is not None
     weight_OI, gram_II = weight_OI.double().clone(), gram_II.double().clone()

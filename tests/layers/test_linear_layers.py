@@ -1,4 +1,4 @@
-"""Linear layers multiply by what was loaded, in whatever form they keep it."""
+"""Linear layers multiply by the loaded weight in every layout."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_unpacking_gives_every_bit_back(outputs: int, inputs: int) -> None:
     ]
 )
 def packed_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[PackedMethod]:
-    """The method that large layers get, with our kernels and without them."""
+    """Linear method of large layers, with the C++ kernels and without."""
     if request.param == "native":
         return NativeMethod
     monkeypatch.setattr("penstock.layers.linear.NATIVE", None)
@@ -122,7 +122,7 @@ def test_a_head_chooses_the_tokens_of_its_logits(is_packed: bool, dtype: torch.d
     hidden_LD[7, 3] = float("nan")
     chosen, expected = head.compute_greedy(hidden_LD), greedy_tokens(head(hidden_LD))
     if NATIVE is None or not is_packed:
-        assert chosen is None  # whoever asks computes the logits then
+        assert chosen is None  # the caller computes the logits then
         return
     assert chosen is not None
     assert torch.equal(chosen.token_ids_R, expected.token_ids_R)

@@ -1,4 +1,4 @@
-"""Rounding of weights, and layers and models that keep them as integers."""
+"""Weight quantisation, and layers and models with quantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that have a part of each weight: together, the ranks compute what one would."""
+"""Tensor parallel layers: all ranks together compute the result of one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Make = Callable[[ParallelState], nn.Module]
 
 
 def load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Whole tensors, by module and parameter, into what a rank has of them."""
+    """Load whole tensors, by module and parameter, into a rank's parts of them."""
     for name, module in model.named_modules():
         for parameter, slot in weight_slots(module, None).items():
             tensor = tensors[f"{name}.{parameter}"]
@@ -49,7 +49,7 @@ def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def by_rank(make: Make, size: int, x: Tensor, *, is_packed: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """What one rank computes, and what each of several does."""
+    """Results of one rank, and of each of several."""
     whole = make(ONE)
     tensors = whole_tensors(whole)
     load(whole, tensors)
@@ -103,7 +103,7 @@ def test_every_rank_has_the_rows_and_logits_of_all(size: int, vocab_size: int) -
 
 
 def make_heads(size: int, form: str, weight: Tensor) -> list[LMHead]:
-    """Of ranks, and behind them of one rank alone, with their parts of a weight that is kept in this form."""
+    """Layers of all ranks, then of one rank alone, with a weight in this layout."""
     heads = [LMHead(*weight.shape, parallel=parallel) for parallel in [*contexts(size), ONE]]
     for head in heads:
         head.slots()["weight"].load(weight)

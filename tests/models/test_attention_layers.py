@@ -1,4 +1,4 @@
-"""What the KV cache is planned from: every attention layer, with its geometry."""
+"""Attention layers of models, from which the KV cache is planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads that draft compute what their papers say, from checkpoints in each of the formats."""
+"""Draft heads against their papers' definitions, from checkpoints in each format."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_model_is_refused_with_the_reason(class_name: str, overrides: dict[str
 
 
 class OwnForCausalLM(PreTrainedModel):
-    """Computes its attention without asking anybody."""
+    """Computes its attention itself, not through the interface."""
 
     config_class = GraniteConfig
 

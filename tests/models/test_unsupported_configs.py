@@ -1,4 +1,4 @@
-"""What a configuration asks for and no model can do is refused by name, before any weight is read."""
+"""Unsupported configurations are refused with the field's name, before any weight is read."""
 
 from __future__ import annotations
 

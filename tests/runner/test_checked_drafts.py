@@ -1,4 +1,4 @@
-"""Steps that check drafts: whatever is drafted, and whatever becomes of it, the tokens are those of a run without."""
+"""Verification of drafts: any drafts, accepted or not, leave the tokens of a run without speculative decoding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLOCKS_EACH = 10
 
 
 class ByPosition(LogitsProcessor):
-    """Favours a token that follows from the last one and where it is: nothing but the row matters."""
+    """Prefers a token that depends on the last one and its position only."""
 
     name = "by_position"
     takes_drafts = True
@@ -43,7 +43,7 @@ class ByPosition(LogitsProcessor):
 
 
 class ByCalls(LogitsProcessor):
-    """Favours another token in every call, so it must be called once for each token, and no more."""
+    """Prefers another token in every call, so it must be called exactly once per token."""
 
     name = "by_calls"
 
@@ -60,7 +60,7 @@ class ByCalls(LogitsProcessor):
 
 @dataclass
 class _Request:
-    """A request and its run so far; `computed` is what the scheduler believes to be computed."""
+    """A request and its run so far; `computed`: computed tokens in the scheduler's view."""
 
     req_id: str
     prompt: list[int]
@@ -78,7 +78,7 @@ class _Request:
 
 
 class Speculator:
-    """Plays the scheduler and whoever drafts: of what must come it knows a part, and makes up the rest.
+    """Plays the scheduler and the speculator: drafts a known part of the continuation and random tokens after it.
 
     Some drafts are in the message, some were put on the device before. Without `truth` nothing is drafted.
     """

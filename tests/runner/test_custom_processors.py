@@ -1,4 +1,4 @@
-"""Custom logits processors: what they see, in which order, and that their failures stay their requests' own."""
+"""Custom logits processors: inputs, order, and isolation of failures to their requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Force(LogitsProcessor):
 
 
 class Everywhere(LogitsProcessor):
-    """Forbids a token to every request."""
+    """Masks a token for every request."""
 
     name = "everywhere"
     forbidden: ClassVar[int] = 3
@@ -77,7 +77,7 @@ class Everywhere(LogitsProcessor):
 
 
 class Fragile(Force):
-    """Damages the logits and raises when it meets a request that asks for it."""
+    """Corrupts the logits and raises for requests that ask for it."""
 
     name = "fragile"
     when: ClassVar[str] = "apply"
@@ -303,7 +303,7 @@ def test_the_vocabulary_of_a_processor_is_the_logits(folder: Path) -> None:
 
 
 class Quits(Force):
-    """Raises what a request names, where it names it; or returns what nothing can be drawn from."""
+    """Raises the exception that a request names in the method that it names, or returns undrawable logits."""
 
     name = "quits"
     kinds: ClassVar[dict[str, type[BaseException]]] = {
@@ -393,7 +393,7 @@ def quit_with(_worker: Any, kind: str) -> None:
 
 
 class Spoils(LogitsProcessor):
-    """Returns what nothing can be drawn from, to requests that ask for it."""
+    """Returns undrawable logits for requests that ask for it."""
 
     name = "spoils"
 

@@ -1,4 +1,4 @@
-"""When a stage before the last one waits for what a step has sampled."""
+"""Pipeline stages before the last: when they wait for sampled tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffer sets of steps in flight, and the frames that are kept in them."""
+"""Buffer sets of steps in flight, and their kept frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's bitmask: what it forbids is never chosen, whatever else a request asks for, and others see nothing of it."""
+"""Grammar bitmask: masked tokens are never sampled, whatever the parameters, and other requests keep theirs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def params(**fields: Any) -> SamplingParams:
 
 
 def bitmask(allowed: Mapping[str, Sequence[Sequence[int]]]) -> GrammarOutput:
-    """The message: for each request its rows."""
+    """The grammar message, with the bitmask rows of each request."""
     rows = [row for rows in allowed.values() for row in rows]
     words = np.zeros((len(rows), NUM_WORDS), np.uint32)
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Building a step's tensors, padded and not."""
+"""Input batches, padded and not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _driver() -> Driver:
 
 
 def _launch(driver: Driver, counts: dict[str, int]) -> InputBatch:
-    """The inputs of a step that is executed and not yet sampled."""
+    """Inputs of a step that is executed and not yet sampled."""
     return driver.runner.steps._waiting[driver.launch(counts).step_id].batch
 
 

@@ -1,4 +1,4 @@
-"""The runner's steps: worked traces and the invariants that asynchronous serving rests on."""
+"""Model runner steps: worked traces, and invariants of asynchronous scheduling."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_request_that_cannot_be_added_fails_alone_and_leaves_nothing_behind(mo
 
 
 def test_nothing_is_written_for_a_request_that_cannot_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was staged for it would race with what its slot's next owner stages in the same step."""
+    """Its staged writes would race with those of the slot's next owner in the same step."""
     driver = Driver(make_runner())
     driver.step({"good": 1}, [new_request("good", [9])])
     before = _snapshot(driver)

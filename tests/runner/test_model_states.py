@@ -1,4 +1,4 @@
-"""Inputs that a model's own state makes: embeddings, positions of another shape, and arguments of their own."""
+"""Model states: embeddings, positions of another shape, and further step inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 
 
 class FromEmbeddings(nn.Module):
-    """A decoder that is given embeddings, three rows of positions, and a factor for each token."""
+    """A decoder that takes embeddings, three rows of positions, and a factor per token."""
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An output head that a plugin registers: the runner does not notice."""
+"""Output heads of plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages whose content only their layers know: a recurrent state beside attention, and no pages at all."""
+"""Pages of other layers: a recurrent state beside attention, and a model without pages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = [5, 17, 3, 88, 41, 9, 2, 60, 33, 7]
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """By request: the page of its state, its tokens of this step, and whether it has had none before."""
+    """Per request: the page of its state, its tokens of this step, and whether they are its first."""
 
     pages: list[int]
     starts: list[int]
@@ -173,7 +173,7 @@ def test_a_state_per_request_lives_through_chunks_and_steps(with_attention: bool
         for req_id, sampled in step.items():
             tokens[req_id] += sampled
     assert tokens == {"a": expected(PROMPT, 5), "b": expected(other, 6)}
-    # Whoever comes next to the page begins anew.
+    # The page's next request starts from a cleared state.
     again = driver.tokens({"c": 3}, [request("c", other, *blocks[0])], finished={"a", "b"})
     assert again == {"c": expected(other, 1)}
 

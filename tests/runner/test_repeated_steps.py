@@ -1,4 +1,4 @@
-"""Steps that repeat others, with what was made of those and without: what comes out is the same."""
+"""Repeated steps: results are the same with kept frames and without."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(runner: ModelRunner, steps: list[SchedulerOutput]) -> list[list[list[int
 
 @pytest.fixture
 def prepared_anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps that have a new frame."""
+    """Steps with a new frame."""
     steps: list[int] = []
     begin = Frames.begin
 

@@ -1,4 +1,4 @@
-"""The sampler's stages together: each request as if it were alone."""
+"""Sampler: logits transforms combined, each request as if it were alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Request:
     has_failed: bool = False
 
     def logits(self) -> torch.Tensor:
-        """What the model says next: it depends on the request and its length alone."""
+        """The model's next token, by the request and its length alone."""
         return random_logits(1, self.logits_seed * 100 + len(self.output))
 
     def expected(self) -> int | None:
@@ -104,7 +104,7 @@ def test_each_request_equals_a_restatement_whatever_shares_the_batch_and_after_p
 
 
 def _alone(params: SamplingParams, logits: torch.Tensor, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """The logits that the stages leave, by what they say as log-probabilities."""
+    """Logits after all transforms, from the log-probabilities."""
     driver = HandDriven(logprobs_mode="processed_logits", max_logprobs=-1)
     driver.add(3, params, prompt, output)
     result = driver.step([3], logits).logprobs
@@ -191,7 +191,7 @@ def test_a_report_that_comes_late_says_nothing_about_the_slots_next_request() ->
 
 
 class LateDevice(CpuDevice):
-    """Its copies to the host arrive when the test says so."""
+    """A device whose copies to the host complete when the test says so."""
 
     has_arrived = False
 

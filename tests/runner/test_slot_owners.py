@@ -25,7 +25,7 @@ from support.runners import VOCAB_SIZE, ArithmeticModel, Driver, make_runner, ne
 
 
 class Shifts(SlotOwner):
-    """Shifts each request's tokens by its seed, but for seed 0, of which there is nothing to do."""
+    """Shifts each request's tokens by its seed; seed 0 needs no work."""
 
     step_inputs = (StepInput("shifts", torch.int64, padding=-1),)
 

@@ -1,4 +1,4 @@
-"""What goes from stage to stage belongs to a step, and another step's is refused."""
+"""Pipeline stages: messages between stages carry their step id, and those of another step are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks measure the same steps, however their clocks and their speeds differ, and agree on what these cost."""
+"""Step cost measurement: all ranks run the same steps, whatever their clocks and speeds, and get the same costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from suffixes, against a tree of counts that is spelled out; and what is remembered, against a list."""
+"""Suffix decoding against an explicit suffix tree, and the cache of outputs against a list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def speculator(**options: object) -> SuffixSpeculator:
 
 
 def behind(texts: Sequence[list[int]], pattern: list[int]) -> list[list[int]]:
-    """What stands behind each place of the texts that agrees with the pattern."""
+    """Continuations of all matches of the pattern."""
     return [
         text[start + len(pattern) :]
         for text in texts
@@ -53,7 +53,7 @@ def follow_by_definition(places: list[list[int]], num_drafts: int, prob: float) 
 
 
 def draft_by_definition(own: list[int], earlier: list[list[int]], most: int, factor: float, prob: float) -> list[int]:
-    """Of all numbers of last tokens the best, of equal ones the longest; its own text before others."""
+    """The best continuation over all match lengths; ties go to the longest, and to the request's own tokens."""
     best: tuple[float, list[int]] = (0.0, [])
     for texts in (earlier, [own]):
         of_source: tuple[float, list[int]] = (0.0, [])

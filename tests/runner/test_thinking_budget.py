@@ -1,4 +1,4 @@
-"""A budget of tokens for thinking, against a restatement that reads the whole text anew at each token."""
+"""Thinking budget against a reference that rereads the whole output at each token."""
 
 from __future__ import annotations
 

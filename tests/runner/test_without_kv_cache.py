@@ -1,4 +1,4 @@
-"""A model of which no layer keeps anything: there is no KV-cache group, and steps have their sequences all the same."""
+"""A model without a KV cache: there is no KV-cache group, and steps have their sequences all the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.runners import VOCAB_SIZE, ArithmeticModel, Driver, make_runner, ne
 
 
 class WithoutCache(ArithmeticModel):
-    """Notes the lengths of the step's sequences, and the rows that are asked for."""
+    """Records the lengths of the step's sequences, and the wanted rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
 // Floats of a head's result.
 PENSTOCK_INLINE int64_t out_size(const AttentionArgs& a) { return a.head_size + (a.num_shares > 1 ? 1 : 0); }
 
-// Tokens ahead of the one that is loaded, whose queries are fetched: they lie too far apart for processors to foresee.
+// Tokens ahead of the one that is loaded, whose queries are fetched: they lie too far apart for hardware prefetching.
 constexpr int64_t kTokensAhead = 8;
 
 // Meanwhile the places of the results are fetched too.
@@ -375,7 +375,7 @@ static bool take_unit(AttentionJob& job, Unit& unit) {
     (plan.work[middle].first_unit <= number ? low : high) = middle;
   }
   const Work& work = plan.work[low];
-  // The items of the same heads follow each other, so that keys and values are still in the processor's own cache.
+  // The items of the same heads follow each other, so that keys and values are still in the core's own cache.
   const int64_t units_of_heads = work.items_per_head * work.num_splits;
   const int64_t within = (number - work.first_unit) % units_of_heads;
   unit.work = &work;

@@ -116,7 +116,7 @@ PENSTOCK_INLINE void write_value(const AttentionArgs& a, const float* x, int8_t*
     narrow_one(inverse_scale != 0.0f ? x[d] : 0.0f, inverse_scale, to + d * step);
 }
 
-// A query or key head as attention takes it: normalised and turned where that is asked for, and times `factor`.
+// A query or key head as input of attention: normalised and rotated if asked for, and times `factor`.
 PENSTOCK_INLINE void prepare_head(const AttentionArgs& a, const float* x, int64_t head, int64_t token, float factor,
                                   float* out) {
   const int64_t size = a.head_size;

@@ -1,6 +1,6 @@
-// What attention_tiles.inl does, for keys and values in 8 bits: in integers, two products at a time.
+// attention_tiles.inl for an int8 KV cache: in integers, two products at a time.
 //
-// A row's query, and its weights of a tile, are rounded to 16 bits of the largest of them, a hundred times finer than
+// A row's query, and its weights of a tile, are quantised to int16 by their largest, a hundred times finer than
 // what the cache holds. Their products with it then have sums of 32 bits, which are exact whatever their order.
 
 namespace PENSTOCK_NAMESPACE {

@@ -1,4 +1,4 @@
-// Attention of ranks that keep the positions of the same KV heads by turns.
+// Decode context parallel attention: ranks shard the positions of the same KV heads.
 #pragma once
 
 #include "kernels.h"
@@ -14,7 +14,7 @@ struct AttentionOutcome {
 
 // As `attention` of all positions does it: queries and output are of this rank's heads, and num_shares and share are not
 // read. Every rank attends with the heads of all to the positions that it has, and takes what all have found for its own.
-// Rows of the output follow each other. One rank meets nobody.
+// Rows of the output follow each other. One rank exchanges nothing.
 AttentionOutcome attention_of_ranks(const Kernels& kernels, AttentionArgs args, const Ranks& ranks);
 
 }  // namespace penstock

@@ -1,5 +1,5 @@
 // Every rank writes a piece of what it gives into a place of its own, counts up its arrivals, waits until the others
-// have arrived as often, and reads theirs. There are two places per rank, used in turn: whoever has seen all arrive at
+// have arrived as often, and reads theirs. There are two places per rank, used in turn: a rank that has seen all arrive at
 // the next piece knows that all have read the one before, so that a piece takes one wait.
 #include "collectives.h"
 

@@ -13,10 +13,10 @@ enum class CollectiveKind : int64_t {
   kBroadcast = 4,     // and the number of the rank whose bytes all get, on top
 };
 
-// One of some ranks, and where they meet.
+// One rank of a group, and the group's shared memory.
 //
 // memory: `collective_bytes` of zeros at first, the same for all ranks. slot_bytes: what a rank gives at a time; a multiple
-// of 8. spin_us: how long a rank that waits keeps its processor.
+// of 8. spin_us: time that a waiting rank spins.
 struct Ranks {
   void* memory;
   int64_t rank, size, slot_bytes, timeout_us, spin_us;
@@ -56,10 +56,10 @@ struct ChannelArgs {
 
 int64_t channel_bytes();
 
-// Who waits for what the other has not done: 1 the one who receives, 2 the one who sends, 0 nobody.
+// Waiting side: 1 the receiver, 2 the sender, 0 none.
 int64_t channel_waits(const void* memory);
 
-// Waits for room only, of which there is some for several small tensors. Returns 0; or 1 if nobody made room in time.
+// Waits for room only, of which there is some for several small tensors. Returns 0; or 1 on a timeout.
 int64_t channel_send(const ChannelArgs& args);
 
 // Waits for what is sent. Returns 0; 1 if it did not come in time; or -1 if something of another size came. After either

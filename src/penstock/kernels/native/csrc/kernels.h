@@ -40,10 +40,10 @@ struct GreedyArgs {
 // Requests are those of a step: request r has tokens query_start[r] .. query_start[r + 1], which are the last ones of
 // its seq_lens[r] positions. What a request of more than one token writes, others may read in the same step.
 // window: positions seen, the current one included; 0 for all. soft_cap: 0 for none.
-// Query and key heads are normalised and turned first where there is a norm's weight and a rotary table.
+// Query and key heads are normalised and rotated first if there are a norm weight and a rotary table.
 // phase: only one half of this, where the other half comes, or came, in a call of its own. What only writes reads no
 // query and gives no output.
-// num_shares: of ranks that keep the positions by turns, `interleave` in a row, of which this one is `share`. Requests,
+// num_shares: decode context parallel ranks, with runs of `interleave` positions each; this one is `share`. Requests,
 // their lengths and windows are of all positions, blocks of those that are here. Queries are the heads of all ranks, equal
 // in number, norms those of this rank's. Where there are several, a vector of the output is an average over what is here,
 // zeros over nothing, and behind it comes the logarithm, to the base 2, of the sum of what it is weighed by.

@@ -1,4 +1,4 @@
-// What every processor of the architecture has: SSE2 on x86-64, NEON on 64-bit Arm.
+// Baseline instruction sets: SSE2 on x86-64, NEON on 64-bit Arm.
 #include "every_instruction_set.h"
 
 #define PENSTOCK_NAME "generic"

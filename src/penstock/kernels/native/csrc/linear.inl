@@ -16,9 +16,9 @@ constexpr int64_t kFetchedAhead = 8 * 1024;
 // Rows whose products take about as long as their weights take to come from memory: between a few, which do nothing but
 // wait, and many, which never do. What is fetched into the first-level cache holds one of its few places for lines that
 // are on their way until it is there, and what is needed now must wait for one: so it is fetched into the second-level one.
-// Both ends are where that began and ceased to help, with AVX2 and with AVX-512 on a processor of the Zen 4 kind.
+// Both ends are where that began and ceased to help, with AVX2 and with AVX-512 on a Zen 4 CPU.
 constexpr bool is_bound_by_both(int64_t rows) { return rows > 6 && rows < 24; }
-// Inner elements between two turns of a loop: with so few turns, processors foresee its end.
+// Inner elements between two turns of a loop: branch predictors learn so short a loop.
 constexpr int kUnroll = 8;
 // Floats of rows that a thread goes over for every panel: they should stay in the second-level cache.
 constexpr int64_t kRowsInCache = 96 * 1024;

@@ -151,7 +151,7 @@ PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
 }
 
 // (program, address of [ProgramStep, inputs, StepRequests of groups], first step, step after the last) -> None, or where
-// ranks did not meet (number of the step, of its rows, status of the collective).
+// a collective failed (number of the step, of its rows, status of the collective).
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());

@@ -253,7 +253,7 @@ Result attend(const AttentionArguments& arguments, const Kernels& kernels, const
   return {outcome.had_memory, outcome.collective_status};
 }
 
-// Rows of padding become zero. Where the step asks for last tokens alone, the keys and values of all tokens are written,
+// Padding rows become zero. Where the step asks for last tokens alone, the keys and values of all tokens are written,
 // and the queries of the last ones attend, whose rows come first from then on.
 Result attention(const Operation& operation, const Call& call) {
   const auto arguments = operation.get<AttentionArguments>();

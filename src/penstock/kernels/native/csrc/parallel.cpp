@@ -69,7 +69,7 @@ void enter_region(void* arg) {
 
 void no_barrier() {}
 
-// A turn of a loop that waits: tells the processor at first, and the system when it lasts.
+// One iteration of a spin loop: pauses the CPU at first, and yields to the system when it lasts.
 class Waiting {
  public:
   void turn() {

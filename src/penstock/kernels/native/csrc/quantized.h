@@ -1,6 +1,6 @@
 // Products with weights of 8 or 4 bits, once per instruction set, as plain functions on pointers.
 //
-// Activations are rounded to 8 bits row by row as they come in; sums over the inner dimension are exact integers.
+// Activations are quantised to int8 per row; sums over the inner dimension are exact integers.
 #pragma once
 
 #include <cstdint>

@@ -7,7 +7,7 @@
 namespace penstock {
 
 // Numbered pieces of work. Each thread has a range of them to begin with, which it takes in order; one that has done
-// its own takes over the second half of what another has left. So nobody waits for longer than a few pieces take, where
+// its own takes over the second half of what another has left. So no thread waits for longer than a few pieces take, where
 // a core is slower than others, or did something else meanwhile; and usually each thread reads its own range in order.
 //
 // The ranges of threads that never come are done by the others.
@@ -61,7 +61,7 @@ class Shares {
                                        __ATOMIC_RELAXED);
   }
 
-  // Makes the second half of what the slowest thread has left this thread's own; false when nobody has anything left.
+  // Makes the second half of what the slowest thread has left this thread's own; false when no thread has any left.
   bool take_over(int thread, int64_t most) {
     while (true) {
       int slowest = -1;
@@ -76,7 +76,7 @@ class Shares {
       const Pieces left = unpacked(range);
       const int64_t kept = longest / 2 / most * most;  // whole turns of the one that has them
       if (!replace(slowest, range, {left.begin, left.begin + kept})) continue;
-      // Of an empty range, which this thread's own is, nobody takes anything.
+      // Of an empty range, which this thread's own is, nothing can be taken.
       __atomic_store_n(&slots_[thread].range, packed({left.begin + kept, left.end}), __ATOMIC_RELAXED);
       return true;
     }

@@ -56,7 +56,7 @@ PENSTOCK_INLINE Vec splat(float x) { return x - Vec{}; }
 PENSTOCK_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 PENSTOCK_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
-// sum + x * w, rounded once where the processor has an instruction for it: then the very one that leaves the sum where
+// sum + x * w, rounded once where the CPU has an instruction for it: then the very one that leaves the sum where
 // it is. Of expressions, compilers make all forms of it, and a loop over as many sums as there are registers ends with
 // moving them about, through memory in the end: a quarter of the loop's time.
 PENSTOCK_INLINE void multiply_add(Vec& sum, Vec x, Vec w) {

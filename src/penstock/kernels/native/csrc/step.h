@@ -1,4 +1,4 @@
-// How a step reads and advances the runner's per-slot state; the same on every processor.
+// Gathering of a step's inputs from the per-slot state, and its update; the same on every CPU.
 #pragma once
 
 #include <cstdint>
