@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def fast_paths(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What engines are made with that are not told."""
+    """Default options of engines."""
     create = EngineConfig.create
 
     def create_on_path(model: str, **options: Any) -> EngineConfig:

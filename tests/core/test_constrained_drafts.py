@@ -90,7 +90,7 @@ class Asked:
 
 @dataclass
 class Served:
-    """What became of requests, and of the drafts of constrained ones."""
+    """Results of requests, and the drafts of constrained ones."""
 
     results: dict[str, Result] = field(default_factory=dict)
     num_drafts: int = 0
@@ -138,7 +138,7 @@ def ask(schemas: Sequence[Any], seed: int, *, reasoning: bool) -> list[Asked]:
 
 
 def options(method: str, *, reasoning: bool, async_scheduling: bool, is_tight: bool) -> dict[str, Any]:
-    """Of an engine; where it is tight, requests are preempted."""
+    """Results of an engine; with little KV cache, requests are preempted."""
     return {
         "speculative_config": SPECULATIVE[method],
         "async_scheduling": async_scheduling,

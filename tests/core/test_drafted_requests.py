@@ -136,14 +136,14 @@ class SpeculatingWorker(Worker):
             raise self.failures.pop()
         requests = self.runner.requests
         drafts = [requests.draft_token_ids.tensor[slot].tolist() for slot in requests.slot_of.values()]
-        # One more, to be passed over: somebody whom the scheduler does not know.
+        # And drafts of a request that the scheduler does not know, which it ignores.
         self.taken.append(DraftTokenIds(req_ids=[*requests.slot_of, "nobody"], draft_token_ids=[*drafts, [1]]))
         return self.taken[-1]
 
 
 @pytest.fixture
 def expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Result]:
-    """What a run without drafts gives, which the speculating worker then knows."""
+    """Outputs of a run without speculative decoding, from which the speculating worker drafts."""
     tiny_checkpoint(tmp_path)
     core = make_core(tmp_path, dtype="float32")
     results = run(core, PROMPTS, PARAMS)

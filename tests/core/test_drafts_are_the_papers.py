@@ -1,4 +1,4 @@
-"""What heads draft inside an engine is what their papers say for the whole text, however the engine came to it."""
+"""Drafts of heads in an engine equal their papers' definition on the whole sequence, whatever the steps."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Watched:
             prompt, params = self._requests[req_id]
             tokens = self.results[req_id].tokens
             assert params.max_tokens is not None
-            # Those that the request may have before its last token; nobody verifies others.
+            # Those that the request may have before its last token; others are not verified.
             num_useful = max(0, min(NUM_DRAFTS, params.max_tokens - len(tokens) - 1))
             assert drafts[:num_useful] == self._oracle.drafts([*prompt, *tokens], params, num_useful)
             self.num_compared += num_useful
@@ -297,7 +297,7 @@ def test_steps_after_which_nobody_wants_drafts_are_not_lost(
         are_wanted = watched.num_compared <= 20
     assert not are_wanted
     are_wanted = True
-    # What it went on with while nobody wanted drafts is a prefix like any other.
+    # Blocks filled while no drafts were wanted are cached prefixes like any other.
     for index, prompt in enumerate(prompts):
         watched.add(f"again{index}", [*prompt, *watched.results[f"r{index}"].tokens, 5], greedy(9))
     num_compared = watched.num_compared

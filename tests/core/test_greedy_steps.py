@@ -34,7 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each step gave that ran in one call."""
+    """Number of tokens of each step that ran in one call."""
     steps: list[int] = []
     original = BoundChoices.run
 

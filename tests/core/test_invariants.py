@@ -1,4 +1,4 @@
-"""What serving rests on: nothing a request gets depends on the others, on timing, or on a worker's life."""
+"""Invariants: a request's output does not depend on other requests, on timing, or on worker restarts."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class RecordingExecutor(UniProcExecutor):
 
 @pytest.fixture
 def executors(monkeypatch: pytest.MonkeyPatch) -> list[RecordingExecutor]:
-    """Those that engines have made."""
+    """Core processes made by engines."""
     made: list[RecordingExecutor] = []
 
     def record(config: EngineConfig) -> RecordingExecutor:

@@ -45,7 +45,7 @@ def _shared_memory() -> set[str]:
 
 
 def varied_requests() -> tuple[list[Prompt], list[SamplingParams], list[int]]:
-    """What a core must know to go on: seeds, penalties, forms, ends, salts and priorities."""
+    """Requests whose state a new core needs: seeds, penalties, grammars, stop conditions, salts and priorities."""
     base = {"max_tokens": 150, "ignore_eos": True}
     params = [
         SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1, **base),

@@ -81,7 +81,7 @@ _EXPECTED: dict[Path, list[Result]] = {}
 
 
 def expected(folder: Path) -> list[Result]:
-    """What the engine without drafts gives."""
+    """Output of the engine without speculative decoding."""
     if folder not in _EXPECTED:
         core = make_core(folder, **ROOM)
         _EXPECTED[folder] = run(core, PROMPTS, PARAMS)

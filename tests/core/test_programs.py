@@ -109,7 +109,7 @@ def test_others_run_layer_by_layer(tmp_path: Path, family: str, overrides: dict[
 
 
 def test_hooks_are_seen(tmp_path: Path) -> None:
-    """What is done to a model takes effect, though it was recorded before."""
+    """Changes to a model take effect, though a program was recorded before."""
     tiny_checkpoint(tmp_path)
     core = make_core(tmp_path, dtype="float32")
     try:

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def joint_tokens(folder: Path, method: str, num_requests: int, first_seed: int) -> Counter[tuple[int, ...]]:
-    """How often each sequence of tokens was said after one prompt, by requests of many seeds."""
+    """Number of occurrences of each output after one prompt, over many seeds."""
     core = make_core(
         folder,
         dtype="float32",

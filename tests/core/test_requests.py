@@ -1,4 +1,4 @@
-"""What requests may ask of a real engine besides tokens, and that none of it leaves anything behind."""
+"""Request features in a real engine, none of which leaks resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests ask of the sampler, through the whole engine: alone, together, preempted, and beside bad ones."""
+"""Sampling parameters in a whole engine: alone, batched, preempted, and beside failing requests."""
 
 from __future__ import annotations
 

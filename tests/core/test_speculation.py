@@ -147,7 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[Result]:
-    """What an engine without a speculator says."""
+    """Output of an engine without a speculator."""
     core = make_core(folder, dtype="float32", fast_paths="auto", logits_processors=PROCESSORS)
     results = run(core, PROMPTS, PARAMS)
     core.close()

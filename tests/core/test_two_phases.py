@@ -161,7 +161,7 @@ def undisturbed(folder: Path) -> list[list[int]]:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """What worker and grammar do, in order."""
+    """Events of worker and grammar, in order."""
     noted: list[Event] = []
     for name, value in {"events": noted, "grammars": [], "failures": {}, "fails_reading": False}.items():
         monkeypatch.setattr(WatchedWorker, name, value, raising=False)
@@ -182,7 +182,7 @@ def watched_core(
 
 
 def assert_nothing_is_half_launched(core: EngineCore) -> None:
-    """Every step was executed, sampled and read, and nobody holds a block."""
+    """Every step was executed, sampled and read, and no request holds a block."""
     core.step()
     core.step()
     assert core.collective_rpc(lambda worker: worker.unsampled) == [set()]
