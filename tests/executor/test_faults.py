@@ -25,7 +25,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.core_group import CoreGroup
 from penstock.errors import ConfigError, EngineDead, ModelNotFound, WaitTimeout, WorkerError
 from penstock.executor import MultiprocessExecutor
-from penstock.executor.progress import ProgressWatch, processor_time
+from penstock.executor.progress import ProgressWatch, cpu_time
 from penstock.worker import WorkerBase
 from penstock.worker.worker import Worker
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_steps
@@ -183,7 +183,7 @@ def test_a_worker_that_dies_while_nobody_waits_is_replaced_before_the_next_step(
     os.kill(process_ids(core)[0], signal.SIGKILL)
     wait_until(lambda: told, "somebody is told")
     assert told == [True]
-    with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed by signal 9 .* while nobody waited for it"):
+    with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed by signal 9 .* between calls"):
         core.check_health()
     assert core.step() == []
     core.check_health()
@@ -343,8 +343,8 @@ def test_a_process_that_computes_is_told_from_one_that_hangs(
 ) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", program]) as process:
         try:
-            watch, begin = ProgressWatch(lambda: processor_time([process.pid]), *limits), time.monotonic()
-            while (what := watch.look()) is None:
+            watch, begin = ProgressWatch(lambda: cpu_time([process.pid]), *limits), time.monotonic()
+            while (what := watch.check()) is None:
                 time.sleep(watch.interval_s)
             assert what == found
             assert least_s <= time.monotonic() - begin < least_s + PATIENCE_S

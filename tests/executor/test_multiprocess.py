@@ -313,7 +313,7 @@ def test_what_keeps_a_worker_from_starting_is_raised_and_nothing_is_left(config:
 
 
 def test_a_worker_that_never_comes_up_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PROGRAM", "import time; time.sleep(600)")
+    monkeypatch.setattr(module, "SOURCE", "import time; time.sleep(600)")
     before = children()
     config = replace(config, parallel=replace(config.parallel, start_timeout_s=0.5))
     with pytest.raises(WaitTimeout, match=r"in start for rank 0 \(process \d+, \w+\), rank 1 \(process \d+, \w+\)"):

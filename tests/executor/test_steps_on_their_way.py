@@ -106,7 +106,7 @@ def test_what_no_grammar_limits_is_sampled_without_another_word(executor: Multip
     executor.execute_unconstrained(decoding(0))
     heard = executor.collective_rpc("take_heard")
     assert [[name for name, _ in of_rank] for of_rank in heard] == [["execute_model", "sample_tokens"]] * 2
-    with pytest.raises(LifecycleError, match="Step 0 was executed as one that no grammar limits"):
+    with pytest.raises(LifecycleError, match="Step 0 was executed without grammar constraints"):
         executor.sample_tokens(GrammarOutput(step_id=0, structured_output_request_ids=["r1"], num_words=1))
     assert executor.sample_tokens(GrammarOutput(step_id=0)).get_output().step_id == 0
     assert executor.collective_rpc("take_heard") == [[], []]

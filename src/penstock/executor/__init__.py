@@ -1,6 +1,6 @@
-"""How workers are run.
+"""Executors: one worker in this process, a process per rank, or Ray actors.
 
-The names load on first use, since a worker's process learns its environment before it imports torch.
+Names load on first use, since a worker process sets its environment before it imports torch.
 """
 
 from __future__ import annotations

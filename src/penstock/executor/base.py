@@ -1,4 +1,4 @@
-"""What the engine asks of its workers, wherever they run."""
+"""Executor: the interface between the engine and its workers, wherever they run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.executor.startup_phases import PhaseTime
 from penstock.worker.memory_plan import MemoryPlan
 
-# How long a step's result is waited for.
+# Default timeout of a step's result.
 STEP_TIMEOUT_S = 300.0
 
 
@@ -42,18 +42,18 @@ class StepHandle(Protocol):
 class Executor(ABC):
     """Constructing one starts the workers, up to and including their models.
 
-    Failure is per process. A worker that raised is replaced: this executor is shut down and a new one made. What that
-    cannot mend is a device whose context is lost (an illegal address, a kernel that never returns): every later call to
-    that device fails or hangs in the process that held it, a `synchronize` first of all, and nothing in it can be
-    relied on or given back. It takes a new process. So an executor that keeps workers in its own process says no
-    (`why_not_restart`); one that has them in others ends those and starts new ones.
+    Failure is per process. A worker that raised is replaced: the engine shuts this executor down and makes a new one.
+    That does not help where a device's context is lost (an illegal address, a kernel that never returns): every later
+    call to that device, `synchronize` first of all, fails or hangs in the process that held it. Only a new process
+    helps. So an executor with its worker in its own process refuses a restart (`why_not_restart`); one with workers in
+    other processes ends those and starts new ones.
     """
 
-    # Whether workers must be replaced before the next step, as far as is known.
+    # Whether workers are known to need replacement before the next step.
     has_lost_workers: bool = False
-    # The rank that the last call waited for longest.
+    # The rank that answered the last call last.
     slowest_rank: int = 0
-    # Of the start, while it goes on.
+    # Startup phase in progress; None outside the start.
     current_phase: str | None = None
 
     @abstractmethod
@@ -61,12 +61,12 @@ class Executor(ABC):
 
     @cached_property
     def startup_times(self) -> list[PhaseTime]:
-        """Times of the startup phases, in their order."""
+        """Durations of the startup phases, in order."""
         return []
 
     @contextmanager
     def startup_phase(self, name: str) -> Iterator[None]:
-        """Measure the calls made within as a phase of the start."""
+        """Time the calls made within as one startup phase."""
         self.current_phase, begin = name, time.monotonic()
         try:
             yield
@@ -74,8 +74,8 @@ class Executor(ABC):
             self.current_phase = None
         self.startup_times.append(PhaseTime(name, time.monotonic() - begin, self.slowest_rank))
 
-    def on_loss(self, tell: Callable[[], None]) -> None:  # noqa: B027 - a worker in this process cannot die by itself
-        """Let this be called, in any thread, when `has_lost_workers` becomes true by itself. It must not wait."""
+    def on_loss(self, callback: Callable[[], None]) -> None:  # noqa: B027 - a worker in this process cannot die by itself
+        """Register a non-blocking callback for `has_lost_workers` becoming true between calls, run in any thread."""
 
     @abstractmethod
     def collective_rpc(
@@ -86,20 +86,20 @@ class Executor(ABC):
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """Call a method, or a function with the worker as its first argument, on every worker; one answer each.
+        """Call a method, or a function with the worker as its first argument, on every worker; return one answer each.
 
-        timeout_s: how long to wait for workers in other processes.
-        unique_reply_rank: the only one whose answer is wanted; all run the call, so that they stay alike.
+        timeout_s: timeout for workers in other processes.
+        unique_reply_rank: the only rank that sends its answer; all ranks run the call, so that their states stay equal.
         """
 
     @property
     @abstractmethod
     def overlaps_with_host(self) -> bool:
-        """Whether a launched step runs on while the host goes on, so that scheduling ahead gains time."""
+        """Whether a launched step runs beside the host, so that asynchronous scheduling gains time."""
 
     @property
     def num_speculative_tokens(self) -> int:
-        """Drafts that workers make for each request after each step, at most; 0 without a speculator."""
+        """Maximum draft tokens per request and step; 0 without a speculator."""
         return 0
 
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
@@ -117,7 +117,7 @@ class Executor(ABC):
             self.collective_rpc("compile_or_warm_up_model")
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
-        """How long steps take, as all workers agree: some numbers of tokens, rising, with seconds."""
+        """Measured step times, agreed by all workers: (tokens, seconds), by rising number of tokens."""
         with self.startup_phase("step costs"):
             costs: list[tuple[int, float]] = self.collective_rpc("measure_step_costs")[0]
         return costs
@@ -127,46 +127,46 @@ class Executor(ABC):
         """Launch a step; `sample_tokens` of the same step must follow."""
 
     def execute_unconstrained(self, output: SchedulerOutput) -> None:
-        """`execute_model` of a step of which it is known that no grammar limits its tokens.
+        """Launch a step without grammar constraints, so that workers may sample as soon as the forward pass is done.
 
-        They may be chosen as soon as it has run; `sample_tokens` must follow nevertheless.
+        `sample_tokens` must follow nevertheless.
         """
         self.execute_model(output)
 
     @abstractmethod
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
-        """Launch the sampling of a step that was executed, unless it is under way, and say where its result will be."""
+        """Launch the sampling of an executed step, unless it is under way; return a handle for its result."""
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
-        """The drafts for the next step to be sampled, once the one before it was read.
+        """Return the draft tokens for the next step to be sampled, once the result of the one before it was read.
 
-        None where the workers' speculators have none.
+        None without draft tokens.
         """
         (drafts,) = self.collective_rpc("take_draft_token_ids", timeout_s, unique_reply_rank=0)
         return drafts  # type: ignore[no-any-return]
 
     @abstractmethod
     def check_health(self) -> None:
-        """Return if every worker can serve, as far as is known; raise what is wrong if one cannot.
+        """Raise the known failure of a worker, if there is one.
 
-        May be asked between any two steps: it looks at processes and at what calls have reported. It waits for no
-        device, launches nothing there and allocates nothing, so that a device that hangs does not hang whoever asks.
+        May be called between any two steps. It inspects processes and reported failures only; it neither waits for a
+        device nor launches or allocates anything there, so that a hanging device does not hang the caller.
         """
 
     @abstractmethod
     def why_not_restart(self) -> str | None:
-        """After a failure: why an executor that is made now, by this process, could not serve either; else None."""
+        """Reason why a new executor in this process could not serve after a failure; None if it could."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop all workers and give back what they hold; harmless when called twice.
+        """Stop all workers and free their resources; idempotent.
 
-        Touches no device whose context is lost: what is held there is given back by the end of its process.
+        Touches no device whose context is lost: the end of its process frees its memory.
         """
 
 
 def check_reply_rank(unique_reply_rank: int | None, num_ranks: int) -> None:
-    """Raise ConfigError where there is no such rank."""
+    """Raise ConfigError for a rank that does not exist."""
     if unique_reply_rank is None or (type(unique_reply_rank) is int and 0 <= unique_reply_rank < num_ranks):
         return
     allowed = "0" if num_ranks == 1 else f"0 to {num_ranks - 1}"

@@ -1,4 +1,4 @@
-"""Notices that a process has ended, whether or not anybody waits for it."""
+"""Notices that a process has ended, also between calls."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from multiprocessing.connection import Connection
 from penstock.errors import KILLED, WorkerError
 from penstock.executor.processes import describe_end, was_killed, where_to_look
 
-# How long a process whose connection has ended may take to end itself.
+# Timeout for the exit code of a process whose connection has ended.
 _EXIT_CODE_TIMEOUT_S = 2.0
 
 
 class DeathWatch:
-    """Calls `tell` once, in a thread of its own, when the first of these connections ends; reads from none of them.
+    """Calls `on_death` once, in a thread of its own, when the first of these connections ends; reads from none of them.
 
-    tell: must not wait for whoever stops the watch.
+    on_death: must not wait for the thread that stops the watch.
     """
 
-    def __init__(self, connections: Iterable[Connection], tell: Callable[[], None]) -> None:
-        self._tell = tell
-        # Its end is reported even to those who ask for nothing, and what there is to read is left to others.
+    def __init__(self, connections: Iterable[Connection], on_death: Callable[[], None]) -> None:
+        self._on_death = on_death
+        # With an empty event mask poll reports the end of a connection alone, not data to read.
         self._poll = select.poll()
         for connection in connections:
             self._poll.register(connection.fileno(), 0)
@@ -34,7 +34,7 @@ class DeathWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """To be called before any of the connections is closed here; by `tell`, too, which may drop the last owner."""
+        """Stop watching, before any of the connections is closed here; `on_death` may call it too."""
         os.close(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -43,16 +43,16 @@ class DeathWatch:
     def _run(self) -> None:
         ended = {descriptor for descriptor, _ in self._poll.poll()}
         if self._stopped not in ended:
-            self._tell()
+            self._on_death()
 
 
 def death_of(process: subprocess.Popen[bytes], rank: int, name: str) -> WorkerError:
-    """How a rank's process has ended, and what to do about it. name: of the call that waited for it; empty for none."""
+    """Return the error for the end of a rank's process. name: the call that waited for the rank; empty for none."""
     try:
         exit_code: int | None = process.wait(_EXIT_CODE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         exit_code = None
-    when = f"while {name} waited for it" if name else "while nobody waited for it"
+    when = f"while {name} waited for it" if name else "between calls"
     return WorkerError(
         f"Rank {rank}, process {process.pid}, {describe_end(exit_code)} {when}. {where_to_look(exit_code)}",
         method=name,

@@ -1,4 +1,4 @@
-"""This process is one rank of several that `torchrun` has started, and every one has an engine of its own."""
+"""Executor of one rank of several that `torchrun` started; every rank's process has an engine of its own."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from penstock.worker.capabilities import check_options
 from penstock.worker.memory_plan import MemoryPlan
 
 _Value = TypeVar("_Value")
-# Every process makes its engines in the same order, so that each finds those of the same number.
+# Number of the next engine. Every process makes its engines in the same order, so equal numbers belong together.
 _NUMBERS = itertools.count()
 
 
 class ExternalLauncherExecutor(UniProcExecutor):
-    """Engines that are given the same requests make the same steps, and compare them: RanksDisagree where they differ.
+    """Worker of this process. Engines with equal requests make equal steps, and compare them: else RanksDisagree.
 
-    What `torchrun` starts may be several times as many processes as the engine has ranks: then each run of so many is
-    an engine, and they have nothing to do with each other.
+    `torchrun` may start a multiple of the engine's world size: then each run of consecutive ranks is an independent
+    engine.
 
-    A call goes to this process's worker alone. What the engine plans by is told by all.
+    `collective_rpc` calls this process's worker alone; KV cache specs and memory plans are gathered from all ranks.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -47,7 +47,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
             )
         env.prepare_rank({})
         self._connections: RankConnections | None = None
-        store, address = _meet(place)
+        store, address = _join_store(place)
         self._connections = RankConnections(
             PrefixStore(f"penstock/{place.attempt}/{next(_NUMBERS)}/{place.rank // size}", store),
             place.rank % size,
@@ -55,7 +55,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
             address=address,
             timeout_s=SHARE_OF_STEP * config.parallel.step_timeout_s,
         )
-        self._parallel = _context(self._connections, config, place)
+        self._parallel = _join_groups(self._connections, config, place)
         try:
             super().__init__(config, self._parallel)
         except BaseException:
@@ -63,10 +63,10 @@ class ExternalLauncherExecutor(UniProcExecutor):
             raise
 
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        return self._of_all(super().get_kv_cache_specs()[0], dict[str, KVCacheSpec])
+        return self._gathered(super().get_kv_cache_specs()[0], dict[str, KVCacheSpec])
 
     def determine_available_memory(self) -> list[MemoryPlan]:
-        return self._of_all(super().determine_available_memory()[0], MemoryPlan)
+        return self._gathered(super().determine_available_memory()[0], MemoryPlan)
 
     def why_not_restart(self) -> str | None:
         if self._parallel.world_size == 1:
@@ -82,14 +82,14 @@ class ExternalLauncherExecutor(UniProcExecutor):
         if connections is not None:
             connections.close()
 
-    def _of_all(self, value: _Value, value_type: Any) -> list[_Value]:
+    def _gathered(self, value: _Value, value_type: Any) -> list[_Value]:
         return self._parallel.tensor.gather_values(value, value_type)
 
 
-def _meet(place: LauncherPlace) -> tuple[Store, str]:
-    """What all processes share, and this machine's address for the others.
+def _join_store(place: LauncherPlace) -> tuple[Store, str]:
+    """Return the store of all processes, and this machine's address for the others.
 
-    That is torch's own store where the program has made process groups before, or the launcher's.
+    It is torch's default store where the script has made process groups before, else the launcher's.
     """
     address = address_towards(place.host, place.port)
     if distributed.is_initialized():
@@ -98,7 +98,7 @@ def _meet(place: LauncherPlace) -> tuple[Store, str]:
     return open_store(place.host, place.port, is_host=is_host), address
 
 
-def _context(connections: RankConnections, config: EngineConfig, place: LauncherPlace) -> ParallelState:
+def _join_groups(connections: RankConnections, config: EngineConfig, place: LauncherPlace) -> ParallelState:
     gpu = gpu_of_rank(config.device, place.local_rank, place.local_world_size)
     parallel = replace(
         join_connected_ranks(connections, config.parallel, gpu),

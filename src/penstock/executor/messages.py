@@ -1,4 +1,4 @@
-"""What an executor and its workers in other processes say to each other."""
+"""Messages between an executor and its workers in other processes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class WorkerStart:
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Calls are numbered, and each gets one `Answer` from every worker."""
+    """Base of all messages. Calls are numbered, and each gets one `Answer` from every worker."""
 
 
 class ExecuteStep(_Message, frozen=True, kw_only=True, tag="execute"):
     """Run a step's forward pass.
 
-    output: packed (`pack_step`). is_unconstrained: no grammar limits its tokens, which are to be chosen at once: there
-        is no `SampleStep` of it.
+    output: packed (`pack_step`). is_unconstrained: no grammar constrains the step, so the worker samples at once; no
+        `SampleStep` follows.
     """
 
     output: SchedulerOutput
@@ -39,15 +39,15 @@ class ExecuteStep(_Message, frozen=True, kw_only=True, tag="execute"):
 
 
 class SampleStep(_Message, frozen=True, kw_only=True, tag="sample"):
-    """Choose the tokens of an executed step; the worker with the results answers by `StepDone`."""
+    """Sample an executed step; the worker with the results answers with `StepDone`."""
 
     grammar: GrammarOutput
 
 
 class CallWorker(_Message, frozen=True, kw_only=True, tag="call"):
-    """call: pickled (method, args, kwargs), since workers take anything.
+    """Call a worker's method. call: (method, args, kwargs), pickled.
 
-    unique_reply_rank: the only one whose result is wanted; None for all.
+    unique_reply_rank: the only rank that sends its result; None for all.
     """
 
     call_id: int
@@ -56,11 +56,11 @@ class CallWorker(_Message, frozen=True, kw_only=True, tag="call"):
 
 
 class CloseWorker(_Message, frozen=True, kw_only=True, tag="close"):
-    """Give everything back and end."""
+    """Free all resources and end."""
 
 
 class WorkerStarted(_Message, frozen=True, kw_only=True, tag="started"):
-    """The worker exists; its device and its model are called for next. process_id: on its machine."""
+    """The worker exists, without its device and its model yet. process_id: on the worker's machine."""
 
     num_speculative_tokens: int
     process_id: int
@@ -71,7 +71,7 @@ class StepDone(_Message, frozen=True, kw_only=True, tag="done"):
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
-    """What a call came to. result: pickled; empty where it is not wanted. error: what it raised."""
+    """Result of a call. result: pickled; empty where it is not wanted. error: the exception that the call raised."""
 
     call_id: int
     result: bytes = b""
@@ -85,20 +85,20 @@ class WorkerFailed(_Message, frozen=True, kw_only=True, tag="failed"):
 
 
 class ToWorker(msgspec.Struct, frozen=True):
-    """Anything that an executor says after `WorkerStart`."""
+    """Envelope of an executor's messages after `WorkerStart`."""
 
     message: ExecuteStep | SampleStep | CallWorker | CloseWorker
 
 
 def pack_step(output: SchedulerOutput) -> SchedulerOutput:
-    """The step with what new requests have generated alone as their `prefill_token_ids`: the prompt is told once."""
+    """Return the step without the prompt in new requests' `prefill_token_ids`, so that it is sent once."""
     if not output.scheduled_new_reqs:
         return output
     return _with_prefill(output, lambda request: request.prefill_token_ids[len(request.prompt_token_ids) :])
 
 
 def unpack_step(output: SchedulerOutput) -> SchedulerOutput:
-    """The step that was packed."""
+    """Undo `pack_step`."""
     if not output.scheduled_new_reqs:
         return output
     return _with_prefill(output, lambda request: request.prompt_token_ids + request.prefill_token_ids)
@@ -111,6 +111,6 @@ def _with_prefill(output: SchedulerOutput, prefill: Callable[[NewRequestData], l
 
 
 class FromWorker(msgspec.Struct, frozen=True):
-    """Anything that a worker says."""
+    """Envelope of a worker's messages."""
 
     message: WorkerStarted | StepDone | Answer | WorkerFailed

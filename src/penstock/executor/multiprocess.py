@@ -1,4 +1,4 @@
-"""One process per rank, on this machine."""
+"""Executor with one process per rank on this machine."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from penstock.executor.messages import (
 )
 from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.program import main_path, pickled
-from penstock.executor.progress import processor_time
+from penstock.executor.progress import cpu_time
 from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
-from penstock.executor.worker_process import PROGRAM
+from penstock.executor.worker_process import SOURCE
 from penstock.parallel.local_ranks import ranks_behind, share_memory
 from penstock.worker.capabilities import check_options
 
 logger = logging.getLogger(__name__)
-# How long one may take to finish a message of its own, and to read one when it has nothing else to do.
+# Timeout of a worker for finishing its own message, and for reading one while it has nothing else to do.
 _MESSAGE_TIMEOUT_S = 60.0
 
 
@@ -51,12 +51,11 @@ class _Rank(Rank):
 
 
 class MultiprocessExecutor(RanksExecutor):
-    """Starts processes that run no script again, so a program needs no guard around its start.
+    """Workers in processes of this machine. They do not run the user's script, so it needs no `__main__` guard.
 
-    The end of any process ends the wait of whoever waits for a worker, at once, and is noticed as soon while nobody
-    does (`DeathWatch`).
+    The end of any process ends the current call at once, and is noticed as soon between calls (`DeathWatch`).
 
-    Their processes end with this one, however it ends, and leave nothing behind.
+    The processes end with this one, however it ends, and leave no process, file or shared memory behind.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -64,8 +63,8 @@ class MultiprocessExecutor(RanksExecutor):
         super().__init__(config)
         self._ranks: list[_Rank] = []
         self._stop_watch: Callable[[], object] = lambda: None
-        self._is_anybody_dead = False
-        self._tell_of_loss: Callable[[], None] = lambda: None
+        self._has_dead_worker = False
+        self._on_loss: Callable[[], None] = lambda: None
         self._close_memory: Callable[[], object] = lambda: None
         self._selector = selectors.DefaultSelector()
         self._starter = ProcessStarter()
@@ -73,7 +72,7 @@ class MultiprocessExecutor(RanksExecutor):
             with self.startup_phase("processes"):
                 self._start_processes()
                 self._watch_for_deaths()
-                self._wait_in_stage("start", self._not_started)
+                self._wait_in_phase("start", self._not_started)
             logger.info("Workers: %d, in processes %s", len(self._ranks), ", ".join(map(str, self.process_ids)))
             with self.startup_phase("device"):
                 self.collective_rpc("init_device")
@@ -89,16 +88,16 @@ class MultiprocessExecutor(RanksExecutor):
 
     @property
     def has_lost_workers(self) -> bool:  # type: ignore[override]
-        return self._is_anybody_dead or self._failure is not None or self._is_closed
+        return self._has_dead_worker or self._failure is not None or self._is_closed
 
-    def on_loss(self, tell: Callable[[], None]) -> None:
-        self._tell_of_loss = tell
-        if self._is_anybody_dead:
-            tell()
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        self._on_loss = callback
+        if self._has_dead_worker:
+            callback()
 
     def check_health(self) -> None:
         self._check_usable()
-        # What they have said before, and mostly the end of their connections, is still to be read.
+        # Earlier messages, and mostly the end of the connections, are still to be read.
         ended = [rank for rank in self._ranks if rank.process.poll() is not None]
         while self._receive("", 0.0):
             pass
@@ -111,8 +110,8 @@ class MultiprocessExecutor(RanksExecutor):
         self._is_closed = True
         self._stop_watch()
         if self._failure is None:
-            # Who does not hear it is killed.
-            self._tell_all_to_end()
+            # A worker that does not end by itself is killed below.
+            self._close_workers()
         for rank in self._ranks:
             if rank.process.poll() is None:
                 logger.debug("Rank %d, process %d, is killed", rank.rank, rank.process.pid)
@@ -125,11 +124,11 @@ class MultiprocessExecutor(RanksExecutor):
 
     @property
     def _reading_limit_s(self) -> float:
-        """How long one may take to read a message: none is read before the step before it is done."""
+        """Timeout of a worker for reading a message, which it does when the step before is done."""
         return max(_MESSAGE_TIMEOUT_S, self._config.parallel.longest_step_s)
 
     def _start_processes(self) -> None:
-        # It is kept to see who waits for whom.
+        # Kept for `ranks_behind`.
         self._memory = memory = share_memory(self._config.parallel)
         self._close_memory = finalizer = weakref.finalize(self, os.close, memory)
         finalizer.atexit = False
@@ -146,22 +145,22 @@ class MultiprocessExecutor(RanksExecutor):
         place, num_places = self._config.parallel.place(rank)
         threads = plan_threads(self._config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
         descriptors = [theirs.fileno(), memory]
-        # The end of the process is to be the end of the connection, so nobody else keeps that end.
+        # The end of the process must be the end of the connection, so this process closes its copy.
         with theirs:
             process = self._starter.start(
-                PROGRAM, [os.getpid(), *descriptors], descriptors, {"OMP_NUM_THREADS": str(threads.num_threads)}
+                SOURCE, [os.getpid(), *descriptors], descriptors, {"OMP_NUM_THREADS": str(threads.num_threads)}
             )
         self._ranks.append(_Rank(rank=rank, process_id=process.pid, process=process, connection=ours))
         self._selector.register(ours, selectors.EVENT_READ, self._ranks[-1])
 
-    def _tell_all_to_end(self) -> None:
+    def _close_workers(self) -> None:
         deadline = time.monotonic() + GRACE_S
         data = encode(ToWorker(CloseWorker()))
         for rank in self._ranks:
             try:
                 rank.connection.send_bytes(data)
             except OSError:
-                logger.debug("Rank %d had ended before it was told to", rank.rank)
+                logger.debug("Rank %d had ended before it was closed", rank.rank)
         for rank in self._ranks:
             try:
                 rank.process.wait(max(0.0, deadline - time.monotonic()))
@@ -177,13 +176,13 @@ class MultiprocessExecutor(RanksExecutor):
         try:
             rank.connection.send_bytes(data)
         except BlockingIOError:
-            # A part of it may have been sent, so that nothing can follow.
-            self._fail(self._timed_out(name, self._reading_limit_s, [rank], "to read it"))
+            # A part may have been sent, so that no message can follow.
+            self._fail(self._timed_out(name, self._reading_limit_s, [rank], "to read a message"))
         except OSError:
             self._died(rank, name)
 
     def _used_s(self) -> float:
-        return processor_time(self.process_ids)
+        return cpu_time(self.process_ids)
 
     def _behind(self) -> Sequence[Rank]:
         return [self._ranks[rank] for rank in ranks_behind(self._config.parallel, self._memory)]
@@ -192,14 +191,14 @@ class MultiprocessExecutor(RanksExecutor):
         return ", ".join(f"rank {rank.rank} (process {rank.process_id}, {_state(rank)})" for rank in ranks)
 
     def _receive(self, name: str, timeout_s: float | None) -> bool:
-        """Take in what workers have said by then, at least something unless the time is over."""
+        """Take in messages of workers; False if none came within the timeout."""
         ready = self._selector.select(timeout_s)
         for key, _ in ready:
             rank: _Rank = key.data
             try:
                 data = rank.connection.recv_bytes()
             except BlockingIOError:
-                self._fail(self._timed_out(name, _MESSAGE_TIMEOUT_S, [rank], "to finish what it says"))
+                self._fail(self._timed_out(name, _MESSAGE_TIMEOUT_S, [rank], "to finish a message"))
             except (EOFError, OSError):
                 self._died(rank, name)
             self._take(rank, decode(data, FromWorker).message)
@@ -209,14 +208,14 @@ class MultiprocessExecutor(RanksExecutor):
         self._fail(self._located(death_of(rank.process, rank.rank, name), rank))
 
     def _watch_for_deaths(self) -> None:
-        """Without keeping an executor that was dropped, whose workers end with their connections."""
+        """Watch for the end of workers, without keeping a dropped executor alive."""
         me = weakref.ref(self)
 
         def note_death() -> None:
             executor = me()
             if executor is not None:
-                executor._is_anybody_dead = True
-                executor._tell_of_loss()
+                executor._has_dead_worker = True
+                executor._on_loss()
 
         watch = DeathWatch([rank.connection for rank in self._ranks], note_death)
         self._stop_watch = finalizer = weakref.finalize(self, watch.stop)
@@ -224,7 +223,7 @@ class MultiprocessExecutor(RanksExecutor):
 
 
 def _state(rank: Rank) -> str:
-    """What its process does, as the system knows it: such as sleeping, running, or stopped."""
+    """Process state of a rank, such as sleeping, running or stopped."""
     try:
         return str(psutil.Process(rank.process_id).status())
     except psutil.Error:

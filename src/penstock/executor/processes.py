@@ -1,4 +1,4 @@
-"""Processes that end when they are told to, when they are let go of, and when whoever started them dies."""
+"""Child processes that end on request, when their connection closes, and when their parent dies."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from penstock.config import env
 _Process: TypeAlias = subprocess.Popen[bytes]
 _Launches: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], _Process], Future[_Process]] | None]"
 _THREAD_NAME = "penstock-processes"
-# Of prctl, on Linux: the signal that a process gets when the thread that started it ends.
+# Option of Linux's prctl: the signal that a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
 _ASK_TO_END = {signal.SIGINT, signal.SIGTERM}
-# What the system sends to a program for what it has done itself; any other signal comes from somebody else.
+# Signals for a process's own faults; any other signal comes from outside.
 _OWN_FAULTS = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"}
 
 
 class ProcessStarter:
-    """Starts fresh interpreters, whose programs begin with `end_with_parent`.
+    """Starts fresh interpreters, which call `end_with_parent` first.
 
-    It has a thread for that which lives as long as it does: Linux takes a process's parent for dead when the thread
+    One thread starts them all and lives as long as the starter: Linux takes a process's parent for dead when the thread
     that started it ends, and callers' threads come and go.
     """
 
     def __init__(self) -> None:
         self._launches: _Launches = queue.SimpleQueue()
-        # It does not end before Python does, as one that Python waits for would, but with a starter that is dropped.
+        # A daemon thread lives until the interpreter exits or the starter is dropped.
         self._thread = threading.Thread(target=_launch_all, args=(self._launches,), name=_THREAD_NAME, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._launches.put, None).atexit = False
 
     def start(
-        self, program: str, arguments: Sequence[object], descriptors: Sequence[int], environment: Mapping[str, str]
+        self, source: str, arguments: Sequence[object], descriptors: Sequence[int], environment: Mapping[str, str]
     ) -> _Process:
-        """Run Python source with these arguments. It imports from where this process does, and runs no script again.
+        """Run Python source with these arguments and this process's module search path; no script runs again.
 
-        descriptors: that it inherits, under the same numbers. environment: changes to this process's.
+        descriptors: inherited under the same numbers. environment: changes to this process's environment.
         """
         warnings = [f"-W{option}" for option in sys.warnoptions]
-        command = [os.fsdecode(get_executable()), "-P", *warnings, "-c", program, *map(str, arguments)]
+        command = [os.fsdecode(get_executable()), "-P", *warnings, "-c", source, *map(str, arguments)]
         search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         variables = env.with_changes({"PYTHONPATH": search_path, **environment})
 
@@ -64,13 +64,13 @@ class ProcessStarter:
         return started.result()
 
     def close(self) -> None:
-        """What it has started and is not over by now, ends."""
+        """End the starter's thread, and so the processes that it started."""
         self._launches.put(None)
         self._thread.join()
 
 
 def _launch_all(launches: _Launches) -> None:
-    # Processes inherit that: until a program has said that it leaves its end to its parent, one would end it.
+    # Children inherit the mask: a signal must not end one before `leave_end_to_parent` has run.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ASK_TO_END)
     while (wanted := launches.get()) is not None:
         launch, started = wanted
@@ -81,7 +81,7 @@ def _launch_all(launches: _Launches) -> None:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Let this process be killed when its parent dies, even while it is stopped, or ends without a word if it has."""
+    """Have this process killed when its parent dies, even while stopped; exit at once if the parent is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -89,12 +89,12 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def leave_end_to_parent() -> None:
-    """Take no notice of what asks a whole group of processes to end: the parent says what follows from it.
+    """Ignore SIGINT and SIGTERM, which Ctrl-C or a service manager sends to a whole process group: the parent decides.
 
-    Ctrl-C in a terminal does, and so does whoever stops a service. What this process starts can be ended nevertheless.
+    Processes that this one starts still end on these signals.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Unlike a signal that is ignored, one that a function is called for is not inherited by other programs.
+    # Unlike SIG_IGN, a handler is not inherited across exec.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.siginterrupt(signal.SIGTERM, False)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
@@ -102,14 +102,14 @@ def leave_end_to_parent() -> None:
 
 
 def keep_to_this_process(connection: Connection, *descriptors: int) -> None:
-    """Let no process that this one starts or forks have the connection, whose end is to be the end of this one."""
+    """Keep the connection out of child processes: its end must be the end of this process."""
     for descriptor in (connection.fileno(), *descriptors):
         os.set_inheritable(descriptor, False)
     os.register_at_fork(after_in_child=connection.close)
 
 
 def limit_waits(connection: Connection, *, send_s: float | None = None, receive_s: float | None = None) -> None:
-    """Let what the other side does not take in, or does not finish saying, fail with BlockingIOError after a while."""
+    """Set send and receive timeouts of a connection, which then raise BlockingIOError."""
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:
         for option, timeout_s in ((socket.SO_SNDTIMEO, send_s), (socket.SO_RCVTIMEO, receive_s)):
             if timeout_s is not None:
@@ -118,12 +118,12 @@ def limit_waits(connection: Connection, *, send_s: float | None = None, receive_
 
 
 def was_killed(exit_code: int | None) -> bool:
-    """Whether somebody else may have ended this process: a person, or the system for want of memory."""
+    """Whether a process may have been killed from outside: by a user, or by the system for want of memory."""
     return exit_code is None or (exit_code < 0 and _name_of_signal(-exit_code) not in _OWN_FAULTS)
 
 
 def describe_end(exit_code: int | None) -> str:
-    """How a process ended, as the rest of a sentence; None for one that has not, as far as is known."""
+    """Describe a process's end, as the rest of a sentence. exit_code: None for a process that may still run."""
     if exit_code is None:
         return "closed its connection"
     if exit_code < 0:
@@ -132,7 +132,7 @@ def describe_end(exit_code: int | None) -> str:
 
 
 def where_to_look(exit_code: int | None) -> str:
-    """What else may say why a process ended as it did."""
+    """Return advice where to look for the cause of a process's end."""
     if exit_code == -signal.SIGKILL:
         return "If nobody killed it, the system may have, for want of memory: its log says so (dmesg)."
     return "What it wrote before may say why."

@@ -1,4 +1,4 @@
-"""What an executor says to workers in other processes, and takes from them, however the messages get there."""
+"""Executor with workers in other processes, independent of how messages get there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from penstock.executor.messages import (
 from penstock.executor.program import pickled
 from penstock.executor.progress import ProgressWatch
 
-# How long the others are waited for after one has failed in a call, and all when they are to end.
+# Timeout for the other ranks after one has failed in a call, and for all at shutdown.
 GRACE_S = 10.0
 _STEP_REMEDY = "Raise step_timeout_s if a step may take so long."
 _Error = TypeVar("_Error", bound=PenstockError)
@@ -45,7 +45,7 @@ _Error = TypeVar("_Error", bound=PenstockError)
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """A worker in another process. answers: by call. has_started: its worker exists."""
+    """A worker in another process. answers: by call id. has_started: `WorkerStarted` has come."""
 
     rank: int
     process_id: int = 0
@@ -55,7 +55,7 @@ class Rank:
 
 
 class _Handle:
-    """A step whose tokens some worker sends."""
+    """Handle of a step in flight."""
 
     def __init__(self, executor: RanksExecutor, step_id: int) -> None:
         self.step_id = step_id
@@ -66,12 +66,12 @@ class _Handle:
 
 
 class RanksExecutor(Executor):
-    """Gives all workers every step, in order; they make the same choice of tokens, and one of them sends it.
+    """Sends every step to all workers, in order; they sample the same tokens, and one of them returns them.
 
-    What any worker raises ends the wait of whoever waits for a worker, at once. After that, or after a call that some
-    workers made and others failed in, no step runs: all workers are to be replaced together.
+    An exception of any worker ends the current call at once. After that, or after a call in which only some workers
+    failed, no step runs: all workers must be replaced together.
 
-    Steps, and the phases of the start, may take long while workers compute (`ProgressWatch`).
+    Timeouts of steps and of startup phases extend while workers compute (`ProgressWatch`).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -79,12 +79,12 @@ class RanksExecutor(Executor):
         self._failure: PenstockError | None = None
         self._is_closed = False
         self._num_calls = 0
-        # Ranks that failed in the last call, the first one first.
+        # Ranks that failed in the last call, in the order of their answers.
         self._failed: list[Rank] = []
         self._outputs: dict[int, ModelRunnerOutput] = {}
-        # Steps whose sampling is under way, and that `sample_tokens` has not been called for.
+        # Steps that sample without `SampleStep`, until `sample_tokens` is called for them.
         self._unconstrained: set[int] = set()
-        # While a call waits for a step.
+        # Timeout of a call that waits for a step first.
         self._step_limit_s: float | None = None
 
     @property
@@ -93,58 +93,58 @@ class RanksExecutor(Executor):
 
     @abstractmethod
     def _send(self, message: ExecuteStep | SampleStep | CallWorker, name: str) -> None:
-        """To all of them. name: of the call, for errors."""
+        """Send a message to all workers. name: the call, for errors."""
 
     @abstractmethod
     def _receive(self, name: str, timeout_s: float | None) -> bool:
-        """Take in what workers have said by then, at least something unless the time is over: then False."""
+        """Take in messages of workers; False if none came within the timeout."""
 
     @abstractmethod
     def _used_s(self) -> float:
-        """Processor time that the workers' processes have taken, as far as they show it."""
+        """Return the known CPU time of the workers' processes, in seconds."""
 
     @abstractmethod
     def _behind(self) -> Sequence[Rank]:
-        """Ranks that others wait for, if all that is known is that nobody gets on; none if that is not known."""
+        """Return the ranks that the others wait for when no rank makes progress; empty if that is not known."""
 
     @abstractmethod
     def _described(self, ranks: Sequence[Rank]) -> str:
-        """For errors."""
+        """Describe ranks for errors."""
 
     def _wait(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
-        """Take in what comes until nothing is missing. missing: from which ranks there is. Raises WaitTimeout."""
+        """Take in messages until no rank is missing. missing: ranks that have not answered yet. Raises WaitTimeout."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while late := missing():
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._receive(name, left_s):
-                assert timeout_s is not None, "without a limit nothing but a message ends the wait"
+                assert timeout_s is not None, "without a timeout only a message ends the wait"
                 raise self._timed_out(name, timeout_s, late)
 
     def _wait_for_answers(self, name: str, timeout_s: float | None, missing: Callable[[], Sequence[Rank]]) -> None:
-        """The same for a call."""
+        """Wait for the answers of a call, with the timeout of the startup phase or the step it runs in."""
         if self.current_phase is not None:
-            self._wait_in_stage(name, missing)
+            self._wait_in_phase(name, missing)
         elif self._step_limit_s is not None:
             self._wait_for_step(name, self._step_limit_s, missing)
         else:
             self._wait(name, timeout_s, missing)
 
     def _wait_for_step(self, name: str, timeout_s: float, missing: Callable[[], Sequence[Rank]]) -> None:
-        """timeout_s: how long no worker may compute; while one does, it is `BUSY_FACTOR` times that."""
+        """Wait for a step. timeout_s: timeout while no worker computes; `BUSY_FACTOR` times that while one does."""
         self._wait_while_busy(name, timeout_s, missing, _STEP_REMEDY)
 
-    def _wait_in_stage(self, name: str, missing: Callable[[], Sequence[Rank]]) -> None:
+    def _wait_in_phase(self, name: str, missing: Callable[[], Sequence[Rank]]) -> None:
         remedy = "Raise start_timeout_s if it may take so long; else see what its output says, and what it waits for."
         self._wait_while_busy(name, self._config.parallel.start_timeout_s, missing, remedy)
 
     def _wait_while_busy(self, name: str, limit_s: float, missing: Callable[[], Sequence[Rank]], remedy: str) -> None:
-        """Wait for as long as workers compute. Those that hang are neither asked again nor told to end."""
+        """Wait for as long as workers compute. Hanging workers are killed without a further message."""
         watch = ProgressWatch(self._used_s, limit_s, limit_s * BUSY_FACTOR)
         while late := missing():
             if self._receive(name, watch.interval_s):
                 continue
-            if (what := watch.look()) is not None:
-                # Who waits for a result need not wait for the one that hangs.
+            if (what := watch.check()) is not None:
+                # The rank without an answer may itself wait for a rank that hangs.
                 late = self._behind() or late
                 waits = f"Process {os.getpid()} waits in {name} for {self._described(late)}"
                 others = [rank for rank in self._all_ranks if rank not in late]
@@ -156,14 +156,14 @@ class RanksExecutor(Executor):
         return WaitTimeout(f"{waited.rstrip()}.")
 
     def _located(self, error: _Error, rank: Rank) -> _Error:
-        """The same error, with the phase of the start, and on which rank."""
+        """Add the startup phase and the rank to an error."""
         if self.current_phase is not None:
             error.args = (f"The start failed in phase {self.current_phase!r}, on rank {rank.rank}: {error}",)
         return error
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the workers' processes, by rank."""
+        """Process ids of the workers, by rank."""
         return [rank.process_id for rank in self._all_ranks]
 
     def collective_rpc(
@@ -174,10 +174,10 @@ class RanksExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         unique_reply_rank: int | None = None,
     ) -> list[Any]:
-        """As `Executor` says. What one worker raises is raised here; None waits as long as all of them live.
+        """Call every worker, and raise the exception of the first that failed. timeout_s: None waits for live workers.
 
-        Raises WaitTimeout, with the ranks that have not answered. Their late answers go nowhere. After whatever else
-        breaks it off, such as Ctrl-C, the workers are to be replaced, since nobody knows which of them have done it.
+        Raises WaitTimeout, with the ranks that have not answered; their late answers are dropped. After another
+        interruption, such as Ctrl-C, the workers must be replaced, since some may have run the call and others not.
         """
         ranks = self._all_ranks
         check_reply_rank(unique_reply_rank, len(ranks))
@@ -192,12 +192,12 @@ class RanksExecutor(Executor):
             self._wait_for_answers(name, timeout_s, lambda: [] if self._failed else self._without_answer(call_id))
         except PenstockError:
             raise
-        except BaseException as error:  # such as Ctrl-C: some have heard of it, or a part of it, and do it nevertheless
+        except BaseException as error:  # such as Ctrl-C: some workers may run the call nevertheless
             self._failure = WorkerError(
                 f"{type(error).__name__} came while workers were in {name}, so they must be replaced.",
                 method=name,
                 rank=self.slowest_rank,
-                # No request is to blame.
+                # Counts as a kill from outside: no request is quarantined for it.
                 cause_type=KILLED,
             )
             raise
@@ -207,7 +207,7 @@ class RanksExecutor(Executor):
         return [pickle.loads(rank.answers[call_id].result) for rank in replying]
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
-        """As `Executor` says; a step that runs is waited for first, with its limits."""
+        """Return the draft tokens, behind the step in flight, with its timeouts."""
         self._step_limit_s = timeout_s
         try:
             return super().take_draft_token_ids()
@@ -227,24 +227,24 @@ class RanksExecutor(Executor):
         self._send(ExecuteStep(output=pack_step(output)), "execute_model")
 
     def execute_unconstrained(self, output: SchedulerOutput) -> None:
-        """One message, so that workers go on without waiting for this process."""
+        """Launch forward pass and sampling with one message, so that workers do not wait for this process."""
         self._check_usable()
         self._send(ExecuteStep(output=pack_step(output), is_unconstrained=True), "execute_model")
         self._unconstrained.add(output.step_id)
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
-        """As `Executor` says. Raises LifecycleError for a grammar's limits on a step that was to have none."""
+        """Launch sampling. Raises LifecycleError for a grammar of a step that was executed without constraints."""
         self._check_usable()
         step_id = grammar.step_id
         if step_id not in self._unconstrained:
             self._send(SampleStep(grammar=grammar), "sample_tokens")
         elif grammar.structured_output_request_ids:
-            raise LifecycleError(f"Step {step_id} was executed as one that no grammar limits, and one does now.")
+            raise LifecycleError(f"Step {step_id} was executed without grammar constraints, and has some now.")
         self._unconstrained.discard(step_id)
         return _Handle(self, step_id)
 
     def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:
-        """The result of a step that was launched; each can be had once."""
+        """Wait for the result of a launched step; each can be taken once."""
         self._check_usable()
         with_results = self._all_ranks[self._config.parallel.rank_with_results]
         self._wait_for_step(f"step {step_id}", timeout_s, lambda: [] if step_id in self._outputs else [with_results])
@@ -254,13 +254,13 @@ class RanksExecutor(Executor):
         return None
 
     def _take(self, rank: Rank, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
-        """Take in what a worker says."""
+        """Take in a message of a worker."""
         if isinstance(message, WorkerFailed):
             self._fail(self._located(error_from_data(message.error), rank))
         if isinstance(message, StepDone):
             self._outputs[message.output.step_id] = message.output
         elif isinstance(message, Answer):
-            # Answers to earlier calls come late, when nobody waits for them any more.
+            # Late answers to earlier calls are dropped.
             if message.call_id == self._num_calls:
                 rank.answers = {message.call_id: message}
                 self.slowest_rank = rank.rank
@@ -278,10 +278,10 @@ class RanksExecutor(Executor):
         return [rank for rank in self._all_ranks if call_id not in rank.answers]
 
     def _raise_failed(self, name: str, call_id: int) -> NoReturn:
-        """Raise what a worker raised first; if others did not, the workers are no longer alike."""
+        """Raise the first exception; if some ranks did not fail, states differ and all workers must be replaced."""
         first, num_ranks = self._failed[0], len(self._all_ranks)
         data = first.answers[call_id].error
-        assert data is not None, "it has failed"
+        assert data is not None, "the rank has failed"
         error = self._located(error_from_data(data), first)
         with contextlib.suppress(WaitTimeout):
             self._wait(name, GRACE_S, lambda: self._without_answer(call_id))

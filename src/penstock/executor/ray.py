@@ -1,4 +1,4 @@
-"""One actor per rank, on the nodes of a Ray cluster that is there already."""
+"""Executor with one actor per rank on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from penstock.parallel.connections import open_store
 from penstock.worker.capabilities import check_options
 
 logger = logging.getLogger(__name__)
-# How long the cluster may take to find room, such as that of workers that have just ended.
+# Timeout of the placement group, for example until the resources of ended workers are free.
 _PLACEMENT_TIMEOUT_S = 120.0
-# How long an actor may take to say how it is.
-_LOOK_TIMEOUT_S = 1.0
+# Timeout of an actor's heartbeat.
+_HEARTBEAT_TIMEOUT_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank(Rank):
-    """An actor. address: of its node. life: ends with its process.
+    """A rank's actor. address: of its node. life: a call that ends with the actor's process.
 
-    As it was when it was last looked at, used_s: processor time of its process. waits_for_others: for other ranks.
-    is_silent: it did not answer.
+    From the last heartbeat, used_s: CPU time. waits_for_others: whether it waits for other ranks. is_silent: whether it
+    did not answer.
     """
 
     actor: Any
@@ -66,14 +66,13 @@ class _Rank(Rank):
 
 
 class RayExecutor(RanksExecutor):
-    """Says to actors what `MultiprocessExecutor` says to processes, by calls of theirs, which Ray keeps in order.
+    """Workers in Ray actors, with the messages of `MultiprocessExecutor` as actor calls, which Ray keeps in order.
 
-    The end of any actor or node ends the wait of whoever waits for a worker, at once.
+    The end of any actor or node ends the current call at once. Step timeouts extend while the actors' heartbeats report
+    CPU time, as for processes of this machine.
 
-    How long a step may take goes by what actors say of their processor time, as for processes of this machine.
-
-    Tensors go from rank to rank by connections of their own. The connection to the cluster is kept for other engines.
-    A core in a process of its own has its own, to the same cluster, and a placement group of its own.
+    Tensors go from rank to rank on connections of their own, not through Ray. The connection to the cluster is kept for
+    other engines. A core in a process of its own connects to the same cluster, and has its own placement group.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -81,16 +80,16 @@ class RayExecutor(RanksExecutor):
         super().__init__(config)
         self._ray = connect()
         self._ranks: list[_Rank] = []
-        # Calls that were made and have not returned.
+        # Calls in flight.
         self._calls: dict[Any, _Rank] = {}
-        self._room: Any = None
+        self._placement_group: Any = None
         begin = time.monotonic()
         try:
-            # Kept by this process, so that ranks can say who is missing, whichever of them is.
+            # Hosted by this process, so that it outlives any rank and errors can name the missing one.
             self._store = open_store(self._ray.util.get_node_ip_address(), 0, is_host=True)
-            self._start_actors(self._find_room())
+            self._start_actors(self._place())
             with self.startup_phase("actors"):
-                self._wait_in_stage("start", self._not_started)
+                self._wait_in_phase("start", self._not_started)
             logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
             with self.startup_phase("device"):
                 self.collective_rpc("init_device")
@@ -102,7 +101,7 @@ class RayExecutor(RanksExecutor):
 
     @property
     def addresses(self) -> list[str]:
-        """Of the workers' nodes, by rank."""
+        """Addresses of the workers' nodes, by rank."""
         return [rank.address for rank in self._ranks]
 
     @property
@@ -117,7 +116,7 @@ class RayExecutor(RanksExecutor):
         if self._is_closed:
             return
         self._is_closed = True
-        # Whoever has left the cluster has left the actors to it, which ends them.
+        # Without a connection to the cluster, Ray ends the actors.
         if not self._ray.is_initialized():
             return
         if self._failure is None:
@@ -127,11 +126,11 @@ class RayExecutor(RanksExecutor):
                 logger.warning("%d workers did not end within %g s", len(late), GRACE_S)
         for rank in self._ranks:
             self._ray.kill(rank.actor, no_restart=True)
-        if self._room is not None:
-            self._ray.util.remove_placement_group(self._room)
+        if self._placement_group is not None:
+            self._ray.util.remove_placement_group(self._placement_group)
 
-    def _find_room(self) -> list[RankPlace]:
-        """Of each rank. Raises ConfigError where the cluster has none."""
+    def _place(self) -> list[RankPlace]:
+        """Create the placement group and return each rank's place. Raises ConfigError without enough resources."""
         ray, parallel, per_rank = self._ray, self._config.parallel, self._per_rank
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         no_room = ConfigError(
@@ -143,10 +142,10 @@ class RayExecutor(RanksExecutor):
         if not can_hold(parallel.world_size, per_rank, nodes):
             raise no_room
         bundles = plan_bundles(parallel.pipeline_parallel_size, parallel.tensor_parallel_size, per_rank, nodes)
-        self._room = ray.util.placement_group(bundles, strategy=parallel.ray_placement)
-        if not self._room.wait(_PLACEMENT_TIMEOUT_S):
+        self._placement_group = ray.util.placement_group(bundles, strategy=parallel.ray_placement)
+        if not self._placement_group.wait(_PLACEMENT_TIMEOUT_S):
             raise no_room
-        nodes_by_bundle = ray.util.placement_group_table(self._room)["bundles_to_node_id"]
+        nodes_by_bundle = ray.util.placement_group_table(self._placement_group)["bundles_to_node_id"]
         driver_node = ray.get_runtime_context().get_node_id()
         return place_ranks(
             [nodes_by_bundle[bundle] for bundle in range(len(bundles))], parallel.world_size, driver_node
@@ -154,7 +153,7 @@ class RayExecutor(RanksExecutor):
 
     @property
     def _per_rank(self) -> dict[str, float]:
-        """What each takes of its node."""
+        """Ray resources of one rank."""
         return {"CPU": 1.0, **({"GPU": 1.0} if self._config.device.device == "cuda" else {})}
 
     def _start_actors(self, places: Sequence[RankPlace]) -> None:
@@ -167,7 +166,7 @@ class RayExecutor(RanksExecutor):
                 num_cpus=1,
                 num_gpus=int(self._config.device.device == "cuda"),
                 max_restarts=0,
-                scheduling_strategy=by_bundle(self._room, placement_group_bundle_index=place.bundle),
+                scheduling_strategy=by_bundle(self._placement_group, placement_group_bundle_index=place.bundle),
             ).remote()
             life = actor.watch.options(concurrency_group="watch").remote()
             address = nodes[place.node]["NodeManagerAddress"]
@@ -187,7 +186,7 @@ class RayExecutor(RanksExecutor):
 
     def _place_on_machine(self, place: RankPlace, rank: int, node: Mapping[str, float]) -> tuple[int, int]:
         parallel = self._config.parallel
-        # Of GPUs Ray gives each rank its own.
+        # Ray assigns each rank its own GPU.
         num_engines = 1 if self._config.device.device == "cuda" else parallel.data_parallel_size
         engine, room = parallel.data_parallel_rank or 0, num_fitting(self._per_rank, node)
         return place_among_engines(place, rank, parallel.world_size, engine, num_engines, room)
@@ -198,15 +197,15 @@ class RayExecutor(RanksExecutor):
             self._calls[rank.actor.do.remote(data)] = rank
 
     def _used_s(self) -> float:
-        """One that does not show it, such as one that stands still, has taken none since it did."""
-        looks = {rank.actor.look.options(concurrency_group="watch").remote(): rank for rank in self._ranks}
-        ready, _ = self._ray.wait(list(looks), num_returns=len(looks), timeout=_LOOK_TIMEOUT_S)
-        for look, rank in looks.items():
-            rank.is_silent = look not in ready
+        """Return the CPU time of all ranks; a rank without a heartbeat counts as in its last one."""
+        heartbeats = {rank.actor.heartbeat.options(concurrency_group="watch").remote(): rank for rank in self._ranks}
+        ready, _ = self._ray.wait(list(heartbeats), num_returns=len(heartbeats), timeout=_HEARTBEAT_TIMEOUT_S)
+        for heartbeat, rank in heartbeats.items():
+            rank.is_silent = heartbeat not in ready
             # The end of a process is noticed elsewhere.
             with contextlib.suppress(self._ray.exceptions.RayError):
                 if not rank.is_silent:
-                    rank.used_s, rank.waits_for_others = self._ray.get(look)
+                    rank.used_s, rank.waits_for_others = self._ray.get(heartbeat)
         return sum(rank.used_s for rank in self._ranks)
 
     def _behind(self) -> Sequence[Rank]:
@@ -217,15 +216,15 @@ class RayExecutor(RanksExecutor):
         return ", ".join(map(str, ranks))
 
     def _receive(self, name: str, timeout_s: float | None) -> bool:
-        """Take in what calls have returned by then, at least one unless the time is over."""
+        """Take in the messages of returned calls; False if none returned within the timeout."""
         waiting = [*self._calls, *(rank.life for rank in self._ranks)]
         if not self._ray.wait(waiting, timeout=timeout_s)[0]:
             return False
         ready, _ = self._ray.wait(waiting, num_returns=len(waiting), timeout=0)
         for reference in ready:
             rank = self._calls.pop(reference, None) or self._living(reference)
-            for said in self._result_of(reference, rank, name):
-                self._take(rank, decode(said, FromWorker).message)
+            for message in self._result_of(reference, rank, name):
+                self._take(rank, decode(message, FromWorker).message)
         return True
 
     def _living(self, life: Any) -> _Rank:
@@ -233,10 +232,10 @@ class RayExecutor(RanksExecutor):
 
     def _result_of(self, reference: Any, rank: _Rank, name: str) -> list[bytes]:
         try:
-            said: list[bytes] = self._ray.get(reference)
+            messages: list[bytes] = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             self._died(rank, name, error)
-        return said
+        return messages
 
     def _died(self, rank: _Rank, name: str, error: Exception) -> NoReturn:
         described = str(rank)
@@ -259,6 +258,6 @@ def _described(nodes: Sequence[dict[str, float]], names: dict[str, float]) -> st
 
 
 def _reason(error: Exception) -> str:
-    """Ray's text without its advice: its last line tells what happened, up to what may have caused it."""
+    """Return the failure from Ray's text, without its advice: the last line, up to the possible causes."""
     *_, last = str(error).strip().splitlines() or [type(error).__name__]
     return last.partition(" Some common causes")[0].strip()

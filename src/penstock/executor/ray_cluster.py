@@ -15,9 +15,9 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 def connect() -> Any:
-    """The package ray, connected to the cluster that RAY_ADDRESS names or that runs on this machine, else a new one.
+    """Connect to the cluster of RAY_ADDRESS or of this machine, else start one; return the package ray.
 
-    A cluster that starts here has this machine alone, and ends with this program.
+    A cluster that starts here has this machine alone, and ends with this process.
 
     Raises UnsupportedFeature without the package; ConfigError for a cluster that cannot be reached.
     """

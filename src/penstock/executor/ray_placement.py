@@ -1,4 +1,4 @@
-"""Which rank is on which node of a Ray cluster. Needs no Ray."""
+"""Placement of ranks on the nodes of a Ray cluster. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's: the bundle of the placement group, the node's id, and its number among those of the node."""
+    """Place of a rank: bundle of the placement group, node id, and its number among the ranks of the node."""
 
     bundle: int
     node: str
@@ -20,9 +20,9 @@ class RankPlace:
 def plan_bundles(
     num_stages: int, ranks_per_stage: int, per_rank: Mapping[str, float], nodes: Sequence[Mapping[str, float]]
 ) -> list[dict[str, float]]:
-    """What to ask the nodes for: a bundle, which is on one node, for each stage if they fit so, or else for each rank.
+    """Return the bundles of the placement group: one per pipeline stage if they fit on nodes so, else one per rank.
 
-    per_rank: resources. nodes: what each has.
+    per_rank: resources of a rank. nodes: resources of each node.
     """
     of_stage = {name: amount * ranks_per_stage for name, amount in per_rank.items()}
     if sum(num_fitting(of_stage, node) for node in nodes) >= num_stages:
@@ -31,12 +31,12 @@ def plan_bundles(
 
 
 def can_hold(num_ranks: int, per_rank: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> bool:
-    """Whether these nodes have room for so many ranks, if nobody else needs it."""
+    """Whether these nodes have the resources of so many ranks, if no other job takes them."""
     return sum(num_fitting(per_rank, node) for node in nodes) >= num_ranks
 
 
 def place_ranks(node_of_bundle: Sequence[str], num_ranks: int, driver_node: str) -> list[RankPlace]:
-    """By rank. Those of a node follow each other, the node of the program that starts them first."""
+    """Return the places by rank. Ranks of a node are consecutive; the driver's node comes first."""
     nodes = sorted(set(node_of_bundle), key=lambda node: (node != driver_node, node_of_bundle.index(node)))
     bundles = sorted(range(len(node_of_bundle)), key=lambda bundle: (nodes.index(node_of_bundle[bundle]), bundle))
     ranks_per_bundle = num_ranks // len(bundles)
@@ -52,10 +52,10 @@ def place_ranks(node_of_bundle: Sequence[str], num_ranks: int, driver_node: str)
 def place_among_engines(
     place: RankPlace, rank: int, num_ranks: int, engine: int, num_engines: int, room: int
 ) -> tuple[int, int]:
-    """A rank's number among those that share its node, and how many these are. room: for how many there is.
+    """Return a rank's number among those of its node, and how many these are. room: ranks that fit on the node.
 
-    None of several engines knows where the others' ranks are. Then there are as many as can be there, so that what each
-    takes of the node is there for it; numbers differ where all ranks of all engines, or one engine's alone, fit a node.
+    An engine does not know where the ranks of other engines are. Then the largest possible number counts, so that each
+    rank's share of the node is free; numbers differ where all ranks of all engines, or one engine's alone, fit a node.
     """
     if num_engines == 1:
         return place.local_rank, place.num_local_ranks
@@ -64,5 +64,5 @@ def place_among_engines(
 
 
 def num_fitting(wanted: Mapping[str, float], node: Mapping[str, float]) -> int:
-    """For how many ranks, or stages, that want so much a node has room."""
+    """Return how many ranks, or stages, with these resources fit on a node."""
     return int(min(node.get(name, 0.0) // amount for name, amount in wanted.items()))

@@ -1,4 +1,4 @@
-"""A rank in an actor of a Ray cluster. It has its environment and its rank before it imports torch."""
+"""Ray actor of a rank. Its environment and rank are set before it imports torch."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RayStart:
-    """start: `WorkerStart`, pickled. variables: of the environment. search_path: where the program that starts it finds
-    modules, looked at last. store: by which the ranks find each other. place_on_machine: this rank among those of the
-    node, and their number.
+    """Start message of an actor.
+
+    start: `WorkerStart`, pickled. variables: environment variables. search_path: the driver's `sys.path`, searched
+    last. store: host and port of the ranks' store. place_on_machine: the rank's number among those of the node, and
+    their number.
     """
 
     start: bytes
@@ -50,27 +52,24 @@ class RayStart:
 
 
 class RankActor:
-    """What Ray makes an actor of. Its calls run one after another, in order, in one thread.
-
-    `watch` and `look` run beside.
-    """
+    """Actor class of a rank. Calls run one after another, in order, in one thread; `watch`, `heartbeat` beside."""
 
     def __init__(self) -> None:
         self._ends = threading.Event()
         self._thread: int | None = None
-        self._said: list[bytes] = []
+        self._outgoing: list[bytes] = []
         self._wrapper: WorkerWrapperBase | None = None
         self._connections: RankConnections | None = None
         self._loop: WorkerLoop | None = None
 
     def watch(self) -> None:
-        """Does not return while the process lives, so that whoever waits for it is told of its end."""
+        """Block while the process lives, so that Ray reports the end of the call with the end of the process."""
         self._ends.wait()
 
-    def look(self) -> tuple[float, bool]:
-        """Processor time of the worker so far, in seconds, and whether it waits for other ranks.
+    def heartbeat(self) -> tuple[float, bool]:
+        """Return the CPU time of the worker so far, in seconds, and whether it waits for other ranks.
 
-        Of its thread alone, which has a part in all that is computed: Ray's own threads are never still for long.
+        Only the worker's own thread counts, which takes part in all computation: Ray's threads are never idle for long.
         """
         waits = self._connections is not None and self._connections.is_waiting
         if self._thread is None or not hasattr(time, "pthread_getcpuclockid"):
@@ -83,15 +82,15 @@ class RankActor:
             self._start(start)
         except BaseException as error:
             self.put(WorkerFailed(error=error_as_data(error)))
-        return self._take_said()
+        return self._take_outgoing()
 
     def do(self, data: bytes) -> list[bytes]:
-        """What a message of `ToWorker` says; messages of `FromWorker` that come of it."""
+        """Handle a `ToWorker` message; return the resulting `FromWorker` messages."""
         assert self._loop is not None, "start comes first"
         message = decode(data, ToWorker).message
         assert not isinstance(message, CloseWorker), "that is a call of its own"
-        self._loop.do(message)
-        return self._take_said()
+        self._loop.handle(message)
+        return self._take_outgoing()
 
     def close(self) -> None:
         if self._wrapper is not None:
@@ -100,21 +99,21 @@ class RankActor:
             self._connections.close()
 
     def put(self, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
-        self._said.append(encode(FromWorker(message)))
+        self._outgoing.append(encode(FromWorker(message)))
 
-    def _take_said(self) -> list[bytes]:
-        said, self._said = self._said, []
-        return said
+    def _take_outgoing(self) -> list[bytes]:
+        messages, self._outgoing = self._outgoing, []
+        return messages
 
-    def _start(self, told: RayStart) -> None:
-        sys.path += [path for path in told.search_path if path not in sys.path]
-        start: WorkerStart = pickle.loads(told.start)
+    def _start(self, message: RayStart) -> None:
+        sys.path += [path for path in message.search_path if path not in sys.path]
+        start: WorkerStart = pickle.loads(message.start)
         program = Program(start.main_path)
         config: EngineConfig = program.load(start.config)
         limits = config.parallel
-        local_rank, num_local_ranks = told.place_on_machine
+        local_rank, num_local_ranks = message.place_on_machine
         threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=local_rank, num_ranks=num_local_ranks)
-        env.prepare_rank({**told.variables, "OMP_NUM_THREADS": str(threads.num_threads)})
+        env.prepare_rank({**message.variables, "OMP_NUM_THREADS": str(threads.num_threads)})
         configure_worker_logging(start.rank)
 
         from penstock.device.select import gpu_of_rank
@@ -123,7 +122,7 @@ class RankActor:
         from penstock.parallel.local_ranks import SHARE_OF_STEP
         from penstock.worker import WorkerWrapperBase
 
-        host, port = told.store
+        host, port = message.store
         self._connections = RankConnections(
             open_store(host, port, is_host=False),
             start.rank,

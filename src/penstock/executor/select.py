@@ -9,7 +9,7 @@ from penstock.executor.base import Executor
 from penstock.executor.program import refuse_in_program
 from penstock.observability.standard_streams import occupy_standard_descriptors
 
-# What only some engines need is imported for them alone.
+# Imported on demand.
 _EXECUTORS = {
     "uni": ("uni", "UniProcExecutor"),
     "mp": ("multiprocess", "MultiprocessExecutor"),
@@ -19,9 +19,9 @@ _EXECUTORS = {
 
 
 def environment_of_core(config: EngineConfig) -> dict[str, str]:
-    """Environment variables of a core in a process of its own: the address of the Ray cluster, if it uses one.
+    """Return environment variables of a core in a process of its own: the address of the Ray cluster, if it uses one.
 
-    This process connects first, so that all cores use the same cluster, and it outlives each of them.
+    This process connects first, so that all cores use the same cluster, which outlives each of them.
     """
     if config.parallel.executor != "ray":
         return {}
@@ -30,7 +30,7 @@ def environment_of_core(config: EngineConfig) -> dict[str, str]:
 
 
 def create_executor(config: EngineConfig) -> Executor:
-    """The executor that the options ask for, its workers started and their models loaded."""
+    """Create the executor of the options, with its workers started and their models loaded."""
     refuse_in_program()
     occupy_standard_descriptors()
     if config.parallel.tensor_parallel_size > 1:

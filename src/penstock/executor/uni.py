@@ -1,4 +1,4 @@
-"""One worker, in this process."""
+"""Executor with one worker in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _ReportingHandle:
-    """A step whose result is read here, but whose failure is the worker's."""
+    """Step handle that reports failures as the worker's."""
 
     def __init__(self, wrapper: WorkerWrapperBase, handle: StepHandle) -> None:
         self.step_id = handle.step_id
@@ -32,12 +32,12 @@ class _ReportingHandle:
 
 
 class UniProcExecutor(Executor):
-    """Calls run where they are made, so nothing is waited for and `timeout_s` of a call has no meaning."""
+    """Calls run at once in the caller's thread, so `timeout_s` has no effect."""
 
     def __init__(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
-        """parallel: the worker's place among others, which whoever calls this knows of; None is alone."""
+        """parallel: rank and groups of the worker; None for a single worker."""
         self._wrapper = WorkerWrapperBase(rpc_rank=0 if parallel is None else parallel.rank)
-        # Its worker, for the calls of every step; None before it is ready and after shutdown.
+        # Worker for the calls of every step; None before it is ready and after shutdown.
         self._worker: WorkerBase | None = None
         try:
             self._wrapper.init_worker(config, parallel)
@@ -69,7 +69,7 @@ class UniProcExecutor(Executor):
     def num_speculative_tokens(self) -> int:
         return int(self._wrapper.worker.num_speculative_tokens)
 
-    # As `execute_method` does it, without looking anything up in every step.
+    # Like `execute_method`, without its lookup in every step.
     def execute_model(self, output: SchedulerOutput) -> None:
         try:
             (self._worker or self._wrapper.worker).execute_model(output)

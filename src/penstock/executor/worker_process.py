@@ -1,4 +1,4 @@
-"""The life of a process that is one rank's worker. It has its environment and its rank before it imports torch."""
+"""Process of one rank's worker. Its environment and rank are set before it imports torch."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.worker import WorkerWrapperBase
 
-PROGRAM = "from penstock.executor.worker_process import main; main()"
-# What a connection's buffers take in without being read, on every system.
+SOURCE = "from penstock.executor.worker_process import main; main()"
+# Bytes that a connection buffers without a reader, on every system.
 _SMALL_BYTES = 4096
 
 
 def main() -> None:
-    """Arguments: the process that starts this one, and descriptors of the connection to it and of shared memory."""
+    """Run a worker. Arguments: parent process id, and descriptors of the connection to it and of the shared memory."""
     parent, connection_descriptor, memory_descriptor = map(int, sys.argv[1:])
     end_with_parent(parent)
     leave_end_to_parent()
@@ -65,11 +65,11 @@ def main() -> None:
 
 
 class _Outbox:
-    """Sends in order, and never waits: whoever is to read may be sending, too."""
+    """Sends messages in order and never blocks: the executor may be sending, too."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        # What must wait for its turn is sent by a thread, which is made for the first of it.
+        # A thread, started on demand, sends messages that would block.
         self._waiting: queue.Queue[bytes] = queue.Queue()
         self._thread: threading.Thread | None = None
 
@@ -84,26 +84,26 @@ class _Outbox:
             self._thread.start()
 
     def close(self) -> None:
-        """Send what is left."""
+        """Wait until all messages are sent."""
         self._waiting.join()
 
     def _send_waiting(self) -> None:
         while True:
             data = self._waiting.get()
-            # Whoever does not read any more is noticed by reading.
+            # The end of the executor is noticed by reading.
             with contextlib.suppress(OSError):
                 self._connection.send_bytes(data)
             self._waiting.task_done()
 
 
 class Outbox(Protocol):
-    """Where what a worker says goes."""
+    """Sink of a worker's messages."""
 
     def put(self, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None: ...
 
 
 class WorkerLoop:
-    """Does what the executor says, in order."""
+    """Handles the executor's messages, in order."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class WorkerLoop:
 
     def run(self, connection: Connection) -> None:
         while not isinstance(message := decode(connection.recv_bytes(), ToWorker).message, CloseWorker):
-            self.do(message)
+            self.handle(message)
 
-    def do(self, message: ExecuteStep | SampleStep | CallWorker) -> None:
-        """What one message says; what comes of it is put in the outbox."""
+    def handle(self, message: ExecuteStep | SampleStep | CallWorker) -> None:
+        """Handle one message; its results go to the outbox."""
         if isinstance(message, CallWorker):
             self._call(message)
         else:
@@ -160,7 +160,7 @@ class WorkerLoop:
         self._outbox.put(answer)
 
     def _reporting(self, name: str, run: Callable[[], Any]) -> Any:
-        """What this comes to, or an error that names the rank."""
+        """Run a function; its exception becomes an error that names the rank."""
         try:
             return run()
         except Exception as error:
@@ -192,7 +192,7 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
 
 
 def configure_worker_logging(rank: int) -> None:
-    """The first rank tells what all do."""
+    """Log info lines on rank 0 only; other ranks log warnings and errors."""
     configure_logging()
     logger = logging.getLogger(LOGGER_NAME)
     if rank != 0 and logger.level == logging.INFO:
