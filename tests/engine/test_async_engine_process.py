@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,8 @@ def test_errors_have_their_types_and_say_why(engine: AsyncEngine) -> None:
 
 def test_what_cannot_be_sent_is_refused_with_what_to_do(engine: AsyncEngine) -> None:
     async def serve() -> list[Any]:
-        calls = engine.collective_rpc(lambda worker: 3), engine.collective_rpc(unsendable)
+        lock = threading.Lock()
+        calls = engine.collective_rpc(lambda worker: 3 if lock else 4), engine.collective_rpc(unsendable)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     answers = asyncio.run(serve())
@@ -304,14 +306,19 @@ def run_program(folder: Path, source: str, *command: str) -> subprocess.Complete
     )
 
 
-def test_a_class_that_no_file_defines_keeps_the_core_here_and_the_log_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("attribute", "is_here", "other"), [("None", False, "[5, 5, 5] False"), ("threading.Lock()", True, "ConfigError")]
+)
+def test_a_class_that_no_file_defines_is_sent_and_one_with_a_lock_keeps_the_core_here(
+    tmp_path: Path, attribute: str, is_here: bool, other: str
+) -> None:
     source = f"""
-        import asyncio, os
+        import asyncio, os, threading
         from penstock import AsyncEngine, SamplingParams
         from test_async_engine_process import OnlyFives as Base, last, process_id
 
         class OnlyFives(Base):
-            pass
+            attribute = {attribute}
 
         async def serve(**options):
             async with AsyncEngine("demo", logits_processors=[OnlyFives], **options, **{DEMO!r}) as engine:
@@ -326,8 +333,8 @@ def test_a_class_that_no_file_defines_keeps_the_core_here_and_the_log_says_why(t
             print(type(error).__name__)
     """
     done = run_program(tmp_path, source, "-")
-    assert done.stdout.split("\n")[:2] == ["[5, 5, 5] True", "ConfigError"], done.stderr
-    assert "The engine core runs in this process, since OnlyFives is defined in a program without a file" in done.stderr
+    assert done.stdout.split("\n")[:2] == [f"[5, 5, 5] {is_here}", other], done.stderr
+    assert ("runs in this process, since the configuration cannot be sent" in done.stderr) == is_here
 
 
 def test_a_program_that_chose_its_ray_cluster_keeps_the_core(

@@ -106,42 +106,78 @@ def test_what_asks_a_group_of_processes_to_end_is_the_program_s_alone(tmp_path: 
     assert (process.returncode, out) == (0, "True\n"), err
 
 
-def test_what_the_program_defines_reaches_cores_and_their_workers(tmp_path: Path) -> None:
-    program = """
-        from penstock.runner.sampling.logits_processor import LogitsProcessor
+SENDING = """
+    from dataclasses import dataclass
+    from penstock.runner.sampling.logits_processor import LogitsProcessor
 
-        def name_of(worker):
-            return type(worker.config.sampling.logits_processors[0]).__name__, os.getpid() != PARENT
+    print("runs", flush=True)
 
-        class OnlyFives(LogitsProcessor):
-            name = "fives"
+    class OnlyFives(LogitsProcessor):
+        name = "fives"
 
-            def add_request(self, slot, params, *tokens):
-                return True
+        def add_request(self, slot, params, *tokens):
+            return True
 
-            def apply(self, logits, rows):
-                wanted = logits[:, 5].clone()
-                logits.fill_(float("-inf"))
-                logits[:, 5] = wanted
-                return logits
+        def apply(self, logits, rows):
+            return only(logits, 5)
 
-        PARENT = os.getppid() if __name__ != "__main__" else os.getpid()
-        if __name__ == "__main__":
-            options = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": "16MiB"}
-            with LLM(
-                "demo", enable_multiprocessing=True, distributed_executor_backend="mp", logits_processors=[OnlyFives],
-                **options,
-            ) as llm:
-                (output,) = llm.generate("ROMEO:", SamplingParams(max_tokens=3, ignore_eos=True))
-                print(output.outputs[0].token_ids, len(llm.collective_rpc(name_of)))
-    """
-    out, err = start(tmp_path, program).communicate(timeout=LIMIT_S)
-    assert out.split("\n")[0] == "[5, 5, 5] 1", err
+    def only(logits, token):
+        wanted = logits[:, token].clone()
+        logits.fill_(float("-inf"))
+        logits[:, token] = wanted
+        return logits
+
+    @dataclass
+    class Found:
+        name: str
+        is_elsewhere: bool
+
+    def found(worker):
+        return Found(worker.config.sampling.logits_processors[0].__name__, os.getpid() != PARENT)
+
+    PARENT = os.getpid()
+    options = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": "16MiB"}
+    with LLM(
+        "demo", enable_multiprocessing=True, distributed_executor_backend="mp", logits_processors=[OnlyFives], **options
+    ) as llm:
+        (output,) = llm.generate("ROMEO:", SamplingParams(max_tokens=3, ignore_eos=True))
+        print(output.outputs[0].token_ids, llm.collective_rpc(found), llm.collective_rpc(lambda worker: worker.rank))
+        print([type(answer) is Found for answer in llm.collective_rpc(found)])
+"""
+SENT = "runs\n[5, 5, 5] [Found(name='OnlyFives', is_elsewhere=True)] [0]\n[True]\n"
+
+
+def test_functions_and_classes_of_a_script_reach_cores_and_workers_and_answers_come_back(tmp_path: Path) -> None:
+    """Without a `__main__` guard: only the script's own process runs it."""
+    out, err = start(tmp_path, SENDING).communicate(timeout=LIMIT_S)
+    assert out == SENT, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["stdin", "-c", "spawned"])
+def test_so_do_those_of_a_notebook_and_of_a_spawned_process(tmp_path: Path, way: str) -> None:
+    source = textwrap.dedent(START) + textwrap.dedent(SENDING)
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+    options["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    if way == "spawned":
+        # What follows the definitions, in a function that the child calls.
+        definitions, separator, calls = source.replace('print("runs", flush=True)\n', "").partition("options =")
+        body = textwrap.indent('print("runs", flush=True)\n' + separator + calls, "    ")
+        guarded = 'if __name__ == "__main__":\n    import multiprocessing\n'
+        guarded += '    process = multiprocessing.get_context("spawn").Process(target=run)\n'
+        guarded += "    process.start()\n    process.join()\n"
+        script = tmp_path / "program.py"
+        script.write_text(f"{definitions}\ndef run():\n{body}\n{guarded}")
+        done = subprocess.run([sys.executable, str(script)], **options)
+    elif way == "stdin":
+        done = subprocess.run([sys.executable, "-"], input=source, **options)
+    else:
+        done = subprocess.run([sys.executable, "-c", source], **options)
+    assert done.stdout == SENT, done.stderr
 
 
 @pytest.mark.slow
 def test_what_a_worker_starts_does_not_run_the_program(tmp_path: Path) -> None:
-    """A script without pickled functions of its own needs no `__main__` guard."""
     (tmp_path / "extension.py").write_text(
         textwrap.dedent("""
             import multiprocessing
@@ -170,32 +206,3 @@ def test_what_a_worker_starts_does_not_run_the_program(tmp_path: Path) -> None:
     """
     out, err = start(tmp_path, program).communicate(timeout=LIMIT_S)
     assert out == "runs\n[42]\n", err
-
-
-def test_a_program_that_would_start_its_engine_again_is_told(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    program = f"""
-        def name_of(core):
-            return "a name"
-
-        core = CoreGroup(EngineConfig.create({str(model)!r}), load_fake_core)
-        print(core.collective_rpc(name_of))
-    """
-    _, err = start(tmp_path, program).communicate(timeout=LIMIT_S)
-    assert 'under `if __name__ == "__main__":`' in err
-
-
-def test_a_program_that_cannot_be_run_again_is_named(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    program = f"""
-        def name_of(core):
-            return "a name"
-
-        if __name__ != "__main__":
-            sys.exit("usage: program FILE")
-        core = CoreGroup(EngineConfig.create({str(model)!r}), load_fake_core)
-        print(core.collective_rpc(name_of))
-    """
-    _, err = start(tmp_path, program).communicate(timeout=LIMIT_S)
-    assert "program.py was run again in a process of the engine's" in err
-    assert "SystemExit: usage: program FILE. Or define that in a module" in err

@@ -227,7 +227,7 @@ def test_no_engine_starts_while_the_program_ends(tmp_path: Path, kind: str, opti
         f"import atexit; from penstock import {kind}; atexit.register(lambda: {kind}({str(model)!r}, **{options!r}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert "LifecycleError: No engine can start while the program ends" in done.stderr
+    assert "LifecycleError: No engine can start while the interpreter exits" in done.stderr
 
 
 _PROGRAM = """

@@ -35,7 +35,7 @@ from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError, same_error
-from penstock.executor.program import refuse_at_exit
+from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging
 from penstock.worker.capabilities import SERVED, check_feature
 

@@ -24,7 +24,6 @@ from penstock.engine.supervisor import LONGEST_WAIT_S, REFUSAL_TIMEOUT_S, Call, 
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
-from penstock.executor.program import refuse_in_program
 from penstock.observability.standard_streams import occupy_standard_descriptors
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
@@ -59,7 +58,6 @@ class CoreGroup:
         start_timeout_s: float = START_TIMEOUT_S,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
-        refuse_in_program()
         occupy_standard_descriptors()
         self._owner = OwningProcess()
         # Held while messages are handled: by callers, and by the reader thread of a core that died between calls.

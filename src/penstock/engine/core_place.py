@@ -1,4 +1,4 @@
-"""Where the core of an engine runs that serves many callers, if nobody has said so."""
+"""Default of `enable_multiprocessing` for an engine with many callers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
-from penstock.executor.program import Program, main_path, pickled
+from penstock.executor.serialization import dumps
 
 logger = logging.getLogger(__name__)
 
 
 def with_core_process(config: EngineConfig) -> EngineConfig:
-    """The same with `enable_multiprocessing` decided: the core gets a process of its own, where that can be.
+    """Decide `enable_multiprocessing`: the core gets a process of its own if the configuration can be sent there.
 
-    Where it cannot, as with a class that a notebook defines, it stays in this process, and the log says why.
+    Otherwise the core stays in this process, and the log says why.
     """
     if config.parallel.enable_multiprocessing is not None:
         return config
@@ -31,10 +31,7 @@ def _why_it_stays(config: EngineConfig) -> str | None:
     if config.parallel.executor == "ray" and ray is not None and ray.is_initialized():
         return "it has connected to a Ray cluster, and another process might find another one."
     try:
-        sent = pickled("the configuration", config)
-        if main_path() is None:
-            # As it would be there: what the program defines cannot be found.
-            Program(None).load(sent)
+        dumps("the configuration", config)
     except ConfigError as error:
         return str(error)
     return None

@@ -18,8 +18,8 @@ from penstock.device.threads import plan_threads
 from penstock.engine.core_server import PROGRAM, ServedCore
 from penstock.engine.messages import CoreLog, CoreMessage, CoreStart, FromCore
 from penstock.executor.processes import ProcessStarter, limit_waits
-from penstock.executor.program import main_path, pickled
 from penstock.executor.select import environment_of_core
+from penstock.executor.serialization import dumps
 from penstock.observability.logging import levels, write_sent
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class CoreProcess:
         *,
         send_timeout_s: float,
     ) -> None:
-        sent = pickled("The configuration", (load_core, config))
-        start = CoreStart(sent=sent, main_path=main_path(), log_levels=levels())
+        sent = dumps("The configuration", (load_core, config))
+        start = CoreStart(sent=sent, log_levels=levels())
         place, num_places = config.parallel.place(0)
         threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
         self._deliver = deliver

@@ -30,7 +30,7 @@ from penstock.engine.messages import (
 )
 from penstock.errors import ConfigError, error_as_data
 from penstock.executor.processes import end_with_parent, leave_end_to_parent
-from penstock.executor.program import Program, pickled
+from penstock.executor.serialization import dumps, loads
 from penstock.observability.logging import send_log
 
 _Asked: TypeAlias = AddRequest | AbortRequests | UtilityCall | CloseCore
@@ -66,8 +66,7 @@ def main() -> None:
     try:
         start: CoreStart = pickle.loads(outbox.connection.recv_bytes())
         send_log(start.log_levels, outbox.log)
-        program = Program(start.main_path)
-        load_core, config = program.load(start.sent)
+        load_core, config = loads(start.sent)
         core: ServedCore = load_core(config)
         try:
             outbox.send(
@@ -75,7 +74,7 @@ def main() -> None:
                     max_model_len=core.max_model_len, vocab_size=core.vocab_size, kv_cache_bytes=core.kv_cache_bytes
                 )
             )
-            _Server(core, program, outbox).run()
+            _Server(core, outbox).run()
         finally:
             core.close()
     except BaseException as error:
@@ -105,9 +104,8 @@ class _Outbox:
 class _Server:
     """Runs a core's steps and answers its client, until `CloseCore` or the end of the connection."""
 
-    def __init__(self, core: ServedCore, program: Program, outbox: _Outbox) -> None:
+    def __init__(self, core: ServedCore, outbox: _Outbox) -> None:
         self._core = core
-        self._program = program
         self._outbox = outbox
         self._arrived: queue.Queue[bytes | None] = queue.Queue()
         self._is_answering = False
@@ -182,5 +180,5 @@ class _Server:
     def _call(self, message: UtilityCall) -> bytes:
         if message.method not in _UTILITIES:
             raise ConfigError(f"A core has no method {message.method!r} to be called. Allowed: {sorted(_UTILITIES)}.")
-        result = getattr(self._core, message.method)(*self._program.load(message.arguments))
-        return pickled(f"The answer of {message.method}", result)
+        result = getattr(self._core, message.method)(*loads(message.arguments))
+        return dumps(f"The answer of {message.method}", result)

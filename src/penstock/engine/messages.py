@@ -40,12 +40,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 class CoreStart:
     """First message to a core's process, pickled.
 
-    sent: the function that creates the core and its configuration, pickled separately. main_path: path of the main
-    script, whose functions and classes may be sent. log_levels: levels by logger of the records to send (`CoreLog`).
+    sent: the function that makes the core, and its configuration, serialised by themselves. log_levels: log level of
+    each logger whose lines are sent back (`CoreLog`).
     """
 
     sent: bytes
-    main_path: str | None
     log_levels: dict[str, int]
 
 

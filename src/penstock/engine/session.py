@@ -21,7 +21,7 @@ from penstock.engine.output_processor import Progress
 from penstock.engine.prompts import Prompt
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, WaitTimeout
-from penstock.executor.program import refuse_at_exit
+from penstock.executor.processes import refuse_at_exit
 
 logger = logging.getLogger(__name__)
 

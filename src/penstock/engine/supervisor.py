@@ -41,7 +41,7 @@ from penstock.errors import (
     error_from_data,
 )
 from penstock.executor.processes import ProcessStarter, describe_end, was_killed, where_to_look
-from penstock.executor.program import pickled
+from penstock.executor.serialization import dumps
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 
 logger = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class EngineSupervisor:
 
     def call(self, method: str, *args: Any) -> Call:
         """Call another method of the core, which must be running."""
-        call, sent = Call(method), pickled(method, args)
+        call, sent = Call(method), dumps(method, args)
         self._send_call(call, lambda call_id: UtilityCall(call_id=call_id, method=method, arguments=sent))
         return call
 

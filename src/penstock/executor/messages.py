@@ -13,14 +13,10 @@ from penstock.errors import ErrorData
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The first that a worker is told, pickled.
-
-    config: pickled by itself. main_path: of the program, whose own functions and classes may be sent.
-    """
+    """First message to a worker, pickled. config: `EngineConfig`, serialised by itself."""
 
     config: bytes
     rank: int
-    main_path: str | None
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):

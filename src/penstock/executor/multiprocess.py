@@ -32,9 +32,9 @@ from penstock.executor.messages import (
     WorkerStart,
 )
 from penstock.executor.processes import ProcessStarter, limit_waits
-from penstock.executor.program import main_path, pickled
 from penstock.executor.progress import cpu_time
 from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
+from penstock.executor.serialization import dumps
 from penstock.executor.worker_process import SOURCE
 from penstock.parallel.local_ranks import ranks_behind, share_memory
 from penstock.worker.capabilities import check_options
@@ -134,9 +134,9 @@ class MultiprocessExecutor(RanksExecutor):
         finalizer.atexit = False
         for rank in range(self._config.parallel.world_size):
             self._start_process(rank, memory)
-        config = pickled("The configuration", self._config)
+        config = dumps("The configuration", self._config)
         for started in self._ranks:
-            message = WorkerStart(config=config, rank=started.rank, main_path=main_path())
+            message = WorkerStart(config=config, rank=started.rank)
             self._send_to(started, pickle.dumps(message), "start")
 
     def _start_process(self, rank: int, memory: int) -> None:

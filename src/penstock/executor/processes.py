@@ -19,6 +19,7 @@ from multiprocessing.spawn import get_executable
 from typing import TypeAlias
 
 from penstock.config import env
+from penstock.errors import LifecycleError
 
 _Process: TypeAlias = subprocess.Popen[bytes]
 _Launches: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], _Process], Future[_Process]] | None]"
@@ -115,6 +116,17 @@ def limit_waits(connection: Connection, *, send_s: float | None = None, receive_
             if timeout_s is not None:
                 seconds, fraction = divmod(timeout_s, 1)
                 shared.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(fraction * 1e6)))
+
+
+def refuse_at_exit() -> None:
+    """Raise LifecycleError while the interpreter exits: threads can no longer start, nor be joined."""
+    # The main thread counts as ended when it runs the functions of `atexit`. Other threads may go on before that.
+    main = threading.main_thread()
+    if threading.current_thread() is main and not main.is_alive():
+        raise LifecycleError(
+            "No engine can start while the interpreter exits, such as in a function that atexit calls. Start it "
+            "before, and let that function use or close it."
+        )
 
 
 def was_killed(exit_code: int | None) -> bool:

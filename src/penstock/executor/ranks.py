@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,8 +33,8 @@ from penstock.executor.messages import (
     WorkerStarted,
     pack_step,
 )
-from penstock.executor.program import pickled
 from penstock.executor.progress import ProgressWatch
+from penstock.executor.serialization import dumps, loads
 
 # Timeout for the other ranks after one has failed in a call, and for all at shutdown.
 GRACE_S = 10.0
@@ -183,7 +182,7 @@ class RanksExecutor(Executor):
         check_reply_rank(unique_reply_rank, len(ranks))
         name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
         self._check_usable()
-        call = pickled(name, (method, tuple(args), kwargs or {}))
+        call = dumps(name, (method, tuple(args), kwargs or {}))
         self._num_calls += 1
         call_id = self._num_calls
         self._failed = []
@@ -204,7 +203,7 @@ class RanksExecutor(Executor):
         if self._failed:
             self._raise_failed(name, call_id)
         replying = ranks if unique_reply_rank is None else [ranks[unique_reply_rank]]
-        return [pickle.loads(rank.answers[call_id].result) for rank in replying]
+        return [loads(rank.answers[call_id].result) for rank in replying]
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
         """Return the draft tokens, behind the step in flight, with its timeouts."""

@@ -24,7 +24,6 @@ from penstock.executor.messages import (
     ToWorker,
     WorkerStart,
 )
-from penstock.executor.program import main_path, pickled
 from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
 from penstock.executor.ray_cluster import connect
 from penstock.executor.ray_placement import (
@@ -36,6 +35,7 @@ from penstock.executor.ray_placement import (
     plan_bundles,
 )
 from penstock.executor.ray_worker import RankActor, RayStart
+from penstock.executor.serialization import dumps
 from penstock.parallel.connections import open_store
 from penstock.worker.capabilities import check_options
 
@@ -171,12 +171,12 @@ class RayExecutor(RanksExecutor):
             life = actor.watch.options(concurrency_group="watch").remote()
             address = nodes[place.node]["NodeManagerAddress"]
             self._ranks.append(_Rank(rank=number, actor=actor, address=address, life=life))
-        config = pickled("The configuration", self._config)
+        config = dumps("The configuration", self._config)
         variables = env.variables_for_another_machine()
         store = self._store.host, self._store.port
         for rank, place in zip(self._ranks, places, strict=True):
             start = RayStart(
-                pickle.dumps(WorkerStart(config=config, rank=rank.rank, main_path=main_path())),
+                pickle.dumps(WorkerStart(config=config, rank=rank.rank)),
                 variables,
                 [path or os.getcwd() for path in sys.path],
                 store,

@@ -26,7 +26,7 @@ from penstock.executor.messages import (
     WorkerStart,
     WorkerStarted,
 )
-from penstock.executor.program import Program
+from penstock.executor.serialization import loads
 from penstock.executor.worker_process import WorkerLoop, configure_worker_logging
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ class RankActor:
     def _start(self, message: RayStart) -> None:
         sys.path += [path for path in message.search_path if path not in sys.path]
         start: WorkerStart = pickle.loads(message.start)
-        program = Program(start.main_path)
-        config: EngineConfig = program.load(start.config)
+        config: EngineConfig = loads(start.config)
         limits = config.parallel
         local_rank, num_local_ranks = message.place_on_machine
         threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=local_rank, num_ranks=num_local_ranks)
@@ -136,7 +135,6 @@ class RankActor:
         self._wrapper.init_worker(config, replace(parallel, local_rank=local_rank, num_local_ranks=num_local_ranks))
         self._loop = WorkerLoop(
             self._wrapper,
-            program,
             self,
             has_results=start.rank == limits.rank_with_results,
             step_timeout_s=limits.step_timeout_s,

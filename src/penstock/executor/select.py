@@ -6,7 +6,6 @@ import importlib
 
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
-from penstock.executor.program import refuse_in_program
 from penstock.observability.standard_streams import occupy_standard_descriptors
 
 # Imported on demand.
@@ -31,7 +30,6 @@ def environment_of_core(config: EngineConfig) -> dict[str, str]:
 
 def create_executor(config: EngineConfig) -> Executor:
     """Create the executor of the options, with its workers started and their models loaded."""
-    refuse_in_program()
     occupy_standard_descriptors()
     if config.parallel.tensor_parallel_size > 1:
         importlib.import_module("penstock.loader.loader").check_tensor_parallel_size(config)

@@ -31,7 +31,7 @@ from penstock.executor.messages import (
     unpack_step,
 )
 from penstock.executor.processes import end_with_parent, keep_to_this_process, leave_end_to_parent
-from penstock.executor.program import Program
+from penstock.executor.serialization import dumps, loads
 from penstock.observability.logging import LOGGER_NAME, configure_logging
 
 if TYPE_CHECKING:
@@ -108,14 +108,12 @@ class WorkerLoop:
     def __init__(
         self,
         wrapper: WorkerWrapperBase,
-        program: Program,
         outbox: Outbox,
         *,
         has_results: bool,
         step_timeout_s: float,
     ) -> None:
         self._wrapper = wrapper
-        self._program = program
         self._outbox = outbox
         self._has_results = has_results
         self._step_timeout_s = step_timeout_s
@@ -149,12 +147,12 @@ class WorkerLoop:
 
     def _call(self, message: CallWorker) -> None:
         try:
-            method, args, kwargs = self._reporting("a call that was sent", lambda: self._program.load(message.call))
+            method, args, kwargs = self._reporting("a call that was sent", lambda: loads(message.call))
             result = self._wrapper.execute_method(method, *args, **kwargs)
             answer = Answer(call_id=message.call_id)
             if message.unique_reply_rank in (None, self._wrapper.rpc_rank):
-                pickled = self._reporting("its result", lambda: pickle.dumps(result))
-                answer = Answer(call_id=message.call_id, result=pickled)
+                data = self._reporting("its result", lambda: dumps("The result", result))
+                answer = Answer(call_id=message.call_id, result=data)
         except BaseException as error:
             answer = Answer(call_id=message.call_id, error=error_as_data(error))
         self._outbox.put(answer)
@@ -173,15 +171,13 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
     from penstock.worker import WorkerWrapperBase
 
     wrapper = WorkerWrapperBase(rpc_rank=start.rank)
-    program = Program(start.main_path)
-    config: EngineConfig = program.load(start.config)
+    config: EngineConfig = loads(start.config)
     wrapper.init_worker(config, join_local_ranks(start.rank, config.parallel, memory_descriptor))
     try:
         outbox.put(WorkerStarted(num_speculative_tokens=wrapper.worker.num_speculative_tokens, process_id=os.getpid()))
         limits = config.parallel
         loop = WorkerLoop(
             wrapper,
-            program,
             outbox,
             has_results=start.rank == limits.rank_with_results,
             step_timeout_s=limits.step_timeout_s,
