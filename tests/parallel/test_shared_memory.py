@@ -78,7 +78,7 @@ def test_memory_that_cannot_be_had_is_refused_with_the_amounts_and_a_way_out() -
     result = run(LIMITED + PROGRAM)
     assert (result.returncode, result.stderr) == (0, "")
     message, rest = result.stdout.splitlines()
-    assert message.startswith("1.00 MiB of memory that workers share could not be had: File too large. ")
+    assert message.startswith("1.00 MiB of shared memory for workers could not be allocated: File too large. ")
     assert "of memory are free. Free some, or raise this process's limits" in message
     assert rest == f"sum {7 * 32768}"
 
@@ -89,8 +89,8 @@ def test_a_full_file_system_is_refused_before_anybody_is_killed(tmp_path: Path) 
     result = run(IN_A_FILE + PROGRAM, tmpdir=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     message, rest = result.stdout.splitlines()
-    assert message.startswith("1.00 MiB of memory that workers share could not be had: No space left on device. ")
-    assert f"64.00 KiB are free in {tmp_path}. Free some, or let TMPDIR name a folder with more room." in message
+    assert message.startswith("1.00 MiB of shared memory for workers could not be allocated: No space left on device. ")
+    assert f"64.00 KiB are free in {tmp_path}. Free some, or set TMPDIR to a folder with more space." in message
     assert rest == f"sum {7 * 32768}"
 
 
@@ -98,5 +98,5 @@ def test_an_engine_without_room_for_it_does_not_start_and_says_so() -> None:
     result = run(LIMITED + ENGINE)
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
-    assert "MiB of memory that workers share could not be had: File too large." in last
+    assert "MiB of shared memory for workers could not be allocated: File too large." in last
     assert "OutOfMemory" in last

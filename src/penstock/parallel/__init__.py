@@ -1,9 +1,16 @@
-"""How ranks are arranged, what each has of a whole, and how they talk to each other."""
+"""Ranks, groups, shards and collectives."""
 
 from penstock.parallel.agreement import NO_AGREEMENT, Agreement, GroupAgreement, NoAgreement, StepFacts
 from penstock.parallel.group import ONE_RANK, Group, OneRank
-from penstock.parallel.share import Share, groups_of_share, heads_of_rank, rows_of_vocabulary, share_of_rank
-from penstock.parallel.stages import layers_of_stage, spread_layers
+from penstock.parallel.share import (
+    Share,
+    groups_of_share,
+    heads_of_rank,
+    layers_of_stage,
+    rows_of_vocabulary,
+    share_of_rank,
+    spread_layers,
+)
 from penstock.parallel.state import ParallelState
 
 __all__ = [

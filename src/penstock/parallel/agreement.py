@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a step runs: whether they run the same one."""
+"""Check that all ranks run the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.parallel.group import Group
 
 
 class StepFacts(NamedTuple):
-    """A step, in what would make ranks wait for each other for ever, or mix up tensors, if it differed."""
+    """Properties of a step that must be equal on all ranks, or ranks would deadlock or mix up tensors."""
 
     step_id: int
     num_tokens: int
@@ -24,12 +24,14 @@ class StepFacts(NamedTuple):
 
 
 class Agreement(Protocol):
+    """Interface of the check."""
+
     def on_step(self, output: SchedulerOutput) -> None:
-        """Called by every rank once in every step, whatever way the step goes. Raises RanksDisagree."""
+        """Check a step; every rank calls it exactly once per step. Raises RanksDisagree."""
 
 
 class NoAgreement:
-    """One rank agrees with itself."""
+    """Null object for a single rank."""
 
     def on_step(self, output: SchedulerOutput) -> None: ...
 
@@ -39,10 +41,10 @@ NO_AGREEMENT = NoAgreement()
 
 @dataclass(frozen=True, slots=True)
 class GroupAgreement:
-    """Asks the ranks of a group.
+    """Compares the step among the ranks of a group.
 
-    others: groups of the same rank, which are told the step. compares_all: whether a step must be the same in
-    everything, where each rank has an engine that makes it.
+    others: further groups of this rank, which note the step id for their errors. compares_all: whether all of the
+    step is compared, for ranks whose engines schedule by themselves.
     """
 
     group: Group
@@ -75,7 +77,7 @@ class GroupAgreement:
 
 
 def _digest(output: SchedulerOutput) -> str:
-    """Of everything in a step; of what has no order, its order does not count."""
+    """Return a digest of a whole step, independent of the order of its sets."""
     unordered = sorted(output.finished_req_ids), sorted(output.preempted_req_ids)
     ordered = msgspec.structs.replace(output, finished_req_ids=set(), preempted_req_ids=set())
     return hashlib.blake2b(encode(ordered) + repr(unordered).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Which rank it is that the others wait for, once they wait in vain: one who waits itself is not the one."""
+"""Find the rank that blocks the others after a timeout: one that does not wait itself."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class VainWait:
-    """What a rank has found out. for_ranks: whom it waited for. has_lost: their connections have ended, not its time.
+class FailedWait:
+    """Failed wait of a rank for others.
 
-    call: in which; without the step, so that it can be compared.
+    call: the call, without the step, so that it can be compared. for_ranks: ranks that it waited for. has_lost: whether
+    their connection ended; else the wait timed out.
     """
 
     rank: int
@@ -27,13 +28,13 @@ class VainWait:
     has_lost: bool
 
 
-def find_missing(store: Store, own: VainWait, grace_s: float) -> tuple[list[int], list[VainWait]]:
-    """The ranks that no rank on the way to them has excused, and what the others on that way have found out.
+def find_missing(store: Store, own: FailedWait, grace_s: float) -> tuple[list[int], list[FailedWait]]:
+    """Follow the failed waits from this rank on; return the ranks at their ends and the failed waits of the others.
 
-    Ranks tell each other through the store, within `grace_s`. Where it does not answer either, since whoever keeps it
-    is the one, those are missing that this rank has waited for.
+    Ranks publish their failed waits in the store, within `grace_s`. If the store does not answer either, since its host
+    is the missing rank, the ranks that this rank waited for are missing.
     """
-    found: dict[int, VainWait] = {}
+    found: dict[int, FailedWait] = {}
 
     def ask() -> None:
         try:
@@ -42,25 +43,25 @@ def find_missing(store: Store, own: VainWait, grace_s: float) -> tuple[list[int]
             while _missing(own, found) and time.monotonic() < deadline:
                 for rank in _missing(own, found):
                     if store.check([_key(rank)]):
-                        found[rank] = VainWait(**json.loads(store.get(_key(rank))))
+                        found[rank] = FailedWait(**json.loads(store.get(_key(rank))))
                 time.sleep(_POLL_S)
         except RuntimeError:
             return
 
     store.set_timeout(timedelta(seconds=grace_s))
-    # The store has no limit for every wait, and a thread need not be waited for.
+    # Not every call of the store has a timeout, and a daemon thread need not be joined.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(2 * grace_s)
     return _missing(own, found), list(found.values())
 
 
-def _missing(own: VainWait, found: dict[int, VainWait]) -> list[int]:
+def _missing(own: FailedWait, found: dict[int, FailedWait]) -> list[int]:
     on_the_way = _reached(own.for_ranks, found)
     return sorted(rank for rank in on_the_way if rank not in found and rank != own.rank)
 
 
-def _reached(ranks: Iterable[int], found: dict[int, VainWait]) -> set[int]:
+def _reached(ranks: Iterable[int], found: dict[int, FailedWait]) -> set[int]:
     reached: set[int] = set()
     waiting = list(ranks)
     while waiting:

@@ -1,4 +1,4 @@
-"""Connections between ranks that are processes of any machines, by gloo, without torch's global process group."""
+"""Connections between ranks on several machines, over gloo, without torch's global process group."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Wo
 
 from penstock.config import env
 from penstock.errors import PenstockError, RanksDisagree, UnsupportedFeature, WaitTimeout, WorkerError, same_error
-from penstock.parallel.blocking_ranks import VainWait, find_missing
+from penstock.parallel.blocking_ranks import FailedWait, find_missing
 
 # Tensors by rank.
 ByRank: TypeAlias = Mapping[int, Tensor]
-# How long ranks that are started together may differ in when they come.
+# Timeout for all ranks to join.
 JOIN_TIMEOUT_S = 300.0
 _POLL_S = 0.02
-# How long ranks that wait in vain may differ in when they find out: a share of how long they wait, within limits. They
-# say it before whoever waits for them all loses patience.
+# Grace period for the failed waits of other ranks, as a share of the timeout, within limits. It ends before the step
+# times out.
 _GRACE_SHARE, _LEAST_GRACE_S, _MOST_GRACE_S = 0.1, 0.25, 2.0
-# What gloo says at the end of a wait, whatever else it may raise: it has one type for all errors.
+# Text of gloo's timeout errors: gloo has one type for all errors.
 _TIMED_OUT = "timed out"
 
 
 class RankConnections:
     """One rank's connections to all others.
 
-    store: that all ranks have, and nobody else. address: of this machine, by which the others reach it. timeout_s: how
-    long a message is waited for.
+    store: a store of these ranks alone. address: this machine's address for the other ranks. timeout_s: timeout of a
+    message.
 
-    A rank that is gone is WorkerError at once, one that is silent WaitTimeout, and ranks that wait for each other are
-    RanksDisagree; all name whom, the call and the step. Nothing can be said after any of them, since messages may be
-    half said: RanksDisagree too.
+    A lost rank raises WorkerError at once, a hanging one WaitTimeout, and ranks in different calls RanksDisagree; all
+    errors name the rank, the call and the step. After any of them every call raises RanksDisagree, since messages may
+    be incomplete.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class RankConnections:
         join_timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
         self.rank, self.size, self.store = rank, size, store
-        # The step that runs, for messages.
+        # Step in flight, for errors.
         self.step_id: int | None = None
-        # For others at this moment, as whoever looks from another thread sees it.
+        # Whether this rank waits for others now; read by other threads.
         self.is_waiting = False
         self._timeout_s = timeout_s
         self._failure: PenstockError | None = None
@@ -62,32 +62,32 @@ class RankConnections:
         options = _gloo_options(address, join_timeout_s)
         self._gloo: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
 
-    def exchange(self, call: str, tag: int, given: ByRank, received: ByRank) -> None:
-        """Send others what is given for them, and fill what is to come from them; all tensors are contiguous.
+    def exchange(self, call: str, tag: int, sent: ByRank, received: ByRank) -> None:
+        """Send a tensor to each rank of `sent` and receive one from each of `received`; all are contiguous.
 
-        tag: of less than 31 bits, the same on both sides of a message and on no other that may be on its way, and never
-        the same for messages of different sizes: gloo ends the process for those.
+        tag: fewer than 31 bits, equal on both sides, different for all messages in flight and for messages of different
+        sizes, for which gloo ends the process.
         """
-        sendings = [(rank, self.start_sending(call, tag, tensor, rank)) for rank, tensor in given.items()]
+        sendings = [(rank, self.start_sending(call, tag, tensor, rank)) for rank, tensor in sent.items()]
         receivings = [(rank, self.start_receiving(call, tag, tensor, rank)) for rank, tensor in received.items()]
         deadline = time.monotonic() + self._timeout_s
         for rank, work in (*receivings, *sendings):
             self.finish(call, work, rank, deadline, also=list(received))
 
     def start_sending(self, call: str, tag: int, tensor: Tensor, rank: int) -> Work | None:
-        """`finish` must follow; the tensor stays as it is until then."""
+        """Start a send; `finish` must follow, and the tensor must not change until then."""
         return self._start(call, "send", tag, tensor, rank)
 
     def start_receiving(self, call: str, tag: int, tensor: Tensor, rank: int) -> Work | None:
-        """`finish` must follow; the tensor is filled until then."""
+        """Start a receive; `finish` must follow, and the tensor is filled by then."""
         return self._start(call, "recv", tag, tensor, rank)
 
     def finish(
         self, call: str, work: Work | None, rank: int, deadline: float | None = None, also: Sequence[int] = ()
     ) -> None:
-        """Wait for what was started. deadline: of `time.monotonic`; None is one timeout from now.
+        """Wait for a send or receive. deadline: in `time.monotonic`'s seconds; None is one timeout from now.
 
-        also: other ranks that have had as long to come.
+        also: other ranks of the same exchange, for errors.
         """
         if work is None:
             return
@@ -101,7 +101,7 @@ class RankConnections:
             self.is_waiting = False
 
     def close(self) -> None:
-        """End all connections; whoever waits for this rank is told."""
+        """Close all connections, which ends the waits of other ranks for this one."""
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
             for close in self._closes_with_it:
@@ -109,7 +109,7 @@ class RankConnections:
             gloo.abort()
 
     def on_close(self, close: Callable[[], None]) -> None:
-        """Call this too."""
+        """Register a function that `close` calls first."""
         self._closes_with_it.append(close)
 
     def _start(self, call: str, what: str, tag: int, tensor: Tensor, rank: int) -> Work | None:
@@ -117,7 +117,7 @@ class RankConnections:
             raise RanksDisagree(f"Rank {self.rank} cannot go on in {self._named(call)}, after this: {self._failure}")
         if self._gloo is None:
             raise RanksDisagree(f"Rank {self.rank} cannot go on in {self._named(call)}: its connections were closed.")
-        # Without memory there is nothing to say: all ranks only see what their steps would take.
+        # Meta tensors only measure a step's memory.
         if tensor.numel() == 0 or tensor.is_meta:
             return None
         try:
@@ -127,22 +127,22 @@ class RankConnections:
         return work
 
     def _fail(self, call: str, rank: int, also: Sequence[int], error: RuntimeError) -> NoReturn:
-        """Raise what is the matter: with this rank, with the others that are waited for, or whoever those wait for."""
+        """Raise the error of a failed wait, with the rank that blocks the others."""
         grace_s = min(_MOST_GRACE_S, max(_LEAST_GRACE_S, _GRACE_SHARE * self._timeout_s))
         has_lost = _TIMED_OUT not in str(error).lower()
-        own = VainWait(self.rank, call, [rank] if has_lost else sorted({rank, *also}), has_lost)
+        own = FailedWait(self.rank, call, [rank] if has_lost else sorted({rank, *also}), has_lost)
         missing, others = find_missing(self.store, own, grace_s)
-        told = "".join(f" Rank {other.rank} has found out in {other.call}." for other in others)
+        reports = "".join(f" Rank {other.rank} has found out in {other.call}." for other in others)
         who = f"rank {', '.join(map(str, missing))}"
         if not missing:
             self._failure = RanksDisagree(
                 f"Rank {self.rank} is in {self._named(call)}, while "
-                f"{', '.join(f'rank {other.rank} is in {other.call}' for other in others)}: all wait in vain. Every "
+                f"{', '.join(f'rank {other.rank} is in {other.call}' for other in others)}: none can go on. Every "
                 "rank must make the same calls in the same order, with tensors of the same size."
             )
         elif all(other.has_lost for other in others) and has_lost:
             self._failure = WorkerError(
-                f"Rank {self.rank} lost {who} in {self._named(call)}: {_shortened(error)}.{told}",
+                f"Rank {self.rank} lost {who} in {self._named(call)}: {_shortened(error)}.{reports}",
                 method=call,
                 rank=missing[0],
                 cause_type="ConnectionLost",
@@ -150,7 +150,7 @@ class RankConnections:
         else:
             self._failure = WaitTimeout(
                 f"Rank {self.rank} waited {self._timeout_s:g} s in {self._named(call)} for {who}, which hangs or is "
-                f"gone.{told}"
+                f"gone.{reports}"
             )
         raise same_error(self._failure) from error
 
@@ -159,9 +159,9 @@ class RankConnections:
 
 
 def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = JOIN_TIMEOUT_S) -> TCPStore:
-    """What ranks find each other by. is_host: whether this process keeps it, for as long as it holds it.
+    """Open the store by which ranks find each other. is_host: whether this process hosts it, while it keeps the object.
 
-    port: 0 lets the host choose; its `port` is what it has chosen. Raises WaitTimeout where nobody keeps it.
+    port: 0 lets the host choose; the store's `port` is the result. Raises WaitTimeout without a host.
     """
     try:
         return TCPStore(
@@ -180,16 +180,16 @@ def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = JOIN_T
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another, or to itself by that name. Nothing is sent."""
+    """Return this machine's address on the route to a host. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
 def _gloo_options(address: str, timeout_s: float) -> Any:
-    """For a group that listens at this address. Raises UnsupportedFeature.
+    """Return gloo options with the address to listen at. Raises UnsupportedFeature.
 
-    torch has no public name for it: without options gloo takes the address that the machine's name has.
+    torch has no public API for it: without options gloo takes the address of the machine's name.
     """
     interface = env.gloo_interface()
     try:
@@ -207,7 +207,7 @@ def _gloo_options(address: str, timeout_s: float) -> Any:
 
 
 def _wait_for_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Raise WaitTimeout, with the ranks that have not come."""
+    """Barrier over the store. Raises WaitTimeout, with the missing ranks."""
     store.set(f"here/{rank}", "")
     deadline = time.monotonic() + timeout_s
     while late := _absent(store, range(size)):
@@ -223,6 +223,6 @@ def _absent(store: Store, ranks: Iterable[int]) -> list[int]:
 
 
 def _shortened(error: RuntimeError) -> str:
-    """gloo's words without the place in its source, and without its advice."""
+    """Return gloo's error text without its source location and advice."""
     text = str(error).splitlines()[0]
     return text.rpartition("] ")[2].partition(". This is typically")[0] if text.startswith("[") else text

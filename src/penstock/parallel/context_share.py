@@ -1,4 +1,4 @@
-"""Which of a request's positions a rank keeps, where several keep them by turns."""
+"""Decode context parallel: KV cache positions of a request sharded along the sequence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.parallel.state import ParallelState
 
 @dataclass(frozen=True, slots=True)
 class ContextShare:
-    """This rank's: runs of `interleave` positions, those of the next ranks of the group between them."""
+    """Positions of this rank: runs of `interleave` positions, round-robin over the ranks of the group."""
 
     group: Group
     interleave: int
 
     def num_kept(self, lengths: np.ndarray) -> np.ndarray:
-        """Of so many positions from 0 on, those that lie here: they are the first ones here, in the same order."""
+        """Return how many of the positions below each length this rank keeps, in the same order."""
         rounds, rest = np.divmod(lengths, self.group.size * self.interleave)
         kept: np.ndarray = rounds * self.interleave + np.clip(
             rest - self.group.rank * self.interleave, 0, self.interleave
@@ -27,9 +27,9 @@ class ContextShare:
         return kept
 
     def slots(self, slots: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which of these slots of the whole cache lie here (their indices), and in which slots of this rank.
+        """Return the indices of those global slots that this rank keeps, and their slots on this rank.
 
-        A slot is block * block_size + offset in both, with a block size of all ranks, and of each: a multiple of
+        A slot is block * block_size + offset, with the block size of all ranks together, or of one rank: a multiple of
         `interleave`.
         """
         block, offset = np.divmod(slots, block_size)
@@ -41,7 +41,7 @@ class ContextShare:
 
 
 def context_share(num_kv_heads: int, parallel: ParallelState) -> ContextShare | None:
-    """This rank's, of layers with so many KV heads in all; None where each rank keeps all positions of its own.
+    """Return this rank's share of layers with so many KV heads in all; None without decode context parallelism.
 
     Raises UnsupportedFeature where the ranks of a context group have different KV heads.
     """

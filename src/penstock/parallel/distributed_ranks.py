@@ -1,4 +1,4 @@
-"""Ranks that are processes of any machines."""
+"""Groups of ranks on several machines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.parallel.torch_group import TorchGroup
 def join_connected_ranks(
     connections: RankConnections, config: ParallelConfig, device: torch.device | None = None
 ) -> ParallelState:
-    """This process's place among all ranks, whose connections the caller closes. device: its GPU, if it has one.
+    """Join all groups of this rank. The caller closes the connections. device: the rank's GPU, if it has one.
 
-    Raises UnsupportedFeature where torch cannot let GPUs talk.
+    Raises UnsupportedFeature for a GPU and a torch without NCCL.
     """
 
     def join(kind: Kind, ranks: tuple[int, ...]) -> TorchGroup:

@@ -1,4 +1,4 @@
-"""Some of the ranks, and what they do together."""
+"""Groups of ranks and their collectives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Value = TypeVar("_Value")
 
 
 class Group(ABC):
-    """rank: this one's place in the group, from 0 on. size: of the group.
+    """Group of ranks. rank: this process's rank in the group, from 0 on. size: number of ranks.
 
-    collectives: by which programs of the C++ library do the same; None where they cannot.
-    sends_parts: whether to send takes so much longer than to gather that ranks who all have a tensor each send a part.
+    collectives: the same collectives for recorded programs of the C++ library; None without them.
+    sends_parts: whether a send is so much slower than an all-gather that ranks with equal tensors send a shard each.
 
     Every rank of a group makes the same calls in the same order, with tensors of the same shape and dtype.
     """
@@ -32,52 +32,52 @@ class Group(ABC):
     sends_parts: bool = False
 
     def note_step(self, step_id: int) -> None:
-        """The step that runs, for messages."""
+        """Note the step in flight, for errors."""
         if self.collectives is not None:
             self.collectives.step_id = step_id
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, added in the ranks' order; it may be in the memory of the one given."""
+        """Return the sum of all ranks' tensors, added in rank order; it may reuse the memory of `tensor`."""
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's of equal shares, in this dimension, of what `all_reduce` gives: the same bits."""
+        """Return this rank's equal share of `all_reduce` along this dimension, with the same bits."""
         size = tensor.shape[dim] // self.size
         return self.all_reduce(tensor).narrow(dim, self.rank * size, size)
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The tensors of all ranks, one after the other in this dimension."""
+        """Return all ranks' tensors, concatenated along this dimension."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """The tensor of one rank; it may be in the memory of the one given."""
+        """Return the tensor of rank `source`; it may reuse the memory of `tensor`."""
 
     @abstractmethod
     def send(self, tensor: Tensor, destination: int) -> None:
-        """To another rank, which need not have come yet while little is on its way; `tensor` is free afterwards."""
+        """Send to a rank, without waiting for it while few messages are in flight; `tensor` may change afterwards."""
 
     @abstractmethod
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """What another rank has sent, in the order that it did, into this contiguous tensor, which is returned."""
+        """Receive a rank's next message into this contiguous tensor, and return it."""
 
     def start_receiving(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
-        """`receive`, of which what this returns is the rest, to be called once and in the order of these calls.
+        """Start a receive; the returned function finishes it, and must be called once, in the order of the starts.
 
-        The tensor is the group's until then: it may be filled meanwhile, where somebody else than this thread does it.
+        The tensor belongs to the group until then, which may fill it in another thread.
         """
         return partial(self.receive, tensor, source)
 
     @abstractmethod
     def gather_values(self, value: _Value, value_type: Any = Any) -> list[_Value]:
-        """Plain data of all ranks, by rank.
+        """All-gather of plain data, by rank.
 
-        value_type: the type of the value where it is not made of numbers, strings, lists and dicts alone.
+        value_type: the type of the value if it is more than numbers, strings, lists and dicts.
         """
 
 
 class OneRank(Group):
-    """A group of one, which has nobody to talk to."""
+    """Null object for a group of one rank."""
 
     rank = 0
     size = 1
@@ -92,10 +92,10 @@ class OneRank(Group):
         return tensor
 
     def send(self, tensor: Tensor, destination: int) -> None:
-        raise AssertionError("a rank that is alone sends nothing")
+        raise AssertionError("a single rank has no other to send to")
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        raise AssertionError("a rank that is alone receives nothing")
+        raise AssertionError("a single rank has no other to receive from")
 
     def gather_values(self, value: _Value, value_type: Any = Any) -> list[_Value]:
         return [value]
@@ -109,14 +109,14 @@ _LENGTH_BYTES = 8
 
 
 class ProcessGroup(Group):
-    """Ranks that are processes, and exchange bytes of equal size."""
+    """Group of processes that exchange bytes of equal size."""
 
     @abstractmethod
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """Of every rank as many as this one gives."""
+        """All-gather of bytes, of equal size on every rank."""
 
     def gather_values(self, value: _Value, value_type: Any = Any) -> list[_Value]:
-        # Bytes of a peer are data and nothing else: unpickling them would run whatever code a stranger puts in.
+        # msgpack, since unpickling a peer's bytes would run code in them.
         data = msgspec.msgpack.encode(value)
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SHORT_BYTES]
         heads = self._gather_bytes(head.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0"))
@@ -144,7 +144,7 @@ def _decoded(data: bytes, rank: int, value_type: Any) -> Any:
 
 
 def add_up(tensors: Sequence[Tensor]) -> Tensor:
-    """In their order; narrow numbers in float32, rounded once. Each stays as it is."""
+    """Return the sum, added in order; 16-bit floats add in float32 and round once. Changes no input."""
     first, *others = tensors
     if not first.dtype.is_floating_point:
         return torch.stack([first, *others]).sum(0, dtype=first.dtype)

@@ -1,4 +1,4 @@
-"""Ranks that are processes of one machine."""
+"""Groups of ranks on one machine."""
 
 from __future__ import annotations
 
@@ -19,38 +19,37 @@ from penstock.parallel.shared_memory_group import (
 )
 from penstock.parallel.state import ParallelState
 
-# All groups of one kind, by their ranks.
+# Returns the world ranks of all groups of one kind.
 Kind: TypeAlias = Callable[[ParallelConfig], list[tuple[int, ...]]]
-# Of `step_timeout_s`, how long ranks wait for each other: they say which one is missing before whoever waits for
-# them all loses patience.
+# Timeout of ranks for each other, as a share of `step_timeout_s`: they name the missing rank before the step times out.
 SHARE_OF_STEP = 0.8
 
 
 def share_memory(config: ParallelConfig) -> int:
-    """What all ranks meet in: a descriptor for each of their processes, which the caller closes after that."""
+    """Create the shared memory of all ranks; return its descriptor, which the caller passes on and closes."""
     _, num_bytes = _areas(config)
     return create_shared_memory(max(1, num_bytes))
 
 
 def join_local_ranks(rank: int, config: ParallelConfig, memory_descriptor: int) -> ParallelState:
-    """This process's place among all ranks. memory_descriptor: of `share_memory` for the same configuration."""
+    """Join all groups of this rank. memory_descriptor: of `share_memory` for the same configuration."""
     if config.world_size == 1:
         return ParallelState()
     memory = SharedMemory(memory_descriptor)
-    # A rank that waits on the core of the one that it waits for only keeps it from coming.
+    # With fewer cores than ranks, a spinning rank takes the core of the rank that it waits for.
     spin_us = SPIN_US if usable_cores() >= config.world_size else 0
     timeout_s = SHARE_OF_STEP * config.longest_step_s
     starts, _ = _areas(config)
 
     def join(kind: Kind, ranks: tuple[int, ...]) -> Group:
-        place, start = ranks.index(rank), starts[kind, ranks]
-        return SharedMemoryGroup(place, len(ranks), memory, start=start, timeout_s=timeout_s, spin_us=spin_us)
+        rank_in_group, start = ranks.index(rank), starts[kind, ranks]
+        return SharedMemoryGroup(rank_in_group, len(ranks), memory, start=start, timeout_s=timeout_s, spin_us=spin_us)
 
     return place_rank(rank, config, join)
 
 
 def place_rank(rank: int, config: ParallelConfig, join: Callable[[Kind, tuple[int, ...]], Group]) -> ParallelState:
-    """A rank's place among all. join: makes a group of several, of that kind and of these ranks."""
+    """Return the parallel state of a rank. join: makes a group of this kind of several ranks."""
 
     def group_of(kind: Kind) -> Group:
         (ranks,) = (ranks for ranks in kind(config) if rank in ranks)
@@ -72,9 +71,10 @@ def place_rank(rank: int, config: ParallelConfig, join: Callable[[Kind, tuple[in
 
 
 def ranks_behind(config: ParallelConfig, memory_descriptor: int) -> list[int]:
-    """Ranks that others wait for, and that wait for no message themselves, if all wait.
+    """Return the ranks that the others wait for when all ranks wait.
 
-    Either they have made fewer calls of one of their groups than others of it, or a message is to come or to be taken.
+    These have made fewer collective calls of a group than its other ranks, or have a message to send or receive, and
+    wait in no point-to-point channel themselves.
     """
     starts, _ = _areas(config)
     if not starts:
@@ -91,7 +91,7 @@ def ranks_behind(config: ParallelConfig, memory_descriptor: int) -> list[int]:
 
 
 def _areas(config: ParallelConfig) -> tuple[dict[tuple[Kind, tuple[int, ...]], int], int]:
-    """Where each group of several ranks has its memory, and the bytes of all of them."""
+    """Return each group's offset in the shared memory, in bytes, and the bytes in all."""
     starts: dict[tuple[Kind, tuple[int, ...]], int] = {}
     end = 0
     for kind in KINDS:
@@ -103,17 +103,17 @@ def _areas(config: ParallelConfig) -> tuple[dict[tuple[Kind, tuple[int, ...]], i
 
 
 def _tensor_groups(config: ParallelConfig) -> list[tuple[int, ...]]:
-    """Of the ranks of each stage."""
+    """Tensor-parallel groups: the ranks of each pipeline stage."""
     return _neighbours(config.world_size, config.tensor_parallel_size)
 
 
 def _context_groups(config: ParallelConfig) -> list[tuple[int, ...]]:
-    """Of the ranks that have the positions of the same KV heads by turns."""
+    """Decode-context-parallel groups: ranks with the same KV heads, whose positions are split among them."""
     return _neighbours(config.world_size, config.decode_context_parallel_size)
 
 
 def _pipeline_groups(config: ParallelConfig) -> list[tuple[int, ...]]:
-    """Of the ranks that have the same part of every layer of their stage, by stage."""
+    """Pipeline groups: ranks with the same shard of each stage's layers, by stage."""
     size = config.tensor_parallel_size
     return [tuple(range(first, config.world_size, size)) for first in range(size)]
 

@@ -1,4 +1,4 @@
-"""A group whose ranks have a GPU each, and exchange tensors by NCCL."""
+"""Group of ranks with a GPU each, over NCCL."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.parallel.torch_group import TorchGroup
 
 
 class NcclGroup(TorchGroup):
-    """Exchanges are queued on the device's current stream, and the host does not wait for them.
+    """Collectives queued on the device's current stream; the host does not wait for them.
 
-    So a rank that is gone or silent shows in whoever waits for a step's result. Plain data goes by the ranks'
-    connections, whose errors name the rank. NCCL adds up in an order of its own, the same in every run of as many
-    ranks, and gives all of them the same bits.
+    So a rank that is gone or hangs shows as a timeout of the step's result. Plain data goes over `RankConnections`,
+    whose errors name the rank. NCCL adds in an order of its own, which is equal in every run with as many ranks, and
+    gives all ranks the same bits.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NcclGroup(TorchGroup):
         self._nccl.send([tensor.contiguous()], destination, 0).wait()
 
     def start_receiving(self, tensor: Tensor, source: int) -> Callable[[], Tensor]:
-        assert tensor.is_contiguous(), "it is filled as it lies"
+        assert tensor.is_contiguous(), "received in place"
         work = self._nccl.recv([tensor], source, 0)
 
         def wait() -> Tensor:

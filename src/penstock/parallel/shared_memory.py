@@ -1,4 +1,4 @@
-"""Memory that several processes of one machine have, and that is gone with the last of them, however they end."""
+"""Anonymous shared memory of processes on one machine, freed with the last of them, however they end."""
 
 from __future__ import annotations
 
@@ -15,48 +15,47 @@ from penstock.observability.units import format_bytes
 
 
 class SharedMemory:
-    """Bytes behind a file descriptor without a name: nothing is left in any file system, not even for a moment.
+    """Bytes behind a file descriptor without a name, so that no file system ever holds a file of them.
 
-    descriptor: for a process that is to have the memory too. address: of the first byte.
+    descriptor: to pass on to other processes. address: of the first byte.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Of a descriptor that another process has made and passed on."""
         self.descriptor = descriptor
         self.num_bytes = os.fstat(descriptor).st_size
-        # The tensor keeps the mapping, which ends with it.
+        # The tensor owns the mapping.
         self._bytes = torch.frombuffer(mmap.mmap(descriptor, self.num_bytes), dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
 
 
 def create_shared_memory(num_bytes: int) -> int:
-    """The descriptor of so many zeros, which the caller closes once every process has it.
+    """Allocate zeroed shared memory; return its descriptor, which the caller closes once every process has it.
 
-    Raises OutOfMemory where there is no room for them, before anybody would find out by being killed.
+    Raises OutOfMemory without enough memory, instead of a kill at the first use.
     """
     folder = None if hasattr(os, "memfd_create") else tempfile.gettempdir()
     try:
         return _create(folder, num_bytes)
     except OSError as error:
-        asked = f"{format_bytes(num_bytes)} of memory that workers share could not be had: {error.strerror}."
+        asked = f"{format_bytes(num_bytes)} of shared memory for workers could not be allocated: {error.strerror}."
         if folder is None:
             free = f"{format_bytes(memory_limit().free_bytes)} of memory are free."
             remedy = "Free some, or raise this process's limits of memory, open files and the size of a file (ulimit)."
         else:
             free = f"{format_bytes(shutil.disk_usage(folder).free)} are free in {folder}."
-            remedy = "Free some, or let TMPDIR name a folder with more room."
+            remedy = "Free some, or set TMPDIR to a folder with more space."
         raise OutOfMemory(f"{asked} {free} {remedy}") from error
 
 
 def _create(folder: str | None, num_bytes: int) -> int:
-    """In a file of this folder that has no name, or in memory alone."""
+    """Allocate in an unlinked file of this folder, or in a memfd."""
     if folder is None:
         descriptor = os.memfd_create("penstock")
     else:
         with tempfile.TemporaryFile(dir=folder) as file:
             descriptor = os.dup(file.fileno())
     try:
-        # A size alone is a promise: whoever touches a page for which there is no room then is killed.
+        # With `ftruncate` alone, a process that touches a page without memory is killed.
         allocate = getattr(os, "posix_fallocate", None)
         if allocate is None:
             os.ftruncate(descriptor, num_bytes)

@@ -1,4 +1,4 @@
-"""A group whose ranks are processes of one machine, and meet in memory that they share."""
+"""Group of processes on one machine, over shared memory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from penstock.kernels.native.library import Library
 from penstock.parallel.group import ProcessGroup, add_up
 from penstock.parallel.shared_memory import SharedMemory
 
-# What a rank gives at a time: of all ranks together it should stay in a core's own cache.
+# Bytes per rank and piece of a collective: the pieces of all ranks should stay in a core's own cache.
 SLOT_BYTES = 256 << 10
-# How long others are waited for.
+# Timeout of a collective.
 GROUP_TIMEOUT_S = 240.0
-# How long a rank that waits keeps its core, where each has one of its own: longer than others are late in most layers.
+# Spinning before a waiting rank sleeps, where each rank has its own core: longer than the usual skew of ranks.
 SPIN_US = 20
 
 
 class SharedMemoryGroup(ProcessGroup):
-    """rank, size: of this process in the group. memory: has `group_bytes` from `start` on that are the group's.
+    """Collectives in `group_bytes` of `memory` from `start` on. rank, size: rank in the group, and its size.
 
-    The calls of all ranks are compared: what does not match is RanksDisagree, with the rank. A rank that does not come
-    is WaitTimeout after `timeout_s`, with the rank and the call. The group is of no use after either.
+    Calls are compared among ranks: differing calls raise RanksDisagree, with the rank. A missing rank raises
+    WaitTimeout after `timeout_s`, with the rank and the call. The group is unusable after either.
     """
 
     collectives: Collectives
@@ -70,9 +70,9 @@ class SharedMemoryGroup(ProcessGroup):
         self._run("all_gather", CollectiveKind.GATHER, tensor, dim, gathered)
         return gathered
 
-    def _run(self, name: str, kind: CollectiveKind, given: Tensor, dim: int, result: Tensor) -> None:
-        """Where shares lie side by side in this dimension."""
-        self.collectives.run(name, kind, given.contiguous(), max(1, math.prod(given.shape[:dim])), result)
+    def _run(self, name: str, kind: CollectiveKind, tensor: Tensor, dim: int, result: Tensor) -> None:
+        """Run a collective with shares side by side along this dimension."""
+        self.collectives.run(name, kind, tensor.contiguous(), max(1, math.prod(tensor.shape[:dim])), result)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         tensor = tensor.contiguous()
@@ -83,39 +83,39 @@ class SharedMemoryGroup(ProcessGroup):
         self._channels.send(tensor.contiguous(), destination)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        assert tensor.is_contiguous(), "it is filled as it lies"
+        assert tensor.is_contiguous(), "received in place"
         self._channels.receive(tensor, source)
         return tensor
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         gathered = torch.empty(self.size, len(data), dtype=torch.uint8)
-        self.collectives.run("gather_values", CollectiveKind.GATHER, given, 1, gathered)
+        self.collectives.run("gather_values", CollectiveKind.GATHER, own, 1, gathered)
         return [row.numpy().tobytes() for row in gathered]
 
 
 def group_bytes(size: int) -> int:
-    """Shared memory of a group of so many ranks. Raises UnsupportedFeature where the C++ kernels were not built."""
+    """Return the shared memory of a group in bytes. Raises UnsupportedFeature without the C++ kernels."""
     library = _library()
     return int(library.collective_bytes(size, SLOT_BYTES)) + size * size * int(library.channel_bytes())
 
 
 def calls_of_ranks(address: int, size: int) -> list[int]:
-    """How many calls each rank of a group has begun, by the group's memory, which anybody may look at."""
+    """Return how many calls each rank of a group has begun, read from the group's memory by any process."""
     library = _library()
     return [int(library.collective_calls(address, rank)) for rank in range(size)]
 
 
 def waits_in_channels(address: int, size: int) -> list[tuple[int, int]]:
-    """Who of a group waits for whom, to send or to receive, by the group's memory, which anybody may look at."""
+    """Return (waiting rank, awaited rank) of all point-to-point channels, read by any process."""
     library = _library()
-    first, box_bytes = address + int(library.collective_bytes(size, SLOT_BYTES)), int(library.channel_bytes())
+    first, channel_bytes = address + int(library.collective_bytes(size, SLOT_BYTES)), int(library.channel_bytes())
     waits = []
     for number in range(size * size):
         source, destination = divmod(number, size)
-        who = int(library.channel_waits(first + number * box_bytes))
-        if who:
-            waits.append((destination, source) if who == 1 else (source, destination))
+        side = int(library.channel_waits(first + number * channel_bytes))
+        if side:
+            waits.append((destination, source) if side == 1 else (source, destination))
     return waits
 
 
@@ -123,7 +123,7 @@ def _library() -> Library:
     library = collectives_library()
     if library is None:
         raise UnsupportedFeature(
-            "Several ranks on a CPU meet in shared memory through Penstock's C++ kernels, which were not built with "
-            "this installation. Install it again with a C++ compiler, or use tensor_parallel_size=1."
+            "Several ranks on a CPU exchange tensors in shared memory through Penstock's C++ kernels, which were not "
+            "built with this installation. Reinstall Penstock with a C++ compiler, or use tensor_parallel_size=1."
         )
     return library

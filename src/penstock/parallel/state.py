@@ -1,4 +1,4 @@
-"""A rank's place among the others, handed to whatever needs it; there is no global one."""
+"""Rank, world size and groups of a worker, passed explicitly; there is no global state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from penstock.parallel.group import ONE_RANK, Group
 
 @dataclass(frozen=True, slots=True)
 class ParallelState:
-    """One rank of all, and the groups that it belongs to. A single worker is alone in each.
+    """Rank and groups of a worker. The groups of a single worker have one rank each.
 
-    tensor: ranks that have the same layers, each a part of every one. pipeline: ranks with layers of their own.
-    context: ranks of `tensor` that have the same KV heads, and keep their positions by turns, `interleave` at a time.
-    min_scattered_tokens: of a step from which on each rank of `tensor` keeps some tokens only of what is between the
-        layers; None keeps all.
-    pipeline_layers: how many each stage has, if that was asked for. agreement: made by all ranks of a stage on every
-        step.
-    embeds_at_end: whether the last stage has the embedding too, whatever it does with it.
-    local_rank, num_local_ranks: of those on this machine, which share its processors; None where that is all of them.
+    tensor: tensor-parallel group. pipeline: pipeline-parallel group.
+    context: decode-context-parallel group: ranks of `tensor` with the same KV heads, whose KV cache positions are
+        split round-robin in runs of `interleave`.
+    min_scattered_tokens: tokens of a step from which on sequence parallelism is used; None is never.
+    pipeline_layers: layers per stage, if configured. agreement: check of every step among the ranks of a stage.
+    embeds_at_end: whether the last stage has the embedding too.
+    local_rank, num_local_ranks: rank and number of ranks on this machine, which share its CPUs; None if all ranks are.
     """
 
     rank: int = 0
@@ -37,7 +36,7 @@ class ParallelState:
 
     @property
     def place_on_machine(self) -> tuple[int, int]:
-        """This rank among those of the machine, from 0 on, and their number."""
+        """Rank on this machine, and number of ranks there."""
         return (
             self.rank if self.local_rank is None else self.local_rank,
             self.world_size if self.num_local_ranks is None else self.num_local_ranks,
