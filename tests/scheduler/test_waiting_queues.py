@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import make_request
 
-from penstock.scheduler.queues import WaitingQueue
 from penstock.scheduler.request import Request
+from penstock.scheduler.request_lists import WaitingQueue
 
 
 def requests(*keys: tuple[int, float]) -> list[Request]:

@@ -1,4 +1,4 @@
-"""What runs next: queues, the budget of tokens, preemption, and the blocks of the KV cache. Never imports torch."""
+"""Scheduler: queues, token budget, preemption and KV cache blocks. Never imports torch."""
 
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request, RequestStatus

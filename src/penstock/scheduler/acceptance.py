@@ -1,4 +1,4 @@
-"""How often drafts turned out to be right."""
+"""Acceptance statistics of draft tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import msgspec
 
 
 class Acceptance:
-    """Drafts that were accepted, and those that were tried: accepted, or the first to be rejected.
-
-    Older ones count less.
-    """
+    """Decayed counts of draft tokens: accepted, and tried (accepted, or the first to be rejected)."""
 
     __slots__ = ("accepted", "tried")
 
@@ -29,11 +26,11 @@ class Acceptance:
 
 
 class SpecDecodeMetrics(msgspec.Struct, kw_only=True):
-    """What became of drafts, counted.
+    """Counters of speculative decoding.
 
-    num_drafts: steps that verified some of a request.
-    num_draft_tokens, num_accepted_tokens: of these, drafts, and those that were right.
-    num_accepted_tokens_per_pos: how often the first draft was right, the second, …
+    num_drafts: verified drafts: one per request and step with draft tokens.
+    num_draft_tokens, num_accepted_tokens: their tokens, and the accepted ones.
+    num_accepted_tokens_per_pos: accepted tokens by position in the draft.
     """
 
     num_drafts: int = 0
@@ -43,21 +40,21 @@ class SpecDecodeMetrics(msgspec.Struct, kw_only=True):
 
     @property
     def acceptance_rate(self) -> float | None:
-        """The share of drafts that were right; None without any."""
+        """Accepted share of the draft tokens; None without any."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Tokens of a step with drafts, in the mean: the drafts that were right, and one more; None without any."""
+        """Mean number of tokens per draft: the accepted ones, and one more; None without any."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
 
     @property
     def acceptance_rate_per_pos(self) -> list[float]:
-        """Of the steps with drafts, the share in which the first was right, the second, …"""
+        """Acceptance rate by position in the draft."""
         return [count / self.num_drafts for count in self.num_accepted_tokens_per_pos]
 
     def note(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one request's part of a step."""
+        """Count the draft of one request in one step."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
@@ -67,7 +64,7 @@ class SpecDecodeMetrics(msgspec.Struct, kw_only=True):
             by_position[position] += 1
 
     def add(self, other: SpecDecodeMetrics) -> None:
-        """Count what another has counted."""
+        """Add the counts of another object."""
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
@@ -75,7 +72,7 @@ class SpecDecodeMetrics(msgspec.Struct, kw_only=True):
         self.num_accepted_tokens_per_pos = [sum(pair) for pair in zip_longest(mine, its, fillvalue=0)]
 
     def since(self, earlier: SpecDecodeMetrics) -> SpecDecodeMetrics:
-        """What this one has counted since it was equal to `earlier`."""
+        """Return the difference to an earlier copy."""
         mine, its = self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos
         return SpecDecodeMetrics(
             num_drafts=self.num_drafts - earlier.num_drafts,
@@ -85,7 +82,7 @@ class SpecDecodeMetrics(msgspec.Struct, kw_only=True):
         )
 
     def describe(self) -> str:
-        """A line for people."""
+        """Describe the counters in a line."""
         if not self.num_drafts:
             return "no drafts"
         by_position = ", ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_pos)

@@ -1,20 +1,20 @@
-"""The blocks of the KV cache: who holds them, which are free, and which hold something worth finding again."""
+"""Pool of KV cache blocks: reference counts, free list and prefix cache."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-# A KV-cache group and the hash of a block's whole prefix in it.
+# KV cache group, and hash of a block's whole prefix.
 BlockKey = tuple[int, bytes]
 
 NULL_BLOCK_ID = 0
 
 
 class KVCacheBlock:
-    """One block id, and what is known about it.
+    """State of one block id.
 
-    ref_count: requests, and others, that hold the block. key: what a full block holds, once it is cached.
+    ref_count: holders of the block, requests and transfers. key: prefix-cache key of a full, cached block.
     """
 
     __slots__ = ("block_id", "key", "ref_count")
@@ -29,32 +29,32 @@ class KVCacheBlock:
 
 
 class BlockPool:
-    """All block ids of one KV cache, shared by its groups.
+    """Block ids of one KV cache, shared by its groups.
 
-    A block is held (ref_count > 0), pending or free. What is let go while steps are in flight is pending until the
-    results of the last of them are taken in, since until then somebody may touch it. A block that nobody holds may
-    still be cached: it is found by its key until it is reused. Block 0 is the null block, which stands for positions
-    that nobody reads; it is none of these.
-    Equal content may be in several blocks, when requests computed it side by side.
+    A block is held (ref_count > 0), pending or free. A block released while steps are in flight is pending until the
+    results of the last of them are taken in, since these steps may still access it. A free block may be cached: it is
+    found by its key until it is reused. Block 0 is the null block, which stands for positions that are never read; it
+    is in none of these states.
+    Several blocks may have equal content, computed by requests side by side.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
-        # In the order in which they will be reused.
+        # In order of reuse.
         self._free = OrderedDict.fromkeys(self.blocks[1:])
-        # With the step that must be done before they are free, earlier ones first.
+        # By the step that must be done before they are free, ascending.
         self._pending: OrderedDict[KVCacheBlock, int] = OrderedDict()
         self._last_launched_step_id = self._last_done_step_id = -1
         self._cached: dict[BlockKey, dict[int, KVCacheBlock]] = {}
 
     def note_launched(self, step_id: int) -> None:
-        """From now on this step may touch all blocks that are held."""
+        """Note the launch of a step, which may access all held blocks."""
         self._last_launched_step_id = step_id
 
     def note_done(self, step_id: int) -> None:
-        """Steps up to this one touch no block any more."""
+        """Note that steps up to this one are done; pending blocks of theirs become free."""
         self._last_done_step_id = step_id
         while self._pending:
             block, last_step_id = next(iter(self._pending.items()))
@@ -65,36 +65,36 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be given out, cached ones included."""
+        """Blocks that can be allocated, cached ones included."""
         return len(self._free)
 
     @property
     def num_pending_blocks(self) -> int:
-        """Blocks that will be free once the steps in flight are done, unless somebody finds what they hold before."""
+        """Blocks that become free with the steps in flight, unless a prefix-cache hit takes them before."""
         return len(self._pending)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody holds; the null block is not counted."""
+        """Held blocks, without the null block."""
         return self.num_blocks - 1 - len(self._free) - len(self._pending)
 
     def free_block_ids(self) -> list[int]:
-        """Ids of the free blocks, next to be reused first; linear in their number."""
+        """Ids of the free blocks, in order of reuse; linear in their number."""
         return [block.block_id for block in self._free]
 
     def is_free(self, block: KVCacheBlock) -> bool:
-        """Whether the block can be given out."""
+        """Whether the block can be allocated."""
         return block in self._free
 
     def find(self, key: BlockKey) -> KVCacheBlock | None:
-        """A block, held or not, with this content."""
+        """Return a cached block with this key, held or not."""
         blocks = self._cached.get(key)
         return next(iter(blocks.values())) if blocks else None
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take free blocks, the least recently used first, and forget what they held.
+        """Allocate free blocks, least recently used first, and evict their content.
 
-        The caller makes sure that as many are free.
+        The caller ensures that as many are free.
         """
         assert num_blocks <= len(self._free)
         blocks = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
@@ -104,7 +104,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Hold cached blocks once more; null blocks are passed over."""
+        """Add a holder to cached blocks; skips null blocks."""
         for block in blocks:
             if block is self.null_block:
                 continue
@@ -113,10 +113,10 @@ class BlockPool:
             block.ref_count += 1
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Let go of blocks, in the order in which they should be reused; null blocks are passed over.
+        """Remove a holder from blocks, given in order of reuse; skips null blocks.
 
-        Pass a request's last block first: a prefix is of use without its tail, a tail never without its prefix.
-        Blocks with nothing to find again are reused before any cached one.
+        Pass a request's last block first: a prefix is useful without its tail, a tail never without its prefix.
+        Uncached blocks are reused before any cached one.
         """
         last_step_id = self._last_launched_step_id
         is_in_flight = last_step_id > self._last_done_step_id
@@ -133,9 +133,9 @@ class BlockPool:
                 self._make_free(block)
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], keys: Sequence[BlockKey]) -> list[KVCacheBlock]:
-        """Make held, full blocks findable by their keys; null blocks and blocks already cached are passed over.
+        """Add held, full blocks to the prefix cache; skips null blocks and cached blocks.
 
-        Returns those that became findable.
+        Returns the newly cached blocks.
         """
         newly_cached = []
         for block, key in zip(blocks, keys, strict=True):
@@ -148,30 +148,30 @@ class BlockPool:
         return newly_cached
 
     def forget_content(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Make blocks, held or free, that turned out not to hold what their keys say unfindable."""
+        """Evict blocks, held or free, whose content is not what their keys say."""
         for block in blocks:
             self._forget(block)
 
     def forget(self, key: BlockKey) -> None:
-        """Let no request find this content again; who holds blocks with it keeps them."""
+        """Evict a key from the prefix cache; holders of its blocks keep them."""
         for block in self._cached.pop(key, {}).values():
             block.key = None
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content. Does nothing and returns False while any block is held."""
+        """Evict all cached content. Does nothing and returns False while any block is held."""
         if self.num_used_blocks > 0:
             return False
         self._forget_all()
         return True
 
     def start_over(self) -> None:
-        """No step is in flight any more, and no block has content, held or not: the memory is another one."""
+        """Reset for new KV cache memory: no step is in flight, and no block has content."""
         self._last_done_step_id = self._last_launched_step_id
         self._pending.clear()
         self._forget_all()
 
     def check_integrity(self, num_holders: Mapping[KVCacheBlock, int]) -> None:
-        """Raises AssertionError unless each block is free, pending or held, once, by as many as `num_holders` says."""
+        """Raise AssertionError unless each block is in one state, and held blocks have `num_holders` holders."""
         null_block = self.null_block
         assert null_block not in num_holders
         assert (null_block.ref_count, null_block.key) == (0, None)
@@ -191,7 +191,7 @@ class BlockPool:
         self._cached.clear()
         for block in self.blocks:
             block.key = None
-        # All are worth the same now, and the system has handed out the memory of the lowest.
+        # Without content all are equal; the lowest ids have memory that is mapped already.
         self._free = OrderedDict.fromkeys(
             block for block in self.blocks[1:] if block.ref_count == 0 and block not in self._pending
         )

@@ -1,4 +1,4 @@
-"""How many drafts each request verifies in its next step: as many as are measured to pay, down to none."""
+"""Draft length per request and step, chosen for the most tokens per second."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from penstock.scheduler.acceptance import Acceptance
 from penstock.scheduler.request import Request
 from penstock.scheduler.step_times import StepTimes
 
-# What a request's past counts after each step that verified drafts of it, and the engine's after each of any request's.
+# Decay of acceptance statistics per step with draft tokens: of the request, and of the engine.
 _REQUEST_MEMORY, _ENGINE_MEMORY = 0.9, 0.97
-# How often the past counts of a request that verified nothing while others did: in the end it is tried again.
+# Decay of a request without draft tokens while others have some, so that it is tried again in the end.
 _IDLE_MEMORY = 0.97
-# Drafts that stand for what is not known yet: of a request, the engine's past; of the engine, a guess.
+# Prior of the acceptance rate, in draft tokens: the engine's rate for a request, a guess for the engine.
 _PRIOR_TRIED, _PRIOR_ACCEPTANCE = 4.0, 0.7
-# What is left of the engine's past while it does without drafts, so that a probe tells it something new.
+# Statistics kept, in draft tokens, when speculation pauses, so that a probe can change the decision.
 _PROBE_TRIED = 2.0
-# Steps without drafts between two probes: they grow while probes bring nothing.
+# Steps without draft tokens between two probes: they double while probes bring nothing.
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 128
-# Steps in which nobody has an idea, after which nobody is asked for a while.
+# Steps in which the speculator proposed nothing, after which it pauses.
 _LONGEST_SILENCE, _SILENT_PAUSE = 16, 48
-# Of a probe: one request in so many, and drafts of each.
+# Probe: share of the requests, and draft tokens of each.
 _PROBED_SHARE, _PROBED_DRAFTS = 8, 2
-# Steps in which somebody may have an idea, and those until its results are there.
+# Probe: steps in which the speculator may propose draft tokens, and steps until their results.
 _NUM_TRIES, _NUM_STEPS_TO_RESULTS = 3, 2
-# Steps without drafts, to see how long they take: at first, and when there was none for so long. The first of them has
-# the drafts of the step before.
+# Steps without draft tokens, to measure their time: at first, and after so many speculating steps. The first of them
+# still has the draft tokens of the step before.
 _NUM_PLAIN_STEPS, _NUM_STEPS_TO_MEASURE, _MOST_STEPS_UNMEASURED = 4, 2, 100
 
 
 class DraftBudget:
-    """As many as there may be, for each request. num_speculative_tokens: of a request in a step, at most."""
+    """Fixed draft length. num_speculative_tokens: maximum draft tokens per request and step."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._most = num_speculative_tokens
-        # Steps that may go by before `plan` is asked again.
+        # Steps until `plan` must be called again.
         self.num_steps_planned = 10**9
 
     def plan(self, step_id: int, requests: Sequence[Request]) -> int:
-        """Decide, for what follows this step, about the requests that run. Returns the drafts to make, at most."""
+        """Decide draft lengths of the running requests after this step; return the longest."""
         return self._most
 
     def num_for(self, request: Request) -> int:
-        """Drafts that the request verifies in its next step, at most."""
+        """Return the maximum draft length of the request in its next step."""
         own = request.sampling_params.num_speculative_tokens
         return self._most if own is None else min(own, self._most)
 
     def note_drafts(self) -> None:
-        """Some request has drafts for its next step."""
+        """Note that some request has draft tokens for its next step."""
 
     def note_results(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """What became of the drafts of a request in a step."""
+        """Note verified draft tokens of a request."""
 
     def note_time(self, num_reqs: int, num_drafts: int, seconds: float, *, speculates: bool) -> None:
-        """How long a step took in which every request decoded. speculates: it verified drafts, or made some."""
+        """Note the time of a decode step. speculates: it verified or made draft tokens."""
 
 
 class AdaptiveBudget(DraftBudget):
-    """Follows what is measured: how many drafts are accepted, and how long steps take by their number of tokens.
+    """Draft lengths by measured acceptance rates and step times.
 
-    A step of R requests with m drafts brings R tokens and the expected number of accepted drafts, in the time of R + m
-    tokens: m is where that is the most per second, and the drafts that are likeliest to be accepted come first. Where
-    m = 0, no drafts are made at all for some steps, and a few requests are tried again then.
+    A step of R requests with m draft tokens brings R tokens and the expected number of accepted draft tokens, in the
+    time of R + m tokens: m maximises tokens per second, with the likeliest draft tokens first. With m = 0 speculation
+    pauses for some steps; then a probe tries a few requests again.
     """
 
     def __init__(self, num_speculative_tokens: int, times: StepTimes, *, measures_time: bool) -> None:
@@ -120,7 +120,7 @@ class AdaptiveBudget(DraftBudget):
         self._times.note(num_reqs, num_drafts, seconds, speculates=speculates)
 
     def _best_counts(self, requests: Sequence[Request]) -> np.ndarray:
-        """int64 [requests]: drafts of each with which the step brings the most tokens per second."""
+        """Return draft lengths with the most tokens per second: int64 [requests]."""
         num_reqs = len(requests)
         if not num_reqs:
             return np.zeros(0, dtype=np.int64)
@@ -130,7 +130,7 @@ class AdaptiveBudget(DraftBudget):
         rates = (accepted + _PRIOR_TRIED * overall) / (tried + _PRIOR_TRIED)
         limits = np.array([DraftBudget.num_for(self, request) for request in requests])
         numbers = np.arange(1, self._most + 1)
-        # A draft counts only if all before it were accepted.
+        # A draft token counts only if all before it were accepted.
         chances = np.where(numbers <= limits[:, np.newaxis], rates[:, np.newaxis] ** numbers, 0.0).ravel()
         order = np.argsort(-chances, kind="stable")
         num_tokens = num_reqs + np.concatenate([[0.0], np.cumsum(chances[order])])
@@ -158,7 +158,7 @@ class AdaptiveBudget(DraftBudget):
         return self._give(requests, None)
 
     def _probe(self, requests: Sequence[Request]) -> int:
-        """Let a few requests, others each time, verify a few drafts once, and wait for what comes of it."""
+        """Let a few requests, others each time, verify a few draft tokens once, and wait for the results."""
         self._num_tries_left -= 1
         self.num_steps_planned = 1
         if self._last_drafts_at >= self._probe_began:

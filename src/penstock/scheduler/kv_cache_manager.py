@@ -1,4 +1,4 @@
-"""Which blocks each running request holds, and which of them others may share."""
+"""KV cache manager: block tables of requests, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _NEVER = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A cached prefix: its length in tokens, and its blocks per group, not yet held."""
+    """Prefix-cache hit: its length in tokens, and its blocks per group, not yet held."""
 
     num_tokens: int
     blocks: tuple[list[KVCacheBlock], ...]
 
 
 class _HeldBlocks:
-    """The blocks of one request.
+    """Block table of one request.
 
-    groups: per group, block lists by position; the null block where positions are no longer read.
-    num_found: per group, leading blocks that the request found in the prefix cache.
-    num_cached: per group, leading blocks that were offered to the prefix cache.
+    groups: per group, blocks by position; the null block where positions are no longer read.
+    num_found: per group, leading blocks of the prefix-cache hit.
+    num_cached: per group, leading blocks that are in the prefix cache.
     """
 
     __slots__ = ("groups", "num_cached", "num_found")
@@ -44,14 +44,14 @@ class _HeldBlocks:
 
 
 class KVCacheManager:
-    """Gives blocks to requests, takes them back, and lets requests share what they have in common.
+    """Allocates blocks for requests, frees them, and shares equal prefixes among requests.
 
-    A block is shared once it is full of known tokens that are computed, or about to be: what a request reads in a step
-    may be written by another one in the same step. Whoever schedules steps takes back what was not computed after all.
+    A block is cached once it is full of known tokens that are computed, or scheduled: a request may read a block that
+    another one writes in the same step. The scheduler evicts blocks that were not computed after all.
 
     num_lookahead_tokens: tokens beyond those of a step that a speculator may write.
-    blocks_need_next_token: what a block holds of its last token depends on the token after it too, as an EAGLE head's
-        keys and values do. Of a cached prefix the last block is computed anew then: another token may follow it here.
+    blocks_need_next_token: whether the KV of a block's last token depends on the token after it too, as with an EAGLE
+        head. Then the last block of a prefix-cache hit is computed anew, since another token may follow it.
     shares_in_step: whether a request may read a block in the step that fills it for another request.
     """
 
@@ -67,7 +67,7 @@ class KVCacheManager:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._blocks_need_next_token = blocks_need_next_token
-        # There is a null block even where no layer keeps anything.
+        # A null block exists even without any KV cache.
         self.pool = BlockPool(max(1, kv_cache_config.num_blocks))
         specs = [group.spec for group in kv_cache_config.groups]
         hash_block_size = math.gcd(*(spec.block_size for spec in specs)) or 1
@@ -80,16 +80,16 @@ class KVCacheManager:
         self.shares_in_step = all(group.shares_in_step for group in self.groups)
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
-        # What others hold, by request id and holder.
+        # Blocks held by transfers, by request id and holder.
         self._holds: dict[tuple[str, str], list[KVCacheBlock]] = {}
 
     def blocks_needed(self, request: Request, num_tokens: int) -> int:
-        """Blocks of all groups that the request holds at once when it has this length, at most."""
+        """Return the maximum number of blocks, of all groups, that the request holds at this length."""
         max_new_tokens, lookahead = self._max_num_batched_tokens, self._num_lookahead_tokens
         return sum(group.num_blocks_at_once(request, num_tokens, max_new_tokens, lookahead) for group in self.groups)
 
     def holds(self, request: Request) -> bool:
-        """Whether the request has blocks: it runs, or it waits with some that were reserved."""
+        """Whether the request has blocks: it runs, or waits with reserved ones."""
         return request.req_id in self._held
 
     def holds_any(self, request: Request, blocks: Set[KVCacheBlock]) -> bool:
@@ -97,18 +97,18 @@ class KVCacheManager:
         return any(not blocks.isdisjoint(of_group) for of_group in self._held[request.req_id].groups)
 
     def whole_blocks(self, num_tokens: int) -> int:
-        """The most of so many leading tokens that fill whole blocks in all groups."""
+        """Round down to a number of tokens that fills whole blocks in all groups."""
         return num_tokens - num_tokens % math.lcm(*(group.block_size for group in self.groups))
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
-        """Block ids that a request holds, per group and by position; 0 where positions are no longer read."""
+        """Return the block ids of a request, per group and by position; 0 where positions are no longer read."""
         return tuple([block.block_id for block in blocks] for blocks in self._held[req_id].groups)
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of the request's known tokens, short of the last: one token at least must run.
+        """Return the longest prefix-cache hit before the last known token: at least one token must run.
 
-        None where a prompt's log-probabilities are due, or its hidden states, since those take all of it. Of a request
-        that holds blocks while it waits, what these have.
+        No hit where prompt log-probabilities or pooling need the whole prompt. For a waiting request with reserved
+        blocks, the tokens loaded there.
         """
         held = self._held.get(request.req_id)
         if held is not None:
@@ -122,10 +122,10 @@ class KVCacheManager:
         return hit
 
     def _longest_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> PrefixHit:
-        """The longest cached prefix of at most so many tokens."""
+        """Return the longest prefix-cache hit of at most so many tokens."""
         length = max_num_tokens
         hits: list[list[KVCacheBlock]] = [[] for _ in self.groups]
-        # Each group may shorten the prefix, until all agree.
+        # Each group may shorten the hit, until all agree.
         num_agreeing = 0
         for index, group in cycle(enumerate(self.groups)):
             hits[index] = group.find_hit(block_hashes, length)
@@ -137,9 +137,9 @@ class KVCacheManager:
         return PrefixHit(length, tuple(hits))
 
     def has_room_for(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether all known tokens of a request would fit now.
+        """Whether the free blocks suffice for all known tokens of a request.
 
-        A request that is let in for its first chunk only would soon be preempted for its second.
+        A request admitted with room for its first prefill chunk only would soon be preempted for its second.
         """
         num_shared = sum(
             block is not self.pool.null_block and not self.pool.is_free(block)
@@ -151,11 +151,10 @@ class KVCacheManager:
     def allocate_slots(
         self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None
     ) -> tuple[list[int], ...] | None:
-        """Make room for the next `num_new_tokens` positions.
+        """Allocate blocks for the next `num_new_tokens` positions.
 
-        hit: the prefix that a request begins with.
-        Returns the ids of the new blocks per group; () when those it holds suffice; None when there is no room,
-        and then the request holds what it held.
+        hit: prefix-cache hit of a request without blocks.
+        Returns the new block ids per group; () if none are needed; None, with nothing changed, if too few are free.
         """
         if hit is not None and request.req_id not in self._held:
             return self._allocate_first(request, num_new_tokens, hit)
@@ -163,7 +162,7 @@ class KVCacheManager:
         if num_tokens <= request.kv_capacity:
             return ()
         held = self._held[request.req_id]
-        # However many drafts in flight are rejected, the known tokens but the last stay computed.
+        # However many draft tokens in flight are rejected, all known tokens but the last stay computed.
         num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
         for group, blocks in zip(self.groups, held.groups, strict=True):
             self._free_skipped(blocks, group.num_skipped_blocks(num_computed_tokens))
@@ -173,15 +172,15 @@ class KVCacheManager:
         return self._extend(request, held, missing)
 
     def will_have_room_for(self, request: Request, num_new_tokens: int) -> bool:
-        """Whether `allocate_slots` of a request that holds blocks succeeds once the steps in flight are done."""
+        """Whether `allocate_slots` of a running request will succeed once the steps in flight are done."""
         held = self._held[request.req_id]
         missing = self._num_missing(request, held.groups, request.num_computed_tokens + num_new_tokens)
         return sum(missing) <= self.pool.num_free_blocks + self.pool.num_pending_blocks
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> list[KVCacheBlock]:
-        """Share the request's full blocks among its first `num_computed_tokens` positions, whose tokens are known.
+        """Add the request's full blocks of its first `num_computed_tokens` known tokens to the prefix cache.
 
-        Returns the blocks that others may find from now on.
+        Returns the newly cached blocks.
         """
         shared: list[KVCacheBlock] = []
         if num_computed_tokens < request.next_cache_at:
@@ -200,14 +199,14 @@ class KVCacheManager:
         return shared
 
     def forget_content(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Let nobody find these blocks any more: what they were shared for was not computed."""
+        """Evict blocks whose content was not computed."""
         self.pool.forget_content(blocks)
 
     def forget(self, request: Request) -> None:
-        """Share nothing of what a request computed or read, whose KV may hold NaN.
+        """Evict all blocks that a request computed or read, whose KV may hold NaN.
 
-        Of a prefix that it shared this may be too much. But finite logits after a block do not show that the block is
-        finite, since a layer with a window does not see all of them.
+        Its prefix may be finite. But finite logits after a block do not show that, since layers with sliding windows do
+        not read all blocks.
         """
         hashes = request.block_hashes
         for group in self.groups:
@@ -216,15 +215,15 @@ class KVCacheManager:
                 self.pool.forget(group.key(hashes, block))
 
     def free(self, request: Request) -> None:
-        """Take back all blocks of a request; what they cache can still be found until they are reused."""
+        """Free all blocks of a request; cached ones can be hit until they are reused."""
         held = self._held.pop(request.req_id)
         request.kv_capacity, request.next_cache_at = 0, _NEVER
         self.pool.free_blocks(_last_first(held.groups))
 
     def take_back(self, request: Request) -> None:
-        """Take back all blocks of a request whose next step was not put together; it may hold none.
+        """Free all blocks, if any, of a request whose next step was not built.
 
-        No request may find the blocks that it shared for that step, since no step computes them.
+        Evicts the blocks cached for that step, since no step computes them.
         """
         held = self._held.get(request.req_id)
         if held is None:
@@ -235,10 +234,10 @@ class KVCacheManager:
         self.free(request)
 
     def hold_blocks(self, req_id: str, holder: str) -> None:
-        """Keep the blocks that a request holds now from being reused until `release_blocks`, whatever becomes of it.
+        """Hold the current blocks of a request until `release_blocks`, even if the request ends.
 
-        holder: names who reads or writes them, such as a transfer. Raises LifecycleError when the request holds no
-        blocks, or the holder has some of it already.
+        holder: name of the reader or writer, such as a transfer. Raises LifecycleError when the request has no blocks,
+        or the holder holds some of it already.
         """
         held = self._held.get(req_id)
         if held is None:
@@ -253,14 +252,14 @@ class KVCacheManager:
         return any(held_id == req_id for held_id, _ in self._holds)
 
     def release_blocks(self, req_id: str, holder: str) -> None:
-        """Let go of what `hold_blocks` kept. Raises LifecycleError when that is nothing."""
+        """Release the blocks of `hold_blocks`. Raises LifecycleError when there are none."""
         blocks = self._holds.pop((req_id, holder), None)
         if blocks is None:
             raise LifecycleError(f"{holder!r} holds no blocks of request {req_id!r}.")
         self.pool.free_blocks(blocks)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each block is free, pending or held exactly as often as somebody holds it.
+        """Raise AssertionError unless each block is free, pending, or held as often as its holders say.
 
         Linear in the number of blocks.
         """
@@ -279,11 +278,11 @@ class KVCacheManager:
         self.pool.check_integrity(num_holders)
 
     def start_over(self) -> None:
-        """All cached prefixes are lost, and no step is in flight: the worker was replaced."""
+        """Reset for a new worker: all cached prefixes are lost, and no step is in flight."""
         self.pool.start_over()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
+        """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.pool.reset_prefix_cache()
 
     def _allocate_first(self, request: Request, num_new_tokens: int, hit: PrefixHit) -> tuple[list[int], ...] | None:
@@ -325,5 +324,5 @@ class KVCacheManager:
 
 
 def _last_first(groups: Sequence[list[KVCacheBlock]]) -> list[KVCacheBlock]:
-    """The blocks of all groups in the order in which they should be reused, null blocks included."""
+    """Return the blocks of all groups in order of reuse, null blocks included."""
     return [block for blocks in reversed(list(zip_longest(*groups))) for block in blocks if block is not None]

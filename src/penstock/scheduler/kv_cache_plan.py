@@ -1,4 +1,4 @@
-"""From what each layer keeps, and the memory there is, to the layout of the KV cache.
+"""Layout of the KV cache from the layers' specs and the available memory.
 
 Layers with equal specs share a block table. Where a model has several kinds of layers, each kind is split into groups
 of about equally many layers, and the i-th layers of all groups share one tensor: a block id then costs the same memory
@@ -27,7 +27,7 @@ _PADDING_RATIO = 1.25
 def plan_kv_cache(
     specs: Mapping[str, KVCacheSpec], available_bytes: int, *, max_model_len: int, max_num_batched_tokens: int
 ) -> KVCacheConfig:
-    """The KV cache that fills `available_bytes`.
+    """Plan the KV cache that fills `available_bytes`.
 
     Raises OutOfMemory when a single request of `max_model_len` tokens would not fit into it, and UnsupportedFeature
     when the layers' pages cannot be given one size.
@@ -42,7 +42,7 @@ def plan_kv_cache(
 
 
 def make_kv_cache_config(groups: Sequence[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
-    """The KV cache of so many blocks, the null block included."""
+    """Return the KV cache of so many blocks, the null block included."""
     page_size_bytes = _page_size_bytes(groups)
     tensors = []
     for index in range(_num_tensors(groups)):
@@ -52,7 +52,7 @@ def make_kv_cache_config(groups: Sequence[KVCacheGroupSpec], num_blocks: int) ->
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
-    """Sort layers into groups, all with pages of the same size; no groups where no layer keeps anything.
+    """Sort layers into groups with pages of equal size; no groups without any KV cache.
 
     Raises UnsupportedFeature when the pages cannot be given one size.
     """
@@ -65,7 +65,7 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ..
     groups: list[KVCacheGroupSpec] = []
     for spec, layer_names in kinds.items():
         num_groups = math.ceil(len(layer_names) / group_size)
-        # Every n-th layer, so that each stage of a pipeline holds a like share of each group.
+        # Every n-th layer, so that each pipeline stage has about the same share of each group.
         groups += [
             KVCacheGroupSpec(layer_names=tuple(layer_names[first::num_groups]), spec=spec)
             for first in range(num_groups)
@@ -74,29 +74,29 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ..
 
 
 def bytes_per_block(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Bytes that one block id costs, in all tensors together."""
+    """Return the bytes of one block id, in all tensors together."""
     return _num_tensors(groups) * _page_size_bytes(groups)
 
 
 def blocks_per_request(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Blocks of all groups that a request of `num_tokens` holds at once, at most."""
+    """Return the maximum of blocks, of all groups, that a request of `num_tokens` holds at once."""
     return sum(group.spec.max_blocks_per_request(num_tokens, max_num_batched_tokens) for group in groups)
 
 
 def bytes_per_request(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Bytes of KV cache that a request of `num_tokens` needs to run alone, the null block not counted."""
+    """Return the KV cache of one request of `num_tokens` in bytes, without the null block."""
     return blocks_per_request(groups, num_tokens, max_num_batched_tokens) * bytes_per_block(groups)
 
 
 def bytes_to_serve(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Bytes of the smallest KV cache that serves a request of `num_tokens`: its blocks and the null block."""
+    """Return the smallest KV cache for a request of `num_tokens` in bytes, with the null block."""
     return bytes_per_request(groups, num_tokens, max_num_batched_tokens) + bytes_per_block(groups)
 
 
 def longest_request(
     groups: Sequence[KVCacheGroupSpec], num_blocks: int, *, limit: int, max_num_batched_tokens: int
 ) -> int:
-    """Tokens of the longest request that fits into `num_blocks` (the null block included), at most `limit`.
+    """Return the tokens of the longest request that fits into `num_blocks` (with the null block), at most `limit`.
 
     0 when none fits. This is what `max_model_len="auto"` becomes, with the model's own context as the limit.
     """
@@ -108,7 +108,7 @@ def longest_request(
 def longest_request_in_bytes(
     groups: Sequence[KVCacheGroupSpec], available_bytes: int, *, limit: int, max_num_batched_tokens: int
 ) -> int:
-    """`longest_request` of the KV cache that fills `available_bytes`."""
+    """Return `longest_request` of the KV cache that fills `available_bytes`."""
     if not groups:
         return limit
     num_blocks = available_bytes // bytes_per_block(groups)
@@ -116,16 +116,16 @@ def longest_request_in_bytes(
 
 
 def max_concurrency(config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int) -> float:
-    """Requests of `max_model_len` tokens that the KV cache holds at once; infinity where they need nothing of it."""
+    """Return how many requests of `max_model_len` tokens fit at once; infinity without any KV cache."""
     if not config.groups:
         return math.inf
     return (config.num_blocks - 1) / blocks_per_request(config.groups, max_model_len, max_num_batched_tokens)
 
 
 def num_tokens_that_fit(config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Tokens that the KV cache holds, in requests of `max_model_len`; 0 where it holds nothing of any.
+    """Return the tokens that fit, in requests of `max_model_len`; 0 without any KV cache.
 
-    The length matters where layers have sliding windows: those keep few positions of a long request.
+    The length matters with sliding windows, which keep few positions of a long request.
     """
     if not config.groups:
         return 0
@@ -147,7 +147,7 @@ def _group_size(layers_per_kind: Sequence[int]) -> int:
 
 
 def _with_equal_pages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The same specs, with more positions per block where pages are smaller than the largest."""
+    """Enlarge block sizes until all pages are as large as the largest."""
     largest_name, largest = max(specs.items(), key=lambda item: item[1].page_size_bytes)
     target = largest.page_size_bytes
     result: dict[str, KVCacheSpec] = {}

@@ -1,4 +1,4 @@
-"""What the scheduler reports to the engine after each step."""
+"""Outputs of the scheduler to the engine after each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.contract import ArrayBytes, LogprobsLists
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; the values are those of the OpenAI API, where it has them."""
+    """Reason why a request ended, with the values of the OpenAI API where it has them."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -19,9 +19,9 @@ class FinishReason(StrEnum):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests and KV-cache blocks of one scheduler, or of several together, at one moment.
+    """Requests and KV cache blocks of one scheduler, or of several together, at one moment.
 
-    num_blocks: that requests may hold. num_used_blocks: that they hold.
+    num_blocks: usable blocks. num_used_blocks: held blocks.
     """
 
     num_running_reqs: int
@@ -31,21 +31,20 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """What one step brought one request.
+    """Output of one request from one step.
 
-    new_token_ids: usually one, more where drafts were accepted; empty when a request ends without any (aborted,
+    new_token_ids: usually one, more with accepted draft tokens; empty for a request that ends without any (aborted,
         failed).
-    new_logprobs: one row per new token, when the request asked for them.
-    prompt_logprobs: with the first token, one row per token of the prompt but the first, when the request asked.
-    num_draft_tokens: drafts that the step verified for it.
-    pooled: what became of the prompt's hidden states, with the end of a request that pools.
-    stop_reason: the stop token that ended the request, when it is one of `stop_token_ids`; else None.
-    error: what went wrong, when finish_reason is ERROR.
+    new_logprobs: one row per new token, if requested.
+    prompt_logprobs: with the first token, one row per prompt token but the first, if requested.
+    num_draft_tokens: draft tokens that the step verified.
+    pooled: pooled hidden states of the prompt, at the end of a pooling request.
+    stop_reason: the stop token that ended the request, if it is one of `stop_token_ids`; else None.
+    error: error text, for finish_reason ERROR.
 
     The request's history comes with its first token, with the first after a preemption, and with its end:
-    num_cached_tokens: prompt tokens whose KV came from the prefix cache when the request first ran.
-    first_scheduled_time: monotonic seconds (time.monotonic); None where the history is left out, or the request never
-        ran.
+    num_cached_tokens: prefix-cache hit in prompt tokens, when the request first ran.
+    first_scheduled_time: seconds of `time.monotonic`; None without history, or if the request never ran.
     """
 
     req_id: str

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it."""
+"""Request state of the scheduler."""
 
 from __future__ import annotations
 
@@ -20,46 +20,44 @@ class RequestStatus(Enum):
 
 
 def no_logprobs() -> LogprobsLists:
-    """No rows, to be added to."""
+    """Return empty log-probabilities, to be appended to."""
     return LogprobsLists(logprob_token_ids=[], logprobs=[], sampled_token_ranks=[])
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and everything generated for it so far. Two requests are equal only if they are the same object.
+    """Prompt of a request and its generation state. Compared by identity.
 
     prompt_token_ids: never changed, so that messages may share it.
-    eos_token_ids: tokens that end the text, unless `sampling_params` ignore them.
-    arrival_time: monotonic seconds. priority: lower runs first, under the "priority" policy.
-    cache_salt: cached prefixes are shared only with requests of the same salt.
-    parts: what features are given with it; they may have extra keys of its blocks.
-    waits_for: what must be there before it may run, such as its grammar; the scheduler changes it once it has it.
-    needs_tokens_on_host: the host must see its tokens before its next step, as where a grammar is not on the device.
-    num_encoder_tokens: positions of the encoder whose output it reads; 0 where there is none.
-    pools: it ends with what becomes of its prompt's hidden states, and has no tokens of its own.
-    output_token_ids: tokens that were generated for it already, by an engine before this one.
+    eos_token_ids: end-of-text tokens; empty if `sampling_params` ignore them.
+    arrival_time: seconds of `time.monotonic`. priority: lower runs first, under the "priority" policy.
+    cache_salt: cached prefixes are shared only among requests of the same salt.
+    parts: data of features for this request, which may have extra keys of its blocks.
+    waits_for: reasons why it may not run yet, such as its grammar; changed by the scheduler only, once added.
+    needs_tokens_on_host: the host must see its tokens before its next step, as for a grammar outside the device.
+    num_encoder_tokens: positions of its encoder output; 0 without an encoder.
+    pools: pooling request: ends with the pooled hidden states of its prompt, and generates no tokens.
+    output_token_ids: tokens generated for it by an earlier engine.
 
-    The scheduler keeps the rest:
+    State of the scheduler:
     all_token_ids: the prompt and every known output token.
-    spec_token_ids: drafts for the request's next step, to follow its last token; -1 where only the device knows them.
-    num_computed_tokens: positions whose keys and values are in the cache once all steps in flight are done: an upper
-        bound while any of these has drafts, since it is taken back by those that are rejected.
-    num_output_placeholders: tokens that steps in flight will sample, if all their drafts are accepted.
+    spec_token_ids: draft tokens for the next step, after the last token; -1 for tokens that only the device knows.
+    num_computed_tokens: positions whose KV is in the cache once all steps in flight are done: an upper bound while any
+        of these has draft tokens, since rejected ones reduce it.
+    num_output_placeholders: tokens that steps in flight will sample, if all draft tokens are accepted.
     length_limit: tokens, prompt included, at which the request ends.
-    num_cached_tokens: prompt tokens found in the prefix cache when the request first ran; -1 before.
-    prompt_logprobs: those of the prompt that are known so far, until the first token takes them along; None if the
-        request did not ask.
-    first_scheduled_time: monotonic seconds.
-    has_news: whether its history has changed since an output last told it.
-    acceptance, num_drafts_planned: kept by the draft budget: how often its drafts were right, and how many its next
-        step is to verify, at most.
-    order: counts requests as they were added; decides between equal arrival times.
-    end_token_ids: those of the model and those that the request names.
+    num_cached_tokens: prefix-cache hit in prompt tokens when the request first ran; -1 before.
+    prompt_logprobs: prompt log-probabilities known so far, sent with the first token; None if not requested.
+    first_scheduled_time: seconds of `time.monotonic`.
+    has_news: whether its history has changed since an output last carried it.
+    acceptance, num_drafts_planned: state of the draft budget: acceptance rate, and maximum draft length of the next
+        step.
+    order: number of requests added before; decides between equal arrival times.
+    end_token_ids: end-of-text and stop tokens.
 
-    The KV cache manager keeps, for the scheduler to see that nothing is due:
-    kv_capacity: tokens up to which its blocks are enough; 0 while it holds none.
-    next_cache_at: computed tokens from which on there is a block to offer to the prefix cache; out of reach while it
-        holds none.
+    State of the KV cache manager:
+    kv_capacity: tokens up to which its blocks are enough; 0 without blocks.
+    next_cache_at: computed tokens from which on another block can be cached; never reached without blocks.
     """
 
     req_id: str
@@ -107,22 +105,22 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: the prompt's and the generated ones."""
+        """Known tokens: prompt and output."""
         return len(self.all_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Known generated tokens."""
+        """Known output tokens."""
         return len(self.all_token_ids) - len(self.prompt_token_ids)
 
     @property
     def may_repeat(self) -> bool:
-        """Whether steps with this request may be repeated, as far as its parts are concerned."""
+        """Whether the request's parts allow repeated steps."""
         return self.parts is None or self.parts.may_repeat
 
     @property
     def needs_all_of_prompt(self) -> bool:
-        """Whether the prompt must be computed even where its keys and values are cached."""
+        """Whether the whole prompt must be computed, without prefix-cache hits."""
         return self.pools or self.needs_prompt_logits
 
     @property

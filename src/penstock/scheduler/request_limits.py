@@ -1,4 +1,4 @@
-"""What no waiting would help: requests that an engine can never serve."""
+"""Checks for requests that the engine can never serve."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.scheduler.request import Request
 
 
 def check_prompt(request: Request, max_model_len: int) -> None:
-    """Raises InvalidRequest when the prompt is empty, and ContextTooLong when it leaves no room for an output token.
+    """Raise InvalidRequest for an empty prompt, and ContextTooLong for one without room for an output token.
 
-    A request that pools has none.
+    A pooling request needs no room for output.
     """
     if request.num_prompt_tokens == 0:
         raise InvalidRequest(
@@ -31,7 +31,7 @@ def check_prompt(request: Request, max_model_len: int) -> None:
 
 
 def check_chunks(request: Request, max_num_batched_tokens: int) -> None:
-    """Raises ContextTooLong for a prompt that one step cannot run whole, where prompts are not run in chunks."""
+    """Raise ContextTooLong for a prompt longer than the token budget, without chunked prefill."""
     if request.num_tokens > max_num_batched_tokens:
         raise ContextTooLong(
             f"The prompt has {request.num_tokens:,} tokens, but with enable_chunked_prefill=False a step runs whole "
@@ -41,7 +41,7 @@ def check_chunks(request: Request, max_num_batched_tokens: int) -> None:
 
 
 def check_unfinished(request: Request) -> None:
-    """Raises InvalidRequest when a request with tokens generated before has all that its `length_limit` allows."""
+    """Raise InvalidRequest for a resumed request that is complete already."""
     if not request.pools and request.num_tokens >= request.length_limit:
         limit = request.length_limit - request.num_prompt_tokens
         raise InvalidRequest(
@@ -51,7 +51,7 @@ def check_unfinished(request: Request) -> None:
 
 
 def check_fits(request: Request, kv_cache: KVCacheManager, *, max_model_len: int) -> None:
-    """Raises ContextTooLong when the request's `length_limit` needs more blocks than there are."""
+    """Raise ContextTooLong when the request's `length_limit` needs more blocks than there are."""
     num_usable = kv_cache.pool.num_blocks - 1
     num_needed = kv_cache.blocks_needed(request, request.length_limit)
     if num_needed <= num_usable:

@@ -1,26 +1,74 @@
-"""Where each request is: it waits, or it runs, until it ends."""
+"""Queues: waiting and running requests."""
 
 from __future__ import annotations
 
+import bisect
 import logging
+from collections.abc import Callable
 
-from penstock.scheduler.decode_steps import DecodeSteps
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
-from penstock.scheduler.queues import WaitingQueue
 from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.results import make_output
+from penstock.scheduler.step import DecodeSteps
 
 logger = logging.getLogger(__name__)
+# Requests that sort first run first; the last ones are preempted first.
+_ServiceOrder = Callable[[Request], tuple[float, ...]]
+_ORDERS: dict[str, _ServiceOrder] = {
+    "fcfs": lambda request: (request.order,),
+    "priority": lambda request: (request.priority, request.arrival_time, request.order),
+}
+
+
+class WaitingQueue:
+    """Waiting requests in the order of a `SchedulerConfig.policy`, at most one per req_id.
+
+    Requests that are not ready are skipped, and keep their place in the order.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._order = _ORDERS[policy]
+        self._ready: list[Request] = []
+        self._not_ready: set[Request] = set()
+
+    def __len__(self) -> int:
+        """Number of waiting requests, ready or not."""
+        return len(self._ready) + len(self._not_ready)
+
+    def add(self, request: Request) -> None:
+        """Add a new or preempted request."""
+        if request.waits_for:
+            self._not_ready.add(request)
+        else:
+            bisect.insort(self._ready, request, key=self._order)
+
+    def peek(self) -> Request | None:
+        """Return the first ready request, which stays; None without one."""
+        return self._ready[0] if self._ready else None
+
+    def remove(self, request: Request) -> None:
+        """Remove a waiting request."""
+        if request in self._not_ready:
+            self._not_ready.remove(request)
+            return
+        index = bisect.bisect_left(self._ready, self._order(request), key=self._order)
+        assert self._ready[index] is request
+        del self._ready[index]
+
+    def admit(self, running: list[Request]) -> None:
+        """Move the first ready request into `running`, which is in the same order."""
+        bisect.insort(running, self._ready[0], key=self._order)
+        del self._ready[0]
 
 
 class RequestLists:
-    """All requests that have not ended. Those that run hold blocks, and those that wait may have reserved some.
+    """All unfinished requests. Running ones hold blocks; waiting ones may have reserved blocks.
 
-    running: served in this order, preempted from its end.
-    finished_req_ids: requests that the worker holds although they no longer run, which the next step tells it.
-    decodes: of the last steps, those that can only be repeated, each of other requests and in the order in which their
-        turns come; whatever moves a request ends them all.
+    running: in service order; preempted from the end.
+    finished_req_ids: ended requests that the worker still holds; the next step names them.
+    decodes: decode steps that can be repeated, one per microbatch, in round-robin order; any change of a request clears
+        them.
     """
 
     def __init__(self, policy: str, kv_cache: KVCacheManager) -> None:
@@ -34,26 +82,26 @@ class RequestLists:
         self._num_added = 0
 
     def next_decodes(self) -> DecodeSteps | None:
-        """Whose turn it is to be repeated; None where that is not all that the running requests can do."""
+        """Return the next decode steps to repeat; None if they do not cover all running requests."""
         num_requests = 0
         for decodes in self.decodes:
             num_requests += len(decodes.step.requests)
         return self.decodes[0] if num_requests == len(self.running) > 0 else None
 
     def end_turn(self) -> None:
-        """The others' turns come before the one that was had now."""
+        """Move the current decode steps to the end of the round."""
         if len(self.decodes) > 1:
             self.decodes.append(self.decodes.pop(0))
 
     def take_turns(self, decodes: DecodeSteps) -> None:
-        """Let the requests of a step that was made take turns with those of the steps before it."""
+        """Add decode steps to the round; replaces earlier ones with any of the same requests."""
         if len(self.decodes) > 0:
             now = set(decodes.step.requests)
             self.decodes[:] = [before for before in self.decodes if now.isdisjoint(before.step.requests)]
         self.decodes.append(decodes)
 
     def add(self, request: Request) -> None:
-        """Let a new request wait."""
+        """Add a new waiting request."""
         self.decodes.clear()
         request.order = self._num_added
         self._num_added += 1
@@ -61,7 +109,7 @@ class RequestLists:
         self.by_id[request.req_id] = request
 
     def wait_for(self, req_id: str, reason: str, *, is_there: bool) -> None:
-        """Note that a request waits for something, or does so no longer. Unknown ids and reasons are ignored."""
+        """Add (or remove) a reason why a request waits. Ignores unknown ids and reasons."""
         request = self.by_id.get(req_id)
         if request is None:
             return
@@ -77,7 +125,7 @@ class RequestLists:
             self.waiting.add(request)
 
     def preempt(self, request: Request) -> None:
-        """Let a running request wait, holding no blocks."""
+        """Preempt a running request and free its blocks."""
         self.decodes.clear()
         self.running.remove(request)
         self._kv_cache.free(request)
@@ -88,7 +136,7 @@ class RequestLists:
         self.waiting.add(request)
 
     def waiting_holders(self) -> list[Request]:
-        """Requests that wait with blocks, those that came last first."""
+        """Return waiting requests with reserved blocks, newest first."""
         return [
             request
             for request in reversed(self.by_id.values())
@@ -96,7 +144,7 @@ class RequestLists:
         ]
 
     def finish(self, request: Request) -> None:
-        """End a request wherever it is, unless it has ended."""
+        """End a request, waiting or running; idempotent."""
         if request.status is RequestStatus.FINISHED:
             return
         self.decodes.clear()
@@ -112,7 +160,7 @@ class RequestLists:
         del self.by_id[request.req_id]
 
     def break_off(self, request: Request, error: Exception) -> EngineCoreOutput:
-        """Last output of a request for which a part of the scheduler failed; other requests go on."""
+        """End a request after an exception in the scheduler and return its last output; other requests go on."""
         logger.error("Request %s ends, since the scheduler failed for it", request.req_id, exc_info=error)
         if request.status is not RequestStatus.FINISHED:
             self._remove(request)
@@ -120,7 +168,7 @@ class RequestLists:
         return make_output(request, [], FinishReason.ERROR, error=why)
 
     def _remove(self, request: Request) -> None:
-        """End a request whose admission or results were cut short, so that its status may not say where it is."""
+        """End a request in the middle of its admission or results, when its status may not say where it is."""
         self.decodes.clear()
         self._kv_cache.take_back(request)
         (self.running if request in self.running else self.waiting).remove(request)

@@ -1,4 +1,4 @@
-"""What a step's results mean for one request: whether it ends, and what its caller is told."""
+"""Results of a step for one request: end of generation, log-probabilities and output."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from penstock.scheduler.request import Request
 
 
 def tokens_to_end(request: Request, new_token_ids: list[int]) -> tuple[list[int], FinishReason | None, int | None]:
-    """The tokens that a request takes of those that a step sampled for it: all, or those up to its end.
+    """Cut sampled tokens at the end of the request.
 
-    Returns them, why the request ends with the last of them, and the stop token if it is one the user named.
-    No token is an end token before there are min_tokens.
+    Returns the tokens, the finish reason, and the stop token if it is one of `stop_token_ids`. End tokens count from
+    min_tokens on.
     """
     num_tokens = len(request.all_token_ids)
     if request.end_token_ids.isdisjoint(new_token_ids) and num_tokens + len(new_token_ids) < request.length_limit:
@@ -28,9 +28,9 @@ def tokens_to_end(request: Request, new_token_ids: list[int]) -> tuple[list[int]
 
 
 def logprobs_of_rows(request: Request, logprobs: LogprobsLists | None, rows: slice) -> LogprobsLists | None:
-    """The rows of a step's log-probabilities that belong to the request, None if it asked for none.
+    """Return the request's rows and columns of a step's log-probabilities; None if it asked for none.
 
-    A step's rows are as wide as its most demanding request wants; each gets the columns that it asked for.
+    A step's rows have as many columns as its most demanding request wants.
     """
     num_logprobs = request.sampling_params.logprobs
     if logprobs is None or num_logprobs is None:
@@ -44,7 +44,7 @@ def logprobs_of_rows(request: Request, logprobs: LogprobsLists | None, rows: sli
 
 
 def take_prompt_logprobs(request: Request, results: SampledOutput) -> None:
-    """Keep what a step says about the request's prompt, as wide as the request asked for."""
+    """Append a step's prompt log-probabilities to those of the request."""
     rows = results.prompt_logprobs.get(request.req_id)
     num_logprobs, kept = request.sampling_params.prompt_logprobs, request.prompt_logprobs
     if rows is None or num_logprobs is None or kept is None:
@@ -56,7 +56,7 @@ def take_prompt_logprobs(request: Request, results: SampledOutput) -> None:
 
 
 def _num_columns(num_logprobs: int) -> int | None:
-    """The sampled token's and those of the likeliest; None for all."""
+    """Return the columns per row: the sampled token and the most likely ones; None for all."""
     return None if num_logprobs == ALL_LOGPROBS else 1 + num_logprobs
 
 
@@ -70,7 +70,7 @@ def make_output(
     pooled: ArrayBytes | None = None,
     num_draft_tokens: int = 0,
 ) -> EngineCoreOutput:
-    """What a step brought a request, with its history, and the log-probabilities of its prompt if they are due."""
+    """Return a request's output with its history, and its prompt log-probabilities with the first token."""
     prompt_logprobs = request.prompt_logprobs if new_token_ids else None
     if new_token_ids:
         request.prompt_logprobs, request.has_news = None, False

@@ -1,4 +1,4 @@
-"""What runs next: one budget of tokens per step, and blocks for each request."""
+"""Scheduler: requests, tokens and KV cache blocks of each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, Scheduler
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.block_pool import KVCacheBlock
-from penstock.scheduler.decode_steps import DecodeSteps
 from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
@@ -21,36 +20,35 @@ from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_limits import check_chunks, check_fits, check_prompt, check_unfinished
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
-from penstock.scheduler.step import NewBlockIds, Step, StepBuilder
+from penstock.scheduler.step import DecodeSteps, NewBlockIds, Step, StepBuilder
 from penstock.scheduler.step_features import StepFeatureFactory
 from penstock.scheduler.step_times import StepTimes
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
 
 class Scheduler:
-    """Decides step by step which requests run, and keeps their state.
+    """Schedules requests step by step, and keeps their state.
 
-    There is no prefill phase and no decode phase: each request has `num_computed_tokens` and wants to reach its
-    length, and a step gives it some tokens. A request is ahead of its results as soon as it is scheduled; tokens that
-    are sampled but not yet known count as placeholders. With `async_scheduling` a request goes on beyond its
-    placeholders, since the device knows its own last token; without, or where the host must see them first, it waits
-    for them. Drafts are counted as if all were accepted, and a request is taken back by those that were not when the
-    results arrive.
+    There is no prefill phase and no decode phase: each request has `num_computed_tokens` and a length to reach, and a
+    step gives it some tokens. Counts advance when a step is scheduled; tokens that are sampled but not yet known are
+    placeholders. With `async_scheduling` a request goes on beyond its placeholders, since the device knows its own last
+    token; without, or if the host must see the tokens first, it waits for them. Draft tokens count as accepted until
+    the results arrive, which then reduce the counts by the rejected ones.
 
     The worker must execute the steps in order, and their results must come back in that order, each exactly once.
     A step without tokens that names finished or preempted requests must reach the worker too.
 
-    kv_cache_config: the blocks to give out. max_model_len: longest context in tokens, prompt and output together.
-    num_lookahead_tokens: tokens beyond those of a step that a speculator may write to the cache.
-    blocks_need_next_token: as in `KVCacheManager`.
-    num_speculative_tokens: drafts that the device has for each request after a step that sampled for it. With
-        `async_scheduling` the request's next step verifies them, but for requests whose tokens the host must see first;
-        without, and for those, only drafts that `update_draft_token_ids` brings are verified.
-    step_times: by which only as many drafts are verified as pay; None verifies all that there may be.
-    max_concurrent_steps: that workers have use for at once, as the stages of a pipeline have. Requests that decode are
-        spread over as many steps, which take turns.
-    features: make what adds parts to the messages of steps and reads those of results.
-    tell_ends: gets the last output of a request for which `schedule` fails, while other requests go on; None raises
+    kv_cache_config: the KV cache. max_model_len: maximum context length in tokens, prompt and output together.
+    num_lookahead_tokens: tokens beyond those of a step that a speculator may write to the KV cache.
+    blocks_need_next_token: see `KVCacheManager`.
+    num_speculative_tokens: draft tokens that the device makes for each request after a step that sampled for it. With
+        `async_scheduling` the request's next step verifies them, except for requests whose tokens the host must see
+        first; otherwise only draft tokens of `update_draft_token_ids` are verified.
+    step_times: model of step times, for adaptive draft lengths; None always uses the full length.
+    max_concurrent_steps: number of steps that workers execute at once, as with pipeline stages. Decoding requests are
+        split into as many microbatches, which take turns.
+    features: factories of features that add parts to the messages of steps and read parts of results.
+    tell_ends: callback with the last output of a request for which `schedule` fails, while others go on; None raises
         the exception.
     """
 
@@ -84,7 +82,7 @@ class Scheduler:
             else AdaptiveBudget(num_speculative_tokens, step_times, measures_time=not async_scheduling)
         )
         self._num_speculative_tokens = num_speculative_tokens
-        # Whether requests verify drafts that only the device knows.
+        # Whether requests verify draft tokens that only the device knows.
         self._has_placeholders = async_scheduling and num_speculative_tokens > 0
         self._repeats_steps = config.fast_paths != "off"
         self.kv_cache = KVCacheManager(
@@ -106,12 +104,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks: new ones and preempted ones."""
+        """Waiting requests, new or preempted."""
         return len(self._requests.waiting)
 
     @property
     def stats(self) -> SchedulerStats:
-        """Requests and blocks, between two steps."""
+        """Counts of requests and blocks, between two steps."""
         pool = self.kv_cache.pool
         return SchedulerStats(
             num_running_reqs=self.num_running,
@@ -122,7 +120,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a running request was made to wait."""
+        """Preemptions so far."""
         return self._requests.num_preemptions
 
     @property
@@ -132,22 +130,21 @@ class Scheduler:
 
     @property
     def spec_decode_metrics(self) -> SpecDecodeMetrics:
-        """What became of all drafts so far."""
+        """Acceptance of all draft tokens so far."""
         return self._in_flight.spec_decode_metrics
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests.by_id)
 
     def has_work(self) -> bool:
-        """Whether there is a reason to go on: requests to serve, or to clear away in the worker."""
+        """Whether a step is due: for unfinished requests, or for ended ones that the worker still holds."""
         return bool(self._requests.by_id or self._requests.finished_req_ids)
 
     def add_request(self, request: Request) -> None:
-        """Let a request wait for its turn.
+        """Add a waiting request.
 
-        Raises InvalidRequest when its id is in use, its prompt is empty, or it has all its tokens; ContextTooLong when
-        it can never fit: its prompt leaves no room for an output token, or its full length needs more blocks than there
-        are.
+        Raises InvalidRequest for an id in use, an empty prompt, or a complete request; ContextTooLong for a request
+        that can never fit: no room for an output token, or more blocks than there are.
         """
         if request.req_id in self._requests.by_id:
             raise InvalidRequest(
@@ -176,10 +173,7 @@ class Scheduler:
     def finish_requests(
         self, req_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
     ) -> list[EngineCoreOutput]:
-        """End requests wherever they are; ids that are unknown, or ended before, are passed over.
-
-        What steps in flight still bring for them is dropped.
-        """
+        """End requests; ignores unknown and ended ids. Results of steps in flight are dropped for them."""
         outputs = []
         for req_id in req_ids:
             request = self._requests.by_id.get(req_id)
@@ -189,28 +183,27 @@ class Scheduler:
         return outputs
 
     def wait_for(self, req_id: str, reason: str) -> None:
-        """Pass over a waiting request until `ready`: others go on meanwhile, and it keeps its place among them.
+        """Skip a waiting request until `ready`; it keeps its place in the queue.
 
-        reason: what is not there yet, such as its grammar, its adapter, or keys and values on their way; there may be
-            several. It does not stop a request that runs, but counts when that waits again. Unknown ids are ignored.
+        reason: missing input, such as its grammar, its adapter, or KV in transfer; there may be several reasons. A
+            running request goes on, and waits for it after a preemption. Ignores unknown ids.
         """
         self._requests.wait_for(req_id, reason, is_there=False)
 
     def holds(self, req_id: str) -> bool:
-        """Whether a request of this id has not ended."""
+        """Whether there is an unfinished request with this id."""
         return req_id in self._requests.by_id
 
     def ready(self, req_id: str, reason: str) -> None:
-        """What a request waited for is there. Unknown ids and reasons are ignored."""
+        """Remove a reason of `wait_for`. Ignores unknown ids and reasons."""
         self._requests.wait_for(req_id, reason, is_there=True)
 
     def reserve_blocks(self, req_id: str, num_tokens: int, reason: str) -> tuple[list[int], ...] | None:
-        """Blocks of a waiting request for its first `num_tokens` tokens, into which keys and values are loaded.
+        """Reserve whole blocks of a waiting request for its first `num_tokens` tokens, to load KV into.
 
-        Only whole blocks count. The request waits until `blocks_loaded`. Returns its block ids per group, those of a
-        cached prefix included; None where it does not wait, has blocks already, needs all of its prompt computed, or
-        there is no room. What writes to the blocks holds them, too (`KVCacheManager.hold_blocks`), since the request
-        may end at any time.
+        The request waits until `blocks_loaded`. Returns its block ids per group, those of a prefix-cache hit included;
+        None if it does not wait, has blocks already, needs all of its prompt computed, or too few blocks are free. The
+        writer must hold the blocks too (`KVCacheManager.hold_blocks`), since the request may end at any time.
         """
         request = self._requests.by_id.get(req_id)
         if request is None or request.status is RequestStatus.RUNNING or self._in_flight.holds(request):
@@ -223,9 +216,9 @@ class Scheduler:
         return self.kv_cache.get_block_ids(req_id)
 
     def blocks_loaded(self, req_id: str, num_tokens: int, reason: str) -> None:
-        """Tokens of a request whose keys and values are in its reserved blocks; 0 after a failure, to compute all.
+        """Note the tokens whose KV was loaded into reserved blocks; 0 after a failure, to compute all.
 
-        Blocks that were taken back meanwhile hold none, and their request begins anew. Unknown ids are ignored.
+        Has no effect on blocks that were freed meanwhile. Ignores unknown ids.
         """
         request = self._requests.by_id.get(req_id)
         if request is None:
@@ -235,10 +228,10 @@ class Scheduler:
         self._requests.wait_for(req_id, reason, is_there=True)
 
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """What requests are thought to go on with after their last tokens, known or in flight, in their next step.
+        """Set draft tokens for the next step of requests, after their last tokens, known or in flight.
 
-        -1 stands for a token that only the device knows. Drafts of requests that do not run are dropped, and those for
-        which a request has no use.
+        -1 stands for a token that only the device knows. Drops draft tokens of requests that do not run, and those
+        beyond the draft budget.
         """
         for req_id, token_ids in drafts.items():
             request = self._requests.by_id.get(req_id)
@@ -250,7 +243,7 @@ class Scheduler:
                     self._draft_budget.note_drafts()
 
     def schedule(self) -> SchedulerOutput:
-        """Put the next step together. It may have no tokens, when all requests wait for results or for blocks."""
+        """Build the next step. It may have no tokens, when all requests wait for results or for blocks."""
         step_id = self._next_step_id
         self._next_step_id += 1
         step = self._repeat_step(step_id) or self._new_step(step_id)
@@ -264,17 +257,17 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Take in a step's results; one output per request that got tokens or ended, in batch order.
+        """Take in a step's results; return one output per request with new tokens or an end, in batch order.
 
-        Results of steps from before `reset_for_recovery` are ignored. Raises LifecycleError when the results are not
-        of this step, name a request that it did not hold, or are not those that are due next.
+        Ignores results of steps before `reset_for_recovery`. Raises LifecycleError for results of another step, of an
+        unknown request, or out of order.
         """
         for feature in self._features:
             feature.take_results(scheduler_output, model_runner_output)
         return self._in_flight.settle(scheduler_output, model_runner_output)
 
     def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
-        """What a step took from `schedule` to its results, one step at a time: the draft budget goes by it."""
+        """Note the time of a step from `schedule` to its results, for the draft budget; without concurrent steps."""
         num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         num_reqs = len(scheduler_output.num_scheduled_tokens)
         if num_reqs and scheduler_output.total_num_scheduled_tokens == num_reqs + num_drafts:
@@ -282,10 +275,9 @@ class Scheduler:
             self._draft_budget.note_time(num_reqs, num_drafts, seconds, speculates=speculates)
 
     def reset_for_recovery(self) -> None:
-        """Start over with a worker that holds nothing: the old one died.
+        """Reset for a new worker: preempt all requests, which keep their order and known tokens.
 
-        Every running request waits again, in the same order, and keeps its known tokens. Tokens in flight are lost
-        and will be sampled again.
+        Tokens in flight are lost and will be sampled again.
         """
         self._requests.decodes.clear()
         self._last_turns.clear()
@@ -296,17 +288,17 @@ class Scheduler:
             feature.workers_replaced()
 
     def preempt_all(self) -> None:
-        """Make every running request wait, holding no blocks; the worker forgets them with the next step."""
+        """Preempt all running requests; the next step names them to the worker."""
         for request in reversed(self._requests.running.copy()):
             self._in_flight.rewind_between_steps(request)
         self._in_flight.rewind_waiting()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Does nothing and returns False while any request holds blocks."""
+        """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
 
     def _repeat_step(self, step_id: int) -> Step | None:
-        """The step that repeats the last one of the requests whose turn it is; None where it must be another."""
+        """Repeat the last decode step of the next microbatch; None if a new step must be built."""
         decodes = self._requests.next_decodes()
         if decodes is None or decodes.num_left <= 0:
             return None
@@ -324,15 +316,15 @@ class Scheduler:
         return step
 
     def _new_step(self, step_id: int) -> Step:
-        """A step that is put together request by request."""
+        """Build a step request by request."""
         builder = StepBuilder(step_id, self._max_num_batched_tokens, self._share_of_requests())
         turns = list(self._last_turns)
         self._schedule_running(builder, turns)
-        # A request that is let in now would only be in the way of those that need the blocks.
+        # A new request would take blocks that preempted and running requests need.
         if not builder.preempted_req_ids and not builder.waits_for_blocks:
             self._schedule_waiting(builder)
         while turns and builder.can_take_others:
-            # There are not enough requests for all turns: it is that of those who have waited the longest.
+            # Fewer requests than microbatches: those that waited longest run again.
             turns.pop(0)
             self._schedule_running(builder, turns)
         num_drafts_wanted = 0
@@ -353,26 +345,26 @@ class Scheduler:
         return step
 
     def _with_parts(self, step: Step) -> Step:
-        """The step with the parts that features add to its message."""
+        """Add the features' parts to the message of a step."""
         parts = Parts.of(part for feature in self._features if (part := feature.part_of_step(step.message)) is not None)
         if not parts:
             return step
         message = replace(step.message, parts=parts)
         if not parts.may_repeat:
-            # Neither does this step repeat the one before, nor the next one this.
+            # This step repeats none, and none repeats it.
             message = replace(message, repeats_step_id=None)
             self._requests.decodes.clear()
         return replace(step, message=message)
 
     def _share_of_requests(self) -> int:
-        """How many a step may run, so that there are some for each of the steps that are executed at once."""
+        """Return the maximum number of requests of a step, so that each concurrent step gets some."""
         if self._max_concurrent_steps == 1:
             return self._max_num_seqs
         num_reqs = min(len(self._requests.by_id), self._max_num_seqs)
         return max(1, -(-num_reqs // self._max_concurrent_steps))
 
     def _schedule_running(self, step: StepBuilder, turns: Iterable[Step]) -> None:
-        """Give running requests their next tokens, but for those that sampled in one of the `turns`."""
+        """Schedule running requests, except those that sampled in one of the `turns`."""
         had_turns = {
             request
             for turn in turns
@@ -380,7 +372,7 @@ class Scheduler:
             if max_new_tokens
         }
         runs_ahead = self._runs_ahead
-        # Preemption shortens the list from its end, which a loop over it stands.
+        # Preemption shortens the list from its end, which is safe in this loop.
         for request in self._requests.running:
             if step.is_full:
                 return
@@ -409,18 +401,18 @@ class Scheduler:
                     if new_block_ids is None:
                         step.waits_for_blocks = True
                         continue
-                # Of decodes nothing is shared before it is computed.
+                # Blocks of decodes are cached after the step only.
                 is_decode = drafts or num_tokens == 1
                 shared = () if is_decode else self._share_next(request, request.num_computed_tokens, num_tokens)
                 step.add_cached(request, num_tokens, new_block_ids, shared)
                 if drafts:
-                    # Those that found no room are of no use once there is another token before them.
+                    # Draft tokens beyond the budget are invalid after another token.
                     request.spec_token_ids = []
             except Exception as error:
                 self._break_off(request, error)
 
     def _break_off(self, request: Request, error: Exception) -> None:
-        """End a request that the step cannot hold; the loop over running requests passes over the next one."""
+        """End a request after an exception; the loop over running requests skips the next one."""
         if self._tell_ends is None:
             raise error
         self._tell_ends([self._requests.break_off(request, error)])
@@ -428,15 +420,15 @@ class Scheduler:
     def _allocate_or_preempt(
         self, request: Request, num_tokens: int, step: StepBuilder
     ) -> tuple[list[int], ...] | None:
-        """Blocks for the request, if need be from those who come after it.
+        """Allocate blocks for the request, preempting later ones if necessary.
 
-        None when it must wait until the steps in flight are done with them, or had to give way itself.
+        None if it must wait until steps in flight free blocks, or was preempted itself.
         """
         while (new_block_ids := self.kv_cache.allocate_slots(request, num_tokens)) is None:
             if self.kv_cache.will_have_room_for(request, num_tokens):
                 return None
             victim = self._requests.running[-1]
-            # Drafts in flight that are rejected take it back, so that it may need less.
+            # Rejected draft tokens in flight may reduce its need.
             if victim is request and self._in_flight.holds(request):
                 return None
             self._in_flight.rewind(victim)
@@ -457,7 +449,7 @@ class Scheduler:
                 self._break_off(request, error)
 
     def _take_reserved_blocks(self, request: Request) -> bool:
-        """Take back the reserved blocks of the last request that waits with some, where nothing runs, for this one."""
+        """Free the reserved blocks of the newest other waiting request if nothing runs; whether there was one."""
         if self._requests.running or self._in_flight.steps:
             return False
         for holder in self._requests.waiting_holders():
@@ -467,8 +459,8 @@ class Scheduler:
         return False
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:
-        """Give the request whose turn it is its first tokens; False when it must wait, and all others behind it."""
-        # After a preemption, tokens may still be on their way: they are a part of what must be computed again.
+        """Admit the first waiting request to the step; False if it must wait, and all others behind it."""
+        # After a preemption, tokens in flight belong to what must be computed again.
         if request.status is RequestStatus.PREEMPTED and self._in_flight.holds(request):
             return False
         hit = self.kv_cache.get_computed_blocks(request)
@@ -483,25 +475,25 @@ class Scheduler:
             return False
         self._requests.waiting.admit(self._requests.running)
         request.has_news = True
-        # A prompt that a preemption cut short begins anew.
+        # After a preemption within the prompt they start again.
         request.prompt_logprobs = no_logprobs() if request.needs_prompt_logits else None
         self._note_first_run(request, hit.num_tokens)
         shared = self._share_next(request, hit.num_tokens, num_tokens)
         step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id), hit, shared)
-        # Last, since it says that the worker holds the request.
+        # Last, since it means that the worker holds the request.
         request.status = RequestStatus.RUNNING
         return True
 
     def _expect_drafts(self, step: Step) -> None:
-        """Let the next step of each request that samples in this one verify what the device drafts after it."""
+        """Set placeholders for the draft tokens that the device makes after this step."""
         for request, max_new_tokens in zip(step.requests, step.max_new_tokens, strict=True):
             if max_new_tokens > 0 and not request.needs_tokens_on_host:
                 request.spec_token_ids = [-1] * self._draft_budget.num_for(request)
                 self._draft_budget.note_drafts()
 
     def _can_be_repeated(self, step: Step, *, is_all_decodes: bool) -> bool:
-        """Whether the requests of a step can only do the same again when their turn comes."""
-        # A step with drafts is never the same again.
+        """Whether the step can be repeated: its requests can only decode again."""
+        # Steps with draft tokens differ in their numbers of tokens.
         if not self._repeats_steps or (self._has_placeholders and step.message.num_drafts_wanted):
             return False
         if self._last_draft_step_id in self._in_flight.steps:
@@ -514,7 +506,7 @@ class Scheduler:
         return all(request.may_repeat for request in step.requests)
 
     def _allocate_for(self, step: Step, rows: list[int]) -> NewBlockIds | None:
-        """By row of a step, a block of each group for these rows; None where a request would have to give way."""
+        """Allocate a block of each group for these rows of a step; None if that needed a preemption."""
         if len(rows) * len(self.kv_cache.groups) > self.kv_cache.pool.num_free_blocks:
             return None
         new_block_ids: NewBlockIds = [None] * len(step.requests)
@@ -524,16 +516,16 @@ class Scheduler:
                 new_block_ids[row] = self.kv_cache.allocate_slots(request, 1)
             except Exception as error:
                 self._break_off(request, error)
-                # No message will name the blocks that the rows before it got.
+                # No message will have the new blocks of the rows before it.
                 for named in rows[: rows.index(row)]:
                     self._in_flight.rewind_between_steps(step.requests[named])
                 return None
         return new_block_ids
 
     def _share_next(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Sequence[KVCacheBlock]:
-        """Let others find what the request's next tokens fill, from the step on that computes them.
+        """Cache the blocks that the request's next tokens fill, for requests of the same step on.
 
-        Attention backends promise it of requests of more than one token only.
+        Attention backends support that for prefill chunks of more than one token only.
         """
         if num_tokens == 1 or not self.kv_cache.shares_in_step:
             return ()

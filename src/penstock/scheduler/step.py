@@ -1,4 +1,4 @@
-"""A step in flight as lists of its requests, and the one that is put together within its budget of tokens."""
+"""Steps: a step in flight as parallel lists, its builder, and decode steps that repeat one another."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.kv_cache_manager import PrefixHit
 from penstock.scheduler.request import Request
 
-# By row of a step, the blocks per group that its request gets; empty where no request gets any.
+# New block ids per row of a step and KV cache group; empty where no request gets any.
 NewBlockIds: TypeAlias = list[tuple[list[int], ...] | None]
 _NO_BLOCKS: Mapping[int, Sequence[KVCacheBlock]] = MappingProxyType({})
 
 
 class Step(msgspec.Struct, gc=False):
-    """A step with tokens, from its launch until its results: parallel lists of its requests, in scheduling order.
+    """Step with tokens, from launch to results: parallel lists of its requests, in scheduling order.
 
-    Steps that repeat one another share the lists that are equal, and messages share them too: no list is changed after
-    the launch.
+    Repeated steps and messages share equal lists: no list changes after the launch.
 
-    num_computed_tokens: per request, positions whose KV is in the cache after the step; an upper bound where there are
-        drafts, or where an earlier step in flight had some.
-    max_new_tokens: per request, tokens that the step samples, one more than there are drafts; 0 for a chunk that ends
-        before the last known token, and where nothing is sampled.
-    found, shared: by row, blocks that a request found when it began, and those that others may find since this step was
-        scheduled.
-    void_rows: requests that read what another request should have computed and did not; their results mean nothing.
+    num_computed_tokens: per request, positions whose KV is in the cache after the step; an upper bound with draft
+        tokens in this step or an earlier one in flight.
+    max_new_tokens: per request, draft tokens plus one; 0 for a prefill chunk that ends before the last known token, and
+        for pooling.
+    found, shared: by row, blocks of the request's prefix-cache hit, and blocks cached when this step was scheduled.
+    void_rows: rows that read blocks which a failed request did not fill; their results are dropped.
     """
 
     message: SchedulerOutput
@@ -45,13 +43,13 @@ class Step(msgspec.Struct, gc=False):
 
     @property
     def step_id(self) -> int:
-        """The step's number, which messages go by."""
+        """Step id of the message."""
         return self.message.step_id
 
     def repeated(self, step_id: int, new_block_ids: NewBlockIds, clears_blocks: bool) -> Step:
-        """The step that runs the next token of each of these requests, where each ran one token and sampled one.
+        """Return the next decode step of the same requests.
 
-        Its message says that it repeats this one, unless some requests were new to the worker.
+        Its message refers to this step, unless some requests were new to the worker.
         """
         message, req_ids, num_computed_tokens = self.message, self.req_ids, self.num_computed_tokens
         repeats_step_id = None if message.scheduled_new_reqs else message.step_id
@@ -69,7 +67,7 @@ class Step(msgspec.Struct, gc=False):
         return Step(message, self.requests, req_ids, [count + 1 for count in num_computed_tokens], self.max_new_tokens)
 
     def reordered(self, rows: Sequence[int]) -> Step:
-        """The same step with its rows in another order, for its results to be taken in."""
+        """Return the step with its rows in the order of its results."""
         return replace(
             self,
             requests=[self.requests[row] for row in rows],
@@ -82,12 +80,47 @@ class Step(msgspec.Struct, gc=False):
         )
 
 
-class StepBuilder:
-    """Collects the requests of one step, within its budget of tokens: those that the worker holds, then new ones.
+class DecodeSteps:
+    """Decode steps of the same requests, one token each, scheduled by repeating the last one.
 
-    max_num_reqs: that it may run. is_all_decodes: whether every request so far has run a single token, and sampled one.
-    waits_for_blocks: whether a request stays out since its blocks become free with the steps in flight; those after it
-        must not take them.
+    Its requests are all that run, or one microbatch of several. The step may be repeated `num_left` times: until a
+    request reaches its length limit. A request that comes, ends or is preempted ends the repetition.
+
+    step: the last one. runs_ahead: whether it may be repeated before its results are there.
+    due: rows that need a block for the next step, by the value of `num_left` at that time.
+    """
+
+    __slots__ = ("due", "num_left", "runs_ahead", "step")
+
+    def __init__(self, step: Step, *, runs_ahead: bool, num_steps: int) -> None:
+        """num_steps: steps until the draft budget decides again."""
+        self.step = step
+        self.runs_ahead = runs_ahead
+        rows = zip(step.requests, step.num_computed_tokens, strict=True)
+        self.num_left = min(num_steps, *(request.length_limit - 1 - num_tokens for request, num_tokens in rows))
+        self.due: dict[int, list[int]] = {}
+        self._note_capacity(range(len(step.requests)))
+
+    def advance(self, step: Step) -> None:
+        """Note the step that repeats the last one."""
+        self.step = step
+        rows = self.due.pop(self.num_left, None)
+        self.num_left -= 1
+        if rows is not None:
+            self._note_capacity(rows)
+
+    def _note_capacity(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            num_steps = self.step.requests[row].kv_capacity - self.step.num_computed_tokens[row]
+            self.due.setdefault(self.num_left - num_steps, []).append(row)
+
+
+class StepBuilder:
+    """Builder of one step within the token budget: requests that the worker holds, then new ones.
+
+    max_num_reqs: limit of requests. is_all_decodes: whether every row so far is a decode of a single token.
+    waits_for_blocks: whether a request was left out until steps in flight free its blocks; later ones must not take
+        them.
     """
 
     __slots__ = (
@@ -138,7 +171,7 @@ class StepBuilder:
         hit: PrefixHit,
         shared: Sequence[KVCacheBlock],
     ) -> None:
-        """Run tokens of a request that the worker does not hold, behind the cached prefix that it found.
+        """Add a request that is new to the worker, behind its prefix-cache hit.
 
         block_ids: all its blocks.
         """
@@ -164,7 +197,7 @@ class StepBuilder:
         new_block_ids: tuple[list[int], ...] | None,
         shared: Sequence[KVCacheBlock] = (),
     ) -> None:
-        """Run tokens of a request that the worker holds; `new_block_ids` are None if it got none."""
+        """Add a request that the worker holds. new_block_ids: None without new blocks."""
         num_computed_tokens = request.num_computed_tokens
         self._add(request, num_computed_tokens, num_tokens, shared)
         self._new_block_ids.append(new_block_ids)
@@ -172,16 +205,16 @@ class StepBuilder:
 
     @property
     def can_take_others(self) -> bool:
-        """Whether it runs nothing so far, and no request waits for blocks or had to give some away."""
+        """Whether the step is empty, and no request waits for blocks or was preempted."""
         return not (self.requests or self.waits_for_blocks or self.preempted_req_ids)
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many requests as it may have."""
+        """Whether the limit of requests is reached."""
         return len(self.requests) >= self.max_num_reqs
 
     def build(self, finished_req_ids: set[str], num_drafts_wanted: int, *, clears_blocks: bool = False) -> Step:
-        """The step and its message to the worker."""
+        """Return the step with its message to the worker."""
         new_block_ids = self._new_block_ids
         message = SchedulerOutput(
             step_id=self._step_id,
@@ -210,7 +243,7 @@ class StepBuilder:
         )
 
     def _add(self, request: Request, num_computed_tokens: int, num_tokens: int, shared: Sequence[KVCacheBlock]) -> None:
-        """Add a row, as if all drafts were accepted. The launch moves the request ahead."""
+        """Add a row, counted as if all draft tokens were accepted. The launch advances the request."""
         num_computed_tokens += num_tokens
         max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - request.num_output_placeholders
         if max_new_tokens > 1:
@@ -232,15 +265,15 @@ class StepBuilder:
 def void_rows_that_read_lost_blocks(
     failed: set[Request], steps: Iterable[Step]
 ) -> tuple[set[KVCacheBlock], set[Request]]:
-    """Void what was computed from blocks that requests in `failed` should have filled, and what was computed from that.
+    """Void the rows that read blocks which failed requests did not fill, transitively.
 
-    steps: all since these requests computed nothing, in order. Returns the blocks that do not hold what they were
-    shared for, and the requests that read them.
+    steps: all steps since the failure, in order. Returns the blocks without their content, and the requests that read
+    them.
     """
     lost_blocks: set[KVCacheBlock] = set()
     misled: set[Request] = set()
     for step in steps:
-        # A request that found a block comes after the one that shared it.
+        # A request comes after those whose blocks it found.
         for row, request in enumerate(step.requests):
             if request not in failed:
                 if request not in misled and lost_blocks.isdisjoint(step.found.get(row, ())):

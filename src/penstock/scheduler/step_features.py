@@ -1,4 +1,4 @@
-"""Features with a side of their own in the scheduler: they add parts to the messages of steps, and read results."""
+"""Scheduler side of features that add parts to the messages of steps and read parts of results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class StepFeature(ABC):
-    """The scheduler's side of a feature."""
+    """Interface of a feature in the scheduler."""
 
     def request_added(self, request: Request) -> None:  # noqa: B027
-        """Look at a request that waits from now on; it may be made to wait for something of the feature's."""
+        """Note a new waiting request; the feature may call `wait_for` on it."""
 
     def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
-        """Whether a budget of the feature's lets a waiting request begin in a step that runs these others so far.
+        """Whether the feature's budget admits a waiting request to a step with these requests so far.
 
         A request that is not admitted waits, and so do those behind it.
         """
@@ -29,16 +29,16 @@ class StepFeature(ABC):
 
     @abstractmethod
     def part_of_step(self, message: SchedulerOutput) -> Part | None:
-        """The part for the workers of a step that is about to be launched; None where the feature has none for it."""
+        """Return the feature's part of a step's message before its launch; None without one."""
 
     def take_results(self, message: SchedulerOutput, results: ModelRunnerOutput) -> None:  # noqa: B027
-        """Take in the parts of a step's results, before its tokens are."""
+        """Take in the parts of a step's results, before its tokens."""
 
     def workers_replaced(self) -> None:  # noqa: B027
-        """Expect no results of earlier steps: they are lost with the workers, as is the KV cache."""
+        """Note that workers were replaced: results of earlier steps and the KV cache are lost."""
 
 
-# Makes a feature of one scheduler.
+# Creates the feature for one scheduler.
 StepFeatureFactory = Callable[["Scheduler"], StepFeature]
 _registered: list[StepFeatureFactory] = []
 
@@ -53,5 +53,5 @@ def register_step_feature(factory: StepFeatureFactory) -> None:
 
 
 def registered_step_features() -> tuple[StepFeatureFactory, ...]:
-    """Factories of the features that plugins registered, in order."""
+    """Return the registered factories, in order."""
     return tuple(_registered)

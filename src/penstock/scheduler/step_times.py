@@ -1,4 +1,4 @@
-"""How long a step takes by its number of tokens: measured by the workers at start, and corrected by what steps took."""
+"""Step time by number of tokens: measured at start, corrected by observed steps."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from statistics import median
 
 import numpy as np
 
-# Steps that are remembered: without drafts, and with them; and after how many of these they are looked at again.
+# Window of observed steps without and with draft tokens; and steps between two fits.
 _NUM_PLAIN, _NUM_SPECULATING, _NUM_BETWEEN = 9, 32, 4
 
 
 class StepTimes:
-    """costs: (tokens, seconds) of steps, as workers have measured them; none stands for steps of equal length.
+    """Model of step times. costs: (tokens, seconds), as measured by the workers; empty means equal times.
 
-    What real steps take beyond that is learned from the last ones: of steps without drafts their median; of others a
-    line over their number of drafts. A few slow steps, as where others use the machine too, change neither.
+    The time beyond the measured one is learned from the last steps: a median for steps without draft tokens, a line
+    over the number of draft tokens for the others. Both are robust against a few slow steps.
     """
 
     def __init__(self, costs: Sequence[tuple[int, float]]) -> None:
         by_size = sorted(costs) or [(1, 1.0)]
         self._sizes = np.array([size for size, _ in by_size], dtype=np.float64)
-        # A measure may be too long, but not too short: fewer tokens never take more, nor twice as many more than twice.
+        # Noise only makes measured times longer: fewer tokens never take longer, nor twice as many more than twice.
         self._seconds = np.minimum.accumulate([seconds for _, seconds in reversed(by_size)])[::-1].copy()
         for index in range(1, len(by_size)):
             most = self._seconds[index - 1] * self._sizes[index] / self._sizes[index - 1]
@@ -30,9 +30,9 @@ class StepTimes:
         self._slope = 0.0
         if len(by_size) > 1:
             self._slope = float(np.diff(self._seconds[-2:])[0] / np.diff(self._sizes[-2:])[0])
-        # Of steps that were noted, as measured, by their number of tokens.
+        # Measured time by number of tokens, cached.
         self._of_one_size: dict[int, float] = {}
-        # Seconds beyond the measure of steps without drafts; drafts of the others, and the same of these.
+        # Seconds beyond the measured time: steps without draft tokens; draft tokens and seconds of the others.
         self._plain: deque[float] = deque(maxlen=_NUM_PLAIN)
         self._drafts: deque[float] = deque(maxlen=_NUM_SPECULATING)
         self._speculating: deque[float] = deque(maxlen=_NUM_SPECULATING)
@@ -40,7 +40,7 @@ class StepTimes:
         self._fixed = self._each = 0.0
 
     def note(self, num_reqs: int, num_drafts: int, seconds: float, *, speculates: bool) -> None:
-        """What a step took, from its decision to its results. speculates: it verified drafts, or made some."""
+        """Note the time of a step from scheduling to its results. speculates: it verified or made draft tokens."""
         num_tokens = num_reqs + num_drafts
         if num_tokens not in self._of_one_size:
             self._of_one_size[num_tokens] = float(self._by_size(np.array([num_tokens]))[0])
@@ -55,7 +55,7 @@ class StepTimes:
         self._num_noted += 1
 
     def seconds(self, num_reqs: int, most_drafts: int) -> np.ndarray:
-        """float64 [1 + most_drafts], of steps in which so many requests decode, by the number of their drafts."""
+        """Return expected step times of so many decodes by number of draft tokens: float64 [1 + most_drafts]."""
         plain = self._more_plain
         num_drafts = np.arange(1 + most_drafts)
         seconds = self._by_size(num_reqs + num_drafts)
@@ -68,10 +68,10 @@ class StepTimes:
         return median(self._plain) if self._plain else 0.0
 
     def _draw_line(self) -> tuple[float, float]:
-        """What steps that speculate take beyond the measure: in any case, and for each draft, which is never negative.
+        """Fit seconds beyond the measured time of speculating steps: constant, and per draft token (not negative).
 
-        By medians of what pairs of steps say (Theil and Sen). Steps without drafts are among them, half as many: they
-        tell what each draft takes even if all other steps have had the same number of them.
+        Theil-Sen estimator over pairs of steps. Steps without draft tokens are included, half as many, so that the
+        slope is known even if all other steps had equally many draft tokens.
         """
         num_plain = -(-len(self._drafts) // 2)
         drafts = np.array([*self._drafts, *[0.0] * num_plain])

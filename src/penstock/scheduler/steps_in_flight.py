@@ -1,4 +1,4 @@
-"""The steps whose results have not arrived: their launch, their results, and what is rewound."""
+"""Steps in flight: launch, results, and preemption of their requests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import logprobs_of_rows, make_output, take_prompt_logprobs, tokens_to_end
 from penstock.scheduler.step import Step, void_rows_that_read_lost_blocks
 
-# Looked up for every request of a step.
+# Local names for the hot path.
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
-# Requests that an error names of a step.
+# Maximum number of requests named in an error.
 _NUM_NAMED = 5
 
 
 class StepsInFlight:
-    """Steps with tokens that were launched, oldest first, and the one place where the counts of requests change.
+    """Launched steps with tokens, oldest first; the only place where token counts of requests change.
 
-    `launch` moves the requests of a step ahead, as if it were done and all its drafts accepted; `settle` takes its
-    results in, which come in the order of steps, each once; `rewind` takes back what a step did not bring after all.
+    `launch` advances the requests of a step as if it were done and all draft tokens accepted; `settle` takes in its
+    results, in step order, each once; `rewind` undoes the advance of a preempted request.
 
-    steps: by step id. spec_decode_metrics: acceptance of all drafts so far.
-    had_nan: whether blocks may hold NaN, since some request's logits were not finite.
+    steps: by step id. spec_decode_metrics: acceptance of all draft tokens so far.
+    had_nan: whether blocks may hold NaN, since a request had non-finite logits.
     """
 
     def __init__(self, requests: RequestLists, kv_cache: KVCacheManager, draft_budget: DraftBudget) -> None:
@@ -46,7 +46,7 @@ class StepsInFlight:
         return any(request in step.requests for step in self.steps.values())
 
     def launch(self, step: Step) -> None:
-        """Move the requests of a step ahead of its results; the tokens that it samples are placeholders until then."""
+        """Advance the requests of a step; its sampled tokens are placeholders until the results."""
         step_id = step.message.step_id
         self.steps[step_id] = step
         self._kv_cache.pool.note_launched(step_id)
@@ -57,10 +57,10 @@ class StepsInFlight:
             request.num_output_placeholders += max_new_tokens
 
     def settle(self, message: SchedulerOutput, results: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Take in a step's results; one output per request that got tokens or ended, in batch order.
+        """Take in a step's results; return one output per request with new tokens or an end, in batch order.
 
-        Results of steps that were dropped are ignored. Raises LifecycleError when the results are not of this step,
-        name a request that it did not hold, or are not those that are due next.
+        Results of dropped steps are ignored. Raises LifecycleError for results of another step, of an unknown request,
+        or out of order.
         """
         step = self._take_due(message, results)
         if step is None:
@@ -83,7 +83,7 @@ class StepsInFlight:
             token_ids, first_rows = [[]] * len(step.requests), _first_logprobs_rows(results)
         outputs: list[EngineCoreOutput] = []
         rows = range(len(step.requests))
-        # A keyword of zip takes as long as ten requests.
+        # The keyword `strict` takes as long as ten requests.
         for row, request, max_new_tokens, new_token_ids in zip(  # noqa: B905
             rows, step.requests, step.max_new_tokens, token_ids
         ):
@@ -105,7 +105,7 @@ class StepsInFlight:
                         continue
                     output, new_token_ids = settled, settled.new_token_ids
                 known_token_ids += new_token_ids
-                # All but the last are computed, whether or not steps in flight have computed more.
+                # All known tokens but the last are computed.
                 if len(known_token_ids) > request.next_cache_at:
                     self._kv_cache.cache_blocks(request, len(known_token_ids) - 1)
                 if output.finish_reason is not None:
@@ -116,19 +116,19 @@ class StepsInFlight:
         return outputs
 
     def rewind(self, request: Request) -> None:
-        """Preempt a running request, which begins anew with its known tokens. The step must tell the worker."""
+        """Preempt a running request, which restarts with its known tokens. The step must name it to the worker."""
         self._requests.preempt(request)
         request.num_computed_tokens = 0
 
     def rewind_between_steps(self, request: Request) -> None:
-        """Preempt a running request; the next step tells the worker."""
+        """Preempt a running request; the next step names it to the worker."""
         self.rewind(request)
         self._requests.finished_req_ids.add(request.req_id)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Give a waiting request blocks for its first tokens, behind a cached prefix; False where there is no room.
+        """Allocate blocks for the first tokens of a waiting request, behind its prefix-cache hit; False if it fails.
 
-        Admission goes by the same room, so the request finds what its other tokens need unless others take it before.
+        Requires room for all its tokens, as admission does.
         """
         hit = self._kv_cache.get_computed_blocks(request)
         num_new_tokens = self._kv_cache.whole_blocks(min(num_tokens, request.num_tokens - 1)) - hit.num_tokens
@@ -140,22 +140,22 @@ class StepsInFlight:
         return True
 
     def note_loaded(self, request: Request, num_tokens: int) -> None:
-        """So many leading tokens of a waiting request have their keys and values in its blocks; 0 gives these back."""
+        """Note how many leading tokens of a waiting request have their KV in its blocks; 0 frees the blocks."""
         if num_tokens <= 0:
             self._kv_cache.free(request)
             request.num_computed_tokens = 0
         else:
-            # Blocks are cleared, where that is due, unless they are full; and one token at least must run.
+            # Only full blocks, since others may be cleared; and at least one token must run.
             num_loaded = self._kv_cache.whole_blocks(min(num_tokens, request.num_tokens - 1))
             request.num_computed_tokens = max(request.num_computed_tokens, num_loaded)
 
     def rewind_waiting(self) -> None:
-        """Let requests that wait hold no blocks."""
+        """Free the reserved blocks of all waiting requests."""
         for request in self._requests.waiting_holders():
             self.note_loaded(request, 0)
 
     def rewind_all(self, next_step_id: int) -> None:
-        """Preempt all requests, and ignore the results of steps before this one, which are lost with their worker."""
+        """Preempt all requests and drop the results of steps before this one, lost with their worker."""
         self.steps.clear()
         self._first_valid_step_id = next_step_id
         self.had_nan = False
@@ -166,7 +166,7 @@ class StepsInFlight:
             request.num_output_placeholders = 0
 
     def _take_due(self, message: SchedulerOutput, results: ModelRunnerOutput) -> Step | None:
-        """The step whose results are due; None when there is nothing to take in."""
+        """Return the step of these results; None for a dropped step or one without tokens."""
         step_id = message.step_id
         if results.step_id != step_id:
             raise LifecycleError(
@@ -186,7 +186,7 @@ class StepsInFlight:
         return self.steps.pop(step_id)
 
     def _void_lost_blocks(self, step: Step, results: ModelRunnerOutput) -> None:
-        """Let requests begin anew that read blocks which the failed requests of this step did not fill."""
+        """Restart requests that read blocks which failed requests of this step did not fill."""
         served = set(results.req_ids).difference(results.errors)
         failed = {request for req_id, request in zip(step.req_ids, step.requests, strict=True) if req_id not in served}
         lost_blocks, misled = void_rows_that_read_lost_blocks(failed, [step, *self.steps.values()])
@@ -200,9 +200,9 @@ class StepsInFlight:
     def _settle_row(
         self, step: Step, row: int, results: ModelRunnerOutput, first_rows: Sequence[int]
     ) -> EngineCoreOutput | None:
-        """Take in one request's part of a step, up to its new tokens, which the output has.
+        """Take in one row of the results; the caller appends the new tokens of the output.
 
-        first_rows: by row, the first one of its log-probabilities.
+        first_rows: by row, its first row of log-probabilities.
         """
         request, max_new_tokens = step.requests[row], step.max_new_tokens[row]
         if row in step.void_rows:
@@ -269,7 +269,7 @@ class StepsInFlight:
 
 
 def _rows_in_order(step: Step, req_ids: Sequence[str]) -> list[int]:
-    """The rows of a step in the order of its results, which may leave some out; those come last."""
+    """Return the rows of a step in the order of its results; rows without results come last."""
     rows = {req_id: row for row, req_id in enumerate(step.req_ids)}
     in_order = []
     for req_id in req_ids:
@@ -280,14 +280,14 @@ def _rows_in_order(step: Step, req_ids: Sequence[str]) -> list[int]:
 
 
 def _first_logprobs_rows(results: ModelRunnerOutput) -> Sequence[int]:
-    """By request of a step, the first row of its log-probabilities; empty where there are none."""
+    """Return each row's first row of log-probabilities; empty without log-probabilities."""
     if not isinstance(results, SampledOutput) or results.logprobs is None:
         return ()
     return list(accumulate(map(len, results.sampled_token_ids), initial=0))
 
 
 def _named(step_id: int, req_ids: Collection[str]) -> str:
-    """A step with its requests, of which there may be many."""
+    """Describe a step with its first requests, for errors."""
     first = ", ".join(islice(req_ids, _NUM_NAMED))
     more = f" and {len(req_ids) - _NUM_NAMED} more" if len(req_ids) > _NUM_NAMED else ""
     return f"step {step_id} (requests {first}{more})" if first else f"step {step_id} (no requests)"
