@@ -129,5 +129,5 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
     class OddSpec:
         block_size = 4
 
-    with pytest.raises(UnsupportedFeature, match="layers that keep a OddSpec"):
+    with pytest.raises(UnsupportedFeature, match="No KV cache group is registered for OddSpec"):
         Driver(cache_of(4, [OddSpec()]))

@@ -1,4 +1,4 @@
-"""The messages between scheduler and worker: plain data, typed, versioned, comparable. Nothing else lives here."""
+"""Messages between scheduler and worker: plain data, typed, versioned, comparable."""
 
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.codec import CONTRACT_VERSION, ContractVersionError, decode, encode

@@ -1,4 +1,4 @@
-"""Arrays in messages: bytes with a dtype and a shape, instead of a list with an object for each number."""
+"""Arrays in messages: bytes with a dtype and a shape, cheaper than lists of numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ArrayBytes(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Any) -> ArrayBytes:
-        """The bytes of an array of numpy, or of what it takes for one."""
+        """Serialise an array, or anything that `numpy.asarray` accepts."""
         import numpy as np
 
         array = np.asarray(values)
@@ -30,7 +30,7 @@ class ArrayBytes(msgspec.Struct, frozen=True, kw_only=True):
         return cls(dtype=array.dtype.name, shape=array.shape, data=data)
 
     def to_numpy(self) -> np.ndarray:
-        """The array, which cannot be written to. Raises ValueError where there are more or fewer bytes."""
+        """Return the read-only array. Raises ValueError for a wrong number of bytes."""
         import numpy as np
 
         return np.frombuffer(self.data, np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)

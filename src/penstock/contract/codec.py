@@ -1,4 +1,4 @@
-"""Messages as bytes: msgpack, behind a version that both sides check."""
+"""Codec of messages: msgpack behind a version header."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import msgspec
 from penstock.contract.parts import read_custom
 from penstock.errors import InvalidParameter, PenstockError
 
-# Belongs to the form of the messages: tests/contract/test_version.py tells when it has to be raised.
+# Version of the message format: tests/contract/test_version.py fails when it must be raised.
 CONTRACT_VERSION = 4
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
 
 
 class ContractVersionError(PenstockError):
-    """A message written by another version of the contract, or no message at all."""
+    """Bytes of another contract version, or no message at all."""
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The message as bytes, readable by `decode` with the same type."""
+    """Encode a message for `decode` with the same type."""
     return _PREFIX + CONTRACT_VERSION.to_bytes(2, "little") + msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes, message_type: type[_Message]) -> _Message:
-    """The message that `encode` wrote.
+    """Decode a message of `encode`.
 
-    Raises ContractVersionError when the bytes are of another version or damaged, or have a part that is not registered.
+    Raises ContractVersionError for bytes of another version, damaged bytes, or an unregistered part.
     """
     header = len(_PREFIX) + 2
     if len(data) < header or not data.startswith(_PREFIX):
@@ -35,7 +35,7 @@ def decode(data: bytes, message_type: type[_Message]) -> _Message:
     version = int.from_bytes(data[len(_PREFIX) : header], "little")
     if version != CONTRACT_VERSION:
         raise ContractVersionError(
-            f"This {message_type.__name__} has contract version {version}, but this program speaks {CONTRACT_VERSION}. "
+            f"This {message_type.__name__} has contract version {version}, but this process uses {CONTRACT_VERSION}. "
             "Run the same version of Penstock on both sides."
         )
     try:

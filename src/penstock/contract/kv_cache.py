@@ -1,8 +1,8 @@
-"""What each layer keeps per token, how layers share block tables, and how the memory is laid out.
+"""KV cache specs of layers, groups of layers with a shared block table, and the memory layout.
 
-A *spec* says how many bytes one layer stores per block, which is a *page*, and for which positions. What is in a page
-is the layer's own matter. Layers with equal specs form a *group* that shares one block table. All groups draw block ids
-from one pool, so all pages have the same size in bytes.
+A *spec* is the KV cache layout of one layer: bytes per block (a *page*), and the positions that are kept. The attention
+backend defines a page's content. Layers with equal specs form a *group* that shares one block table. All groups draw
+block ids from one pool, so all pages have the same size in bytes.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import ClassVar, Literal, Self, TypeAlias
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-# int8 keys and values have a float32 scale for each position of each head, kept behind its block.
+# The int8 KV cache has a float32 scale per position and head, behind its block.
 SCALE_BYTES = {"int8": 4}
-# More positions than any request has: what is kept once per request is a block of so many.
+# Block size of state kept once per request: more positions than any request has.
 WHOLE_REQUEST = 1 << 30
 
 
 def head_elements(head_size: int, dtype: str) -> int:
-    """Elements of the dtype that one head's key or value takes at one position, its scale included."""
+    """Return the elements of one head's key or value at one position, its scale included."""
     return head_size + SCALE_BYTES.get(dtype, 0) // DTYPE_BYTES[dtype]
 
 
 class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of positions, in blocks of `block_size` of them: keys and values, unless a kind says otherwise.
+    """Spec of per-position KV in blocks of `block_size` positions.
 
-    num_ranks: ranks that keep the positions of a block by turns, each an equal part, with the same block ids.
+    num_ranks: decode-context-parallel ranks, each with an equal part of a block's positions, under the same block ids.
     """
 
     _vectors_per_head: ClassVar[int] = 2
@@ -41,7 +41,7 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def elements_per_head(self) -> int:
-        """Elements of the dtype that one vector of a head takes at one position."""
+        """Elements of one key or value vector of a head at one position."""
         return head_elements(self.head_size, self.dtype)
 
     @property
@@ -52,32 +52,32 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def positions_per_page(self) -> int:
-        """Of a block, those that a rank keeps."""
+        """Positions of a block on one rank."""
         return self.block_size // self.num_ranks
 
     def with_pages_of(self, page_size_bytes: int) -> Self | None:
-        """The same with more positions per block, in pages of this size; None where no number of them makes it."""
+        """Return the spec with a block size for pages of this size; None if it is no multiple."""
         ratio, rest = divmod(page_size_bytes, self.page_size_bytes)
         return None if rest else msgspec.structs.replace(self, block_size=self.block_size * ratio)
 
     def table_width(self, max_model_len: int) -> int:
-        """Blocks in a row of a block table, those that nobody reads any more included."""
+        """Return the blocks in a row of a block table, skipped ones included."""
         return math.ceil(max_model_len / self.block_size)
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Blocks that one request can hold at once, at most."""
+        """Return the maximum number of blocks that a request holds at once."""
         return self.table_width(max_model_len)
 
 
 class FullAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of every position."""
+    """Full attention: KV of every position."""
 
 
 class MLAAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
-    """One vector for every position, of which all heads make their keys and values (multi-head latent attention).
+    """Multi-head latent attention: one latent vector per position, shared by all query heads.
 
-    head_size: kv_lora_rank + qk_rope_head_dim: the compressed latent, and the part of the key that is rotated
-        (DeepSeek-V2, arXiv:2405.04434, section 2.1). There is one such head, however many query heads read it.
+    head_size: kv_lora_rank + qk_rope_head_dim: the compressed latent, and the rotary part of the key (DeepSeek-V2,
+        arXiv:2405.04434, section 2.1).
     """
 
     _vectors_per_head: ClassVar[int] = 1
@@ -86,27 +86,25 @@ class MLAAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
 
 
 class CrossAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of the encoder's positions, which all tokens of a request read.
+    """Cross attention: KV of the encoder's positions, per request, without prefix caching.
 
-    They are the request's own, since its tokens' keys and values depend on them: no prefix is looked up.
-
-    max_num_encoder_tokens: positions of the encoder that one request has, at most.
+    max_num_encoder_tokens: maximum encoder positions of a request.
     """
 
     max_num_encoder_tokens: int
 
     def table_width(self, max_model_len: int) -> int:
-        """Blocks in a row of a block table: of encoder positions, however many tokens there are."""
+        """Return the blocks of encoder positions in a row of a block table."""
         return math.ceil(self.max_num_encoder_tokens / self.block_size)
 
 
 class SlidingWindowSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of the last `sliding_window` positions (the current one included)."""
+    """Sliding window: KV of the last `sliding_window` positions (the current one included)."""
 
     sliding_window: int
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Blocks that one request can hold at once, at most."""
+        """Return the maximum number of blocks that a request holds at once."""
         positions = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
         # One more, since the window need not begin at a block's border.
         blocks = math.ceil(positions / self.block_size) + 1
@@ -114,9 +112,9 @@ class SlidingWindowSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
 
 
 class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One page for a whole request, which every step changes: a state of `state_bytes`, and padding behind it.
+    """Recurrent state: one page per request, changed by every step, without prefix caching.
 
-    Nothing of it can be shared with another request, or looked up again for a prefix.
+    state_bytes: size of the state; padding fills the page.
     """
 
     state_bytes: int
@@ -124,7 +122,7 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def block_size(self) -> int:
-        """Positions that one block stands for: all."""
+        """Positions per block: all of a request."""
         return WHOLE_REQUEST
 
     @property
@@ -133,16 +131,16 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.state_bytes + self.padding_bytes
 
     def with_pages_of(self, page_size_bytes: int) -> Self | None:
-        """The same in pages of this size, which are padded; None where the state is larger."""
+        """Return the spec padded to pages of this size; None if the state is larger."""
         padding = page_size_bytes - self.state_bytes
         return None if padding < 0 else msgspec.structs.replace(self, padding_bytes=padding)
 
     def table_width(self, max_model_len: int) -> int:
-        """Blocks in a row of a block table."""
+        """Return the blocks in a row of a block table."""
         return 1
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Blocks that one request can hold at once, at most."""
+        """Return the maximum number of blocks that a request holds at once."""
         return 1
 
 
@@ -158,21 +156,21 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation; layers of different groups share it, since no block id is in two groups at once."""
+    """Allocation shared by layers of different groups, since no block id is in two groups at once."""
 
     size_bytes: int
     shared_by: tuple[str, ...]
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole KV cache: `num_blocks` ids (id 0 is the null block, never given to a request)."""
+    """KV cache of `num_blocks` block ids (id 0 is the null block, never allocated)."""
 
     num_blocks: int
     tensors: tuple[KVCacheTensor, ...]
     groups: tuple[KVCacheGroupSpec, ...]
 
     def of_layers(self, names: Container[str]) -> KVCacheConfig:
-        """What a worker with these layers alone has of it: all groups, each with those of its layers."""
+        """Return the config of a worker with these layers alone: all groups, each with its layers there."""
 
         def kept(layer_names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in layer_names if name in names)

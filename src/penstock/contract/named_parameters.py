@@ -1,4 +1,4 @@
-"""How structs of parameters are made by hand: names are checked, and vLLM's are known."""
+"""Metaclass of parameter structs with checks of names, including those of vLLM."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from penstock.errors import InvalidParameter
 
 
 class NamedParameters(msgspec.StructMeta):
-    """The type of structs that say which name is wrong. Reading one from a message takes no notice of it.
+    """Metaclass of structs whose constructor names a wrong parameter. Decoding of messages bypasses it.
 
-    A parameter of vLLM's that the struct has not is left out where it asks for nothing; otherwise making the struct
-    raises UnsupportedParameter, naming the feature, and InvalidParameter for a name that nobody knows.
+    A parameter of vLLM that the struct does not have is ignored at its neutral value; otherwise the constructor raises
+    UnsupportedParameter, naming the feature. Unknown names raise InvalidParameter.
     """
 
     if not TYPE_CHECKING:  # Type checkers know the parameters from the struct.

@@ -1,4 +1,4 @@
-"""The checks that request parameters share, each with the house's kind of message."""
+"""Checks of request parameters, with uniform error messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_SHOWN = 200
 
 
 def shown(value: Any) -> str:
-    """A value for an error message: shortened, without lone surrogates, and never an exception of its own."""
+    """Format a value for an error message: shortened, without lone surrogates, never raising."""
     try:
         text = repr(value)
     except Exception:  # integers of too many digits, nesting that is too deep, a __repr__ that fails
@@ -29,14 +29,14 @@ def shown(value: Any) -> str:
 
 
 def invalid(name: str, value: Any, allowed: str) -> InvalidParameter:
-    """The error for a value that is not allowed."""
+    """Return the error for a value that is not allowed."""
     return InvalidParameter(f"{name}={shown(value)} is not valid. Allowed: {allowed}.")
 
 
 def check_sendable(fields: Mapping[str, Any]) -> None:
-    """Raise InvalidParameter, naming the field, for a value that no message to a core or a worker can hold.
+    """Raise InvalidParameter, naming the field, for a value that cannot be serialised.
 
-    That is text with lone surrogates, an integer of more than 64 bits, or too deep nesting, wherever it is.
+    That is text with lone surrogates, an integer of more than 64 bits, or too deep nesting, at any level.
     """
     try:
         msgspec.msgpack.encode(fields)
@@ -57,7 +57,7 @@ def check_sendable(fields: Mapping[str, Any]) -> None:
 
 
 def _parts(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Parts of a value, each with its path; a part that is nested deeper than `depth` stays whole."""
+    """Yield the leaves of a nested value with their paths; a part deeper than `depth` stays whole."""
     if isinstance(value, msgspec.Struct):
         value = {f".{field}": getattr(value, field) for field in value.__struct_fields__}
         inner = [(f"{path}{field}", part) for field, part in value.items()]
@@ -104,7 +104,7 @@ def check_member(name: str, value: Any, choices: type[Enum]) -> None:
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids as a tuple, empty for None; raises InvalidParameter for anything else."""
+    """Convert a list of token ids to a tuple, empty for None; raise InvalidParameter for anything else."""
     if value is None:
         return ()
     allowed = "a list of token ids, each 0 or more"
@@ -117,7 +117,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """A list of non-empty lists of token ids as tuples; raises InvalidParameter for anything else."""
+    """Convert a list of non-empty lists of token ids to tuples; raise InvalidParameter for anything else."""
     if value is None:
         return ()
     if not isinstance(value, (tuple, list)):
@@ -129,7 +129,7 @@ def token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """A text or a list of them as a tuple; raises InvalidParameter for anything else, an empty text included."""
+    """Convert a text or a list of texts to a tuple; raise InvalidParameter for anything else, or an empty text."""
     if value is None:
         return ()
     listed = (value,) if isinstance(value, str) else value
@@ -139,7 +139,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def biases(name: str, value: Any, limit: float) -> dict[int, float] | None:
-    """Token ids with what is added to their logits; ids may be written as text, as JSON has no other keys."""
+    """Convert a mapping from token ids to logit biases; ids may be text, as in JSON."""
     if value is None:
         return None
     allowed = f"token ids, each 0 or more, with numbers from {-limit:g} to {limit:g}"
@@ -157,11 +157,11 @@ def biases(name: str, value: Any, limit: float) -> dict[int, float] | None:
 
 
 def plain_data(name: str, value: Any) -> dict[str, Any] | None:
-    """A dictionary of what JSON can say, by name: it must survive being sent to a worker."""
+    """Return a dictionary of JSON-like data; raise InvalidParameter for anything else."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise invalid(name, value, "a dictionary from a logits processor's name to what it is given")
+        raise invalid(name, value, "a dictionary from a logits processor's name to its arguments")
     if not _is_plain(value, MAX_DEPTH):
         allowed = "numbers, texts, True, False, None, and lists and dictionaries of these"
         raise invalid(name, value, f"{allowed}, nested {MAX_DEPTH} levels at most")

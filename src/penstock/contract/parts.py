@@ -1,4 +1,4 @@
-"""Parts of messages by feature: typed data that a feature or a plugin adds to requests, steps and results.
+"""Message parts: typed data that a feature or a plugin adds to requests, steps and results.
 
     class AdapterPart(Part, frozen=True, kw_only=True):
         feature = "adapter"
@@ -23,21 +23,20 @@ from penstock.errors import ConfigError, InvalidParameter
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the parts that one feature adds to messages.
+    """Base of message parts. feature: key of the part in messages.
 
-    feature: its name in messages. may_repeat: whether a step may be repeated that has this part itself, or a request
-        that came with it.
+    may_repeat: whether a step with this part, or with a request that has it, may be repeated.
     """
 
     feature: ClassVar[str]
     may_repeat: ClassVar[bool] = True
 
     def anonymous(self) -> str:
-        """The part in logs and recordings of steps: nothing that may be a user's text."""
+        """Describe the part for logs and recordings, without a user's data."""
         return type(self).__name__
 
     def block_keys(self) -> tuple[str, ...]:
-        """Values that cached prefixes of a request with this part depend on: requests with equal ones share them."""
+        """Return extra keys of block hashes: only requests with equal keys share cached prefixes."""
         return ()
 
 
@@ -46,16 +45,16 @@ _types: dict[str, type[Part]] = {}
 
 
 class Parts(dict[str, Part]):
-    """Parts of a message by the name of their feature."""
+    """Parts of a message by feature."""
 
     @classmethod
     def of(cls, parts: Iterable[Part]) -> Parts:
-        """Parts under their features' names."""
+        """Collect parts by feature."""
         return cls((part.feature, part) for part in parts)
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Parts:
-        """Parts from plain data, or from parts. Raises InvalidParameter for an unknown feature or wrong data."""
+        """Convert plain data, or parts. Raises InvalidParameter for an unknown feature or wrong data."""
         parts = cls()
         for name, value in data.items():
             part_type = _types.get(name)
@@ -72,18 +71,18 @@ class Parts(dict[str, Part]):
 
     @property
     def may_repeat(self) -> bool:
-        """Whether a step with all of these may be repeated."""
+        """Whether all parts allow repeated steps."""
         return all(part.may_repeat for part in self.values())
 
     def anonymous(self) -> str:
-        """All parts in logs."""
+        """Describe all parts for logs."""
         return ", ".join(part.anonymous() for part in self.values())
 
 
 def register_part(part_type: type[_AnyPart]) -> type[_AnyPart]:
-    """Let messages carry parts of this type. A plugin may call it again; usable as a decorator.
+    """Register a part type; idempotent, and usable as a decorator.
 
-    Raises ConfigError when another type has this feature's name.
+    Raises ConfigError if another type has the same feature name.
     """
     known = _types.setdefault(part_type.feature, part_type)
     if (known.__module__, known.__qualname__) != (part_type.__module__, part_type.__qualname__):
@@ -93,13 +92,13 @@ def register_part(part_type: type[_AnyPart]) -> type[_AnyPart]:
 
 
 def part_of(parts: Parts | None, part_type: type[_AnyPart]) -> _AnyPart | None:
-    """The part of this type among those of a message, None if it has none."""
+    """Return the part of this type, or None."""
     part = None if parts is None else parts.get(part_type.feature)
     return part if isinstance(part, part_type) else None
 
 
 def read_custom(wanted: type, data: Any) -> Any:
-    """Hook of the codec for types that msgspec does not know."""
+    """Decoding hook of msgspec for `Parts`."""
     if wanted is Parts:
         return Parts.read(data)
     raise NotImplementedError(f"Messages cannot carry {wanted}.")

@@ -1,4 +1,4 @@
-"""What a worker answers."""
+"""Results of a step from the worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.contract.parts import Parts
 
 
 class LogprobsLists(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of tokens, a row for each.
+    """Log-probabilities, one row per token.
 
     logprob_token_ids, logprobs: [rows][1 + max_num_logprobs]; column 0 is the sampled token, then the most likely.
     sampled_token_ranks: 1-based rank of the sampled token, the number of logits at least as large as its own.
@@ -23,12 +23,12 @@ class LogprobsLists(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """What the results of all steps have.
+    """Base of step results.
 
-    req_ids: the step's requests in batch order, as they were when the step was launched.
+    req_ids: the step's requests in batch order at its launch.
     errors: requests that this step could not serve, with the reason; the others are unaffected.
-    not_finite_req_ids: those of them whose logits were not finite, so that their KV may hold NaN.
-    parts: what features on the worker's side tell those on the scheduler's.
+    not_finite_req_ids: failed requests with non-finite logits, whose KV may hold NaN.
+    parts: data of features from the worker to the scheduler.
     """
 
     step_id: int
@@ -39,12 +39,12 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class SampledOutput(StepResult, frozen=True, kw_only=True, tag="sampled"):
-    """The result of a step of an engine that generates.
+    """Result of a step with sampling.
 
-    sampled_token_ids: per request, its new tokens; empty for a prefill that is not finished.
-    logprobs: a row for each of these tokens, one request's after another's; None when no request asked.
-    prompt_logprobs: for requests that asked, those of the prompt's tokens that follow the ones of this step; a prompt
-        that takes several steps has its rows in all of them. Rows may be wider than the request asked for.
+    sampled_token_ids: new tokens per request; empty for a partial prefill.
+    logprobs: one row per new token, in the order of the requests; None if not requested.
+    prompt_logprobs: rows of the prompt tokens that follow those of this step, by request; a prefill of several chunks
+        has rows in each. Rows may be wider than the request asked for.
     """
 
     sampled_token_ids: list[list[int]] = []
@@ -53,18 +53,18 @@ class SampledOutput(StepResult, frozen=True, kw_only=True, tag="sampled"):
 
 
 class PooledOutput(StepResult, frozen=True, kw_only=True, tag="pooled"):
-    """The result of a step of an engine that pools.
+    """Result of a step of a pooling model.
 
-    pooled: per request, what became of its hidden states; None for a prompt that is not finished.
+    pooled: pooled hidden states per request; None for a partial prefill.
     """
 
     pooled: list[ArrayBytes | None] = []
 
 
 class DraftTokenIds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's speculator thinks that requests go on with, after all tokens sampled so far.
+    """Draft tokens after all tokens sampled so far.
 
-    req_ids: of any requests that the worker holds. draft_token_ids: for each of them, in order.
+    req_ids: requests that the worker holds. draft_token_ids: per request, in order.
     """
 
     req_ids: list[str] = []

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen, and what it wants to be told about them."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MAX_N = 16_384
 SMALLEST_TEMPERATURE = 0.01
 LARGEST_BIAS = 100.0
 ALL_LOGPROBS = -1
-# The name, among `extra_args`, of what the front end makes of thinking_token_budget.
+# Key in `extra_args` of the front end's form of thinking_token_budget.
 THINKING_BUDGET = "thinking_budget"
 
 
 class RequestOutputKind(Enum):
-    """What a stream's outputs hold: everything so far, only what is new, or nothing before the end."""
+    """Content of a stream's outputs: everything so far, only new tokens, or a final output only."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -34,7 +34,7 @@ class RequestOutputKind(Enum):
 class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request, with the names and defaults that users of vLLM know.
 
-    A field can be set later; it is checked like a new one, and requests that were given keep what they were given.
+    A field can be set later, with the same checks; running requests are not affected.
 
     Which tokens:
     n: number of outputs for the prompt.
@@ -52,9 +52,9 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
     bad_words: texts that are not generated.
     structured_outputs: the form that the output must have, such as a JSON schema; a dictionary of its fields will do.
     thinking_token_budget: tokens after the begin of thinking at which its end is forced; None or -1 for no limit.
-    num_speculative_tokens: drafts of this request in a step, at most, where the engine speculates; 0 for none, None to
-        leave it to the engine.
-    extra_args: by the name of a custom logits processor, what this request gives it; plain data.
+    num_speculative_tokens: maximum draft tokens of this request per step, with speculative decoding; 0 for none, None
+        for the engine's setting.
+    extra_args: arguments of custom logits processors by name; plain data.
 
     When it ends:
     stop: texts that end generation. include_stop_str_in_output: whether the output keeps the one that ended it.
@@ -70,14 +70,14 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
     detokenize: whether the output has text. skip_special_tokens: whether the text leaves out special tokens.
     spaces_between_special_tokens: whether the text has spaces between special tokens.
     truncate_prompt_tokens: keep only so many of the prompt's last tokens; -1 keeps as many as fit.
-    output_kind: of a stream, what each output holds (see `RequestOutputKind`).
+    output_kind: content of a stream's outputs (see `RequestOutputKind`).
 
-    What the engine fills in when it accepts the request, besides the seed (what is given is kept):
-    bad_words_token_ids: the sequences of tokens that write the bad words.
-    all_stop_token_ids: the tokens that min_tokens holds back: the model's end tokens and stop_token_ids.
+    Filled in by the engine when it accepts the request, besides the seed, unless given:
+    bad_words_token_ids: token sequences of the bad words.
+    all_stop_token_ids: tokens that min_tokens suppresses: the model's end tokens and stop_token_ids.
 
-    Raises InvalidParameter when a value is outside its range or a name does not exist, UnsupportedParameter for what
-    vLLM has and Penstock has not.
+    Raises InvalidParameter for a value outside its range or an unknown name, UnsupportedParameter for a parameter of
+    vLLM that Penstock does not have.
     """
 
     n: int = 1
@@ -124,12 +124,12 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Parameters from a dictionary, such as a line of JSON."""
+        """Create parameters from a dictionary, such as a line of JSON."""
         return cls(**fields)
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Parameters of which those that are None take their defaults; only max_tokens keeps a None.
+        """Create parameters with the default for each None, except for max_tokens.
 
         Raises InvalidParameter as `from_dict`.
         """
@@ -138,7 +138,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
         return cls.from_dict({name: defaults.get(name) if is_default[name] else fields[name] for name in fields})
 
     def clone(self, **changes: Any) -> Self:
-        """A copy that shares nothing which can change, with other values for the fields that `changes` names.
+        """Return a deep copy with changed fields.
 
         Raises InvalidParameter as `from_dict`.
         """

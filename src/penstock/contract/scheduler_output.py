@@ -1,4 +1,4 @@
-"""What the scheduler asks of a worker in one step."""
+"""Messages of a step from the scheduler to the worker."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from penstock.contract.sampling_params import SamplingParams
 
 
 class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that the worker does not hold: new, or back after a preemption, or updated (remove, then add).
+    """Request that the worker does not hold: new, resumed after a preemption, or updated (remove, then add).
 
     prompt_token_ids: the user's prompt.
     prefill_token_ids: the prompt and every token generated so far; at least as long as the prompt.
-    block_ids: one list per KV-cache group, the request's whole block list at this moment.
+    block_ids: whole block table of the request, one list per KV cache group.
     num_computed_tokens: positions whose KV is already in those blocks (a prefix-cache hit).
-    sampling_params: its seed is set; the front end draws one where the user gave none.
-    parts: what features are given with the request.
+    sampling_params: with a seed, drawn by the front end if the user gave none.
+    parts: data of features for the request.
     """
 
     req_id: str
@@ -28,7 +28,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     parts: Parts | None = None
 
     def anonymous(self) -> str:
-        """A description for logs that shows lengths instead of the user's tokens."""
+        """Describe the request for logs, with lengths instead of the user's tokens."""
         parts = "" if self.parts is None else f", parts=[{self.parts.anonymous()}]"
         return (
             f"NewRequestData(req_id={self.req_id!r}, prompt={len(self.prompt_token_ids)} tokens, "
@@ -38,10 +38,9 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
-    """All other scheduled requests, as parallel lists in scheduling order.
+    """Scheduled requests that the worker holds, as parallel lists in scheduling order.
 
-    new_block_ids: per request, the blocks appended in this step, one list per group, None when there are none; empty
-        where no request got any.
+    new_block_ids: per request, new blocks, one list per group, or None; empty if no request got any.
     num_computed_tokens: before this step; an upper bound while earlier steps are in flight.
     """
 
@@ -51,24 +50,21 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One step: any mix of prefill chunks and decodes.
+    """Step: any mix of prefill chunks and decodes. A step without tokens only updates state.
 
-    num_scheduled_tokens: tokens to run per request, drafts included. Its keys are exactly the requests of
+    num_scheduled_tokens: tokens to run per request, draft tokens included. Its keys are exactly the requests of
         `scheduled_new_reqs` and `scheduled_cached_reqs`.
-    scheduled_spec_decode_tokens: the drafts among them, the last of the request's tokens; -1 where only the device
-        knows them.
-    num_drafts_wanted: drafts that the worker's speculator makes for each request after this step, at most; 0 to do
-        without for now.
+    scheduled_spec_decode_tokens: draft tokens, the last of the request's scheduled tokens; -1 for tokens that only the
+        device knows.
+    num_drafts_wanted: maximum draft length of the worker's speculator after this step; 0 for none.
     finished_req_ids: ended since the last step; may name requests that the worker never saw.
-    preempted_req_ids: to be forgotten like finished ones.
-    repeats_step_id: the step before, or one a few steps before with nothing of its requests in between, where this one
-        asks for the same: the same requests in the same order, one token each and no drafts, nobody new, finished or
-        preempted. What differs is what they have computed, and perhaps new blocks. A worker may keep what it made of
-        that step; to pass over this changes nothing.
-    clears_blocks: whether blocks that requests get in this step may hold NaN of requests that had them before, so that
-        workers clear them, but for cached prefixes.
-    parts: what features on the scheduler's side tell those on the workers'.
-    A step with no tokens only updates state.
+    preempted_req_ids: removed like finished ones.
+    repeats_step_id: an earlier step that this one repeats: the last step of these requests, with the same order, one
+        token each, no draft tokens, and no request new, finished or preempted in between. Only computed tokens and new
+        blocks differ. The worker may reuse its inputs of that step, or ignore this field.
+    clears_blocks: whether new blocks of this step may hold NaN of earlier requests, so that workers clear them, except
+        prefix-cache hits.
+    parts: data of features from the scheduler to the workers.
     """
 
     step_id: int
@@ -86,11 +82,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the worker has nothing to run and nothing to forget, so that it need not see this step."""
+        """Whether the worker has nothing to run or remove, so that the step need not be sent."""
         return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids or self.parts)
 
     def anonymous(self) -> str:
-        """A description for logs that holds no token of any user."""
+        """Describe the step for logs, without users' tokens."""
         new = ", ".join(request.anonymous() for request in self.scheduled_new_reqs)
         parts = "" if self.parts is None else f", parts=[{self.parts.anonymous()}]"
         return (
@@ -101,12 +97,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What the host says to a step between its forward pass and its tokens.
+    """Grammar bitmasks of a step, sent between its forward pass and sampling.
 
     structured_output_request_ids: requests with structured outputs that get a token in this step, in any order.
-    grammar_bitmask: little-endian int32 words, row-major: for each of them a row for its next token, and one more for
-        the token after each draft; a set bit allows the token. num_words: of a row, ceil(vocabulary / 32).
-    num_rows: of each request; empty where each has one.
+    grammar_bitmask: little-endian int32 words, row-major: per request one row, and one more per draft token; a set bit
+        allows the token. num_words: words per row, ceil(vocabulary / 32).
+    num_rows: rows per request; empty if each has one.
     """
 
     step_id: int

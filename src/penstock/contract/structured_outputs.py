@@ -1,4 +1,4 @@
-"""What form a request's output must have."""
+"""Structured outputs: constraint on the form of a request's output."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from penstock.contract import param_checks as check
 from penstock.contract.named_parameters import NamedParameters
 from penstock.errors import InvalidParameter
 
-# Of these a request has exactly one.
+# Constraints, of which a request has exactly one.
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
-# Those whose JSON follows a schema.
+# Constraints with JSON schemas.
 CONSTRAINTS_BY_SCHEMA = ("json", "json_object", "structural_tag")
 _A_SCHEMA = "a JSON schema as text, a dictionary, True, False, or a pydantic model"
 _A_TAG = "a structural tag as JSON text or a dictionary"
-# By the fields that are JSON text: what they may be, for errors, and the types of what they hold.
+# JSON fields: allowed values, for errors, and types of the parsed data.
 _JSON_FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "json": (_A_SCHEMA, (dict, bool)),
     "structural_tag": (_A_TAG, (dict,)),
 }
-# Longest constraint, in characters, that is read where a request is made. Longer ones are read by the threads that
-# compile, since the caller may be an event loop.
+# Longest constraint, in characters, that is parsed at construction. Longer ones are parsed by the compiler threads,
+# since the caller may be an event loop.
 MAX_READ_AT_INTAKE = 4096
 
 
 class StructuredOutputsParams(
     msgspec.Struct, metaclass=NamedParameters, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The form of an output, as exactly one constraint, with the names that users of vLLM know.
+    """Form of an output, as exactly one constraint, with the names that users of vLLM know.
 
     json: a JSON schema: text, a dictionary, or a pydantic model (its class or an instance). Kept as text.
     regex: a regular expression that the whole output matches.
@@ -63,7 +63,7 @@ class StructuredOutputsParams(
 
     def __post_init__(self) -> None:
         flag: object = self.json_object
-        # vLLM's default, which asks for nothing.
+        # vLLM's default.
         if flag is None:
             self._set("json_object", False)
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
@@ -81,7 +81,7 @@ class StructuredOutputsParams(
 
     @property
     def constraint(self) -> str:
-        """The name of the constraint that it has."""
+        """Name of the constraint."""
         return next(name for name in CONSTRAINTS if self._has(name))
 
     def _has(self, name: str) -> bool:
@@ -112,7 +112,7 @@ class StructuredOutputsParams(
 
 
 def structured_outputs_from(value: Any) -> StructuredOutputsParams | None:
-    """What a request's parameters hold, from what was given: the struct itself, its fields in a dictionary, or None.
+    """Convert the argument of a request: the struct, a dictionary of its fields, or None.
 
     Raises InvalidParameter.
     """
@@ -157,13 +157,13 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema_of(value: Any) -> Any:
-    """The schema of a pydantic model, or of an instance of one; anything else as it is."""
+    """Return the schema of a pydantic model or instance; anything else unchanged."""
     describe = getattr(value, "model_json_schema", None)
     return describe() if callable(describe) else value
 
 
 def parsed(name: str, text: str) -> Any:
-    """The data of `json` or `structural_tag`. Raises InvalidParameter for text that is not valid JSON, or not of it."""
+    """Parse `json` or `structural_tag`. Raises InvalidParameter for invalid JSON or data of a wrong type."""
     allowed, types = _JSON_FIELDS[name]
     with _invalid_json(name):
         data = _parse(text)
@@ -173,9 +173,9 @@ def parsed(name: str, text: str) -> Any:
 
 
 def _json_text(name: str, value: Any) -> str:
-    """JSON as text in one form: without spaces, keys in their order, since outputs have theirs in the same.
+    """Normalise JSON text: no spaces, keys in their order, which the output follows.
 
-    Text that is too long to be read here stays as it is.
+    Text longer than MAX_READ_AT_INTAKE is unchanged.
     """
     allowed, types = _JSON_FIELDS[name]
     if isinstance(value, str):
