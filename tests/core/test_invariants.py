@@ -180,7 +180,7 @@ def test_ten_engines_one_after_another_leave_nothing_behind(folder: Path) -> Non
     assert process.num_fds() <= num_fds
 
 
-def test_a_closed_engine_says_so(folder: Path) -> None:
+def test_a_closed_engine_raises_lifecycle_errors(folder: Path) -> None:
     core = make_core(folder)
     core.close()
     with pytest.raises(LifecycleError, match="closed"):

@@ -512,7 +512,7 @@ def test_leaving_after_the_end_does_not_end_the_next_request_of_that_name(
     assert asyncio.run(reuse()).outputs[0].finish_reason == "length"
 
 
-def test_a_request_that_fails_says_why_and_others_go_on(engine: AsyncEngine, core: FakeCore) -> None:
+def test_a_failed_request_has_its_error_and_others_continue(engine: AsyncEngine, core: FakeCore) -> None:
     core.failing = {7}
 
     async def both() -> list[list[RequestOutput]]:
@@ -524,7 +524,7 @@ def test_a_request_that_fails_says_why_and_others_go_on(engine: AsyncEngine, cor
 
 
 @pytest.mark.parametrize("cause", [EngineDead("the workers failed four times"), ZeroDivisionError("a defect")])
-def test_a_dead_core_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore], cause: Exception) -> None:
+def test_a_dead_core_raises_in_every_caller(held: tuple[AsyncEngine, HeldCore], cause: Exception) -> None:
     engine, core = held
 
     def die(step: int) -> None:
@@ -559,7 +559,7 @@ def test_a_dead_core_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore],
     assert core.num_closes == 1
 
 
-def test_shutdown_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore]) -> None:
+def test_shutdown_raises_in_every_caller(held: tuple[AsyncEngine, HeldCore]) -> None:
     engine, core = held
 
     async def close_early() -> list[Any]:
@@ -579,7 +579,7 @@ def test_shutdown_is_told_to_every_caller(held: tuple[AsyncEngine, HeldCore]) ->
         asyncio.run(collect(engine))
 
 
-def test_what_was_asked_for_too_late_is_told_so(
+def test_calls_after_the_end_raise_its_error(
     held: tuple[AsyncEngine, HeldCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, core = held

@@ -86,9 +86,7 @@ def is_elsewhere(engine: AsyncEngine) -> bool:
 
 
 @pytest.mark.one_case_quick
-def test_the_core_has_a_process_of_its_own_unless_somebody_says_otherwise(
-    engine: AsyncEngine, request: pytest.FixtureRequest
-) -> None:
+def test_the_core_has_a_process_of_its_own_by_default(engine: AsyncEngine, request: pytest.FixtureRequest) -> None:
     assert is_elsewhere(engine) == ("a process of its own" in request.node.callspec.id)
 
 
@@ -157,7 +155,7 @@ def test_an_abort_ends_its_request_and_cached_prefixes_are_forgotten_between_req
     asyncio.run(serve())
 
 
-def test_errors_have_their_types_and_say_why(engine: AsyncEngine) -> None:
+def test_errors_keep_their_types_and_texts(engine: AsyncEngine) -> None:
     async def serve() -> None:
         with pytest.raises(
             WorkerError, match="^Rank 0 failed in by_zero: ZeroDivisionError: division by zero$"

@@ -114,18 +114,18 @@ def add(core: CoreGroup, req_id: str, first: int = 9, **fields: Any) -> None:
     core.add_request(EngineRequest(req_id=req_id, prompt_token_ids=[first, 10], sampling_params=params, **fields))
 
 
-def step(core: CoreGroup, heard: dict[str, list[EngineCoreOutput]]) -> None:
+def step(core: CoreGroup, outputs: dict[str, list[EngineCoreOutput]]) -> None:
     for output in core.step():
-        heard.setdefault(output.req_id, []).append(output)
+        outputs.setdefault(output.req_id, []).append(output)
 
 
 def finish(core: CoreGroup) -> dict[str, list[EngineCoreOutput]]:
-    heard: dict[str, list[EngineCoreOutput]] = {}
+    outputs: dict[str, list[EngineCoreOutput]] = {}
     deadline = time.monotonic() + LIMIT_S
     while core.has_unfinished_requests():
-        step(core, heard)
-        assert time.monotonic() < deadline, f"it hangs, after {heard}"
-    return heard
+        step(core, outputs)
+        assert time.monotonic() < deadline, f"it hangs, after {outputs}"
+    return outputs
 
 
 def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
@@ -196,7 +196,7 @@ def test_errors_that_no_message_can_hold_arrive_nevertheless(start: Callable[...
 
 
 @pytest.mark.slow
-def test_what_looks_like_the_end_of_a_connection_is_told_as_it_is(config: EngineConfig) -> None:
+def test_an_error_like_the_end_of_a_connection_is_reported_as_it_is(config: EngineConfig) -> None:
     with pytest.raises(RemoteError, match="EOFError: the file is too short"):
         CoreGroup(config, load_at_its_end)
 
@@ -218,20 +218,20 @@ def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., C
     # Two cores die of the three; the next one has the first of them alone.
     wait_until(is_alone)
     core.abort_requests(["poison"])
-    heard = finish(core)
-    assert [len(tokens(heard[name])) for name in ("a", "b")] == [6, 6]
+    outputs = finish(core)
+    assert [len(tokens(outputs[name])) for name in ("a", "b")] == [6, 6]
 
 
 @pytest.mark.slow
-def test_kills_from_outside_end_nobody_so_soon(start: Callable[..., CoreGroup], tmp_path: Path) -> None:
+def test_repeated_external_kills_convict_no_request_early(start: Callable[..., CoreGroup], tmp_path: Path) -> None:
     core = start(max_restarts=9)
     (tmp_path / "silence").touch()
     add(core, "a", SILENT)
     for _ in range(3):
         kill(core)
     (tmp_path / "silence").unlink()
-    heard = finish(core)["a"]
-    assert (heard[-1].finish_reason, len(tokens(heard))) == (FinishReason.LENGTH, 6)
+    outputs = finish(core)["a"]
+    assert (outputs[-1].finish_reason, len(tokens(outputs))) == (FinishReason.LENGTH, 6)
 
 
 @pytest.mark.slow
@@ -259,8 +259,8 @@ def test_the_refusal_of_a_request_is_not_that_of_the_next_one_of_its_name(
     core.abort_requests(["a"])
     add(core, "a")
     os.kill(core.process_ids[0], signal.SIGCONT)
-    heard = finish(core)["a"]
-    assert (heard[-1].finish_reason, len(tokens(heard))) == (FinishReason.LENGTH, 6)
+    outputs = finish(core)["a"]
+    assert (outputs[-1].finish_reason, len(tokens(outputs))) == (FinishReason.LENGTH, 6)
 
 
 @pytest.mark.slow

@@ -269,7 +269,7 @@ def test_readers_of_a_killed_core_get_its_end(config: EngineConfig) -> None:
     asyncio.run(serve())
 
 
-def test_a_core_that_gives_up_says_why_with_the_cause(start: Callable[..., CoreGroup]) -> None:
+def test_a_core_that_fails_for_good_raises_with_the_cause(start: Callable[..., CoreGroup]) -> None:
     core = start(dying)
     core.add_request(request())
     with pytest.raises(EngineDead, match="^workers failed four times$") as raised:

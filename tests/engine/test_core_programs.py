@@ -44,7 +44,7 @@ def wait_for_the_end_of(pids: list[int]) -> None:
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "all end with their program")
 
 
-def test_a_program_needs_no_guard_and_no_close_and_says_nothing_at_its_end(tmp_path: Path) -> None:
+def test_a_script_needs_no_main_guard_and_no_close_and_exits_silently(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     program = f"""
         core = CoreGroup(EngineConfig.create({str(model)!r}, data_parallel_size=2), load_fake_core)

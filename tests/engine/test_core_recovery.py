@@ -166,8 +166,8 @@ def request(req_id: str, **fields: Any) -> EngineRequest:
     return EngineRequest(**{"req_id": req_id, "prompt_token_ids": [9, 10], "sampling_params": params, **fields})
 
 
-class Heard:
-    """Outputs that the readers of a core's requests got."""
+class Reader:
+    """Reader of the outputs of a core's requests."""
 
     def __init__(self, core: CoreClient, num_requests: int = 4) -> None:
         self.core = core
@@ -184,12 +184,12 @@ class Heard:
             assert self.outputs[output.req_id][-1:] != ["end"]
             self.outputs[output.req_id].append(output)
 
-    def until(self, num_tokens: int) -> Heard:
+    def until(self, num_tokens: int) -> Reader:
         while min(len(self.tokens(req_id)) for req_id in self.outputs) < num_tokens:
             self.step()
         return self
 
-    def finish(self) -> Heard:
+    def finish(self) -> Reader:
         while self.core.has_unfinished_requests():
             self.step()
         return self
@@ -210,17 +210,17 @@ class Heard:
 
 
 def undisturbed(num_requests: int = 4) -> dict[str, Any]:
-    return Heard(FakeCore(), num_requests).finish().everything()
+    return Reader(FakeCore(), num_requests).finish().everything()
 
 
 def test_requests_go_on_when_their_core_is_killed(start: Callable[..., CoreGroup]) -> None:
     core = start(slow)
-    heard = Heard(core).until(5)
+    reader = Reader(core).until(5)
     first = core.process_ids[0]
     os.kill(first, signal.SIGKILL)
     # The client reads nothing for a while; outputs that the core had sent are not repeated.
     time.sleep(0.2)
-    assert heard.finish().everything() == undisturbed()
+    assert reader.finish().everything() == undisturbed()
     assert core.process_ids[0] != first
     ((again, *_),) = [core.collective_rpc(added)]
     assert [req_id for req_id, _ in again] == ["r0", "r1", "r2", "r3"]
@@ -229,9 +229,9 @@ def test_requests_go_on_when_their_core_is_killed(start: Callable[..., CoreGroup
 
 def test_requests_go_on_when_their_core_stands_still(start: Callable[..., CoreGroup]) -> None:
     core = start(slow, step_timeout_s=0.7)
-    heard = Heard(core).until(5)
+    reader = Reader(core).until(5)
     os.kill(core.process_ids[0], signal.SIGSTOP)
-    assert heard.finish().everything() == undisturbed()
+    assert reader.finish().everything() == undisturbed()
 
 
 @pytest.mark.parametrize(
@@ -244,27 +244,27 @@ def test_requests_go_on_whatever_ends_their_core_in_a_step(
     # Each of its cores brings nine tokens.
     core = start(load_core, step_timeout_s=0.7)
     first = core.process_ids[0]
-    assert Heard(core).finish().everything() == undisturbed()
+    assert Reader(core).finish().everything() == undisturbed()
     assert core.process_ids[0] != first
 
 
 def test_a_core_that_replaces_its_workers_is_not_taken_for_one_that_hangs(start: Callable[..., CoreGroup]) -> None:
     core = start(recovering, step_timeout_s=1.5)
     first = core.process_ids
-    assert Heard(core).finish().everything() == undisturbed()
+    assert Reader(core).finish().everything() == undisturbed()
     assert core.process_ids == first
 
 
-def test_time_in_which_nobody_listens_is_no_silence(start: Callable[..., CoreGroup]) -> None:
+def test_time_without_a_waiting_client_does_not_count_for_the_heartbeat(start: Callable[..., CoreGroup]) -> None:
     core = start(slow, step_timeout_s=1.5)
     first = core.process_ids
-    heard = Heard(core).until(2)
+    reader = Reader(core).until(2)
     time.sleep(3.0)
-    assert heard.finish().everything() == undisturbed()
+    assert reader.finish().everything() == undisturbed()
     assert core.process_ids == first
 
 
-def test_a_core_that_has_nothing_to_say_is_left_alone(start: Callable[..., CoreGroup]) -> None:
+def test_an_idle_core_has_no_heartbeat_timeout(start: Callable[..., CoreGroup]) -> None:
     core = start(slow, step_timeout_s=1.5)
     first = core.process_ids
     os.kill(first[0], signal.SIGSTOP)
@@ -272,18 +272,18 @@ def test_a_core_that_has_nothing_to_say_is_left_alone(start: Callable[..., CoreG
     while time.monotonic() - begin < 2.0:
         core.step()
     os.kill(first[0], signal.SIGCONT)
-    assert Heard(core).finish().everything() == undisturbed()
+    assert Reader(core).finish().everything() == undisturbed()
     assert core.process_ids == first
 
 
 def test_an_idle_core_that_dies_is_replaced_at_once(start: Callable[..., CoreGroup]) -> None:
     core = start(slow)
-    Heard(core).finish()
+    Reader(core).finish()
     first = core.process_ids
     os.kill(first[0], signal.SIGKILL)
     wait_until(lambda: core.process_ids != first, "it is replaced")
     core.check_health()
-    assert Heard(core).finish().everything() == undisturbed()
+    assert Reader(core).finish().everything() == undisturbed()
 
 
 def test_a_core_that_has_stood_by_for_a_while_counts_as_good(
@@ -309,9 +309,9 @@ def test_restarts_come_later_and_later_and_end_with_the_cause(
     start: Callable[..., CoreGroup], caplog: pytest.LogCaptureFixture
 ) -> None:
     core = start(dying_at_once, max_restarts=2)
-    heard = Heard(core)
+    reader = Reader(core)
     with pytest.raises(EngineDead, match=r"the core was lost 3 times in a row.*exit code 3 while it served") as raised:
-        heard.finish()
+        reader.finish()
     assert isinstance(raised.value.__cause__, ProcessLost)
     assert len(set(re.findall(r"The core, process (\d+), ended", f"{caplog.text} {raised.value}"))) == 3
     for call in (core.check_health, core.step, lambda: core.add_request(request("r9"))):
@@ -322,34 +322,34 @@ def test_restarts_come_later_and_later_and_end_with_the_cause(
 
 def test_results_in_between_begin_the_count_anew(start: Callable[..., CoreGroup]) -> None:
     core = start(exiting_in_a_step, max_restarts=1)
-    assert Heard(core).finish().everything() == undisturbed()
+    assert Reader(core).finish().everything() == undisturbed()
 
 
 def test_a_core_that_has_given_up_itself_is_not_tried_again(start: Callable[..., CoreGroup]) -> None:
     core = start(giving_up)
     first = core.process_ids
     with pytest.raises(EngineDead, match="^workers failed four times in a row$"):
-        Heard(core).finish()
+        Reader(core).finish()
     assert core.process_ids == first
 
 
 def test_a_core_that_does_not_start_again_is_the_end_with_its_cause(start: Callable[..., CoreGroup]) -> None:
     core = start(starting_once, max_restarts=1)
-    heard = Heard(core).until(2)
+    reader = Reader(core).until(2)
     os.kill(core.process_ids[0], signal.SIGKILL)
     with pytest.raises(EngineDead, match="lost 2 times in a row.*ValueError: the disk is gone"):
-        heard.finish()
+        reader.finish()
 
 
 def test_a_request_that_kills_its_cores_ends_and_others_go_on(start: Callable[..., CoreGroup]) -> None:
     core = start(poisoned)
-    heard = Heard(core, 2)
-    heard.add("r2", prompt_token_ids=[POISON, 10])
-    heard.add("r3")
-    found = heard.finish().everything()
+    reader = Reader(core, 2)
+    reader.add("r2", prompt_token_ids=[POISON, 10])
+    reader.add("r3")
+    found = reader.finish().everything()
     expected = undisturbed()
     assert {name: found[name] for name in ("r0", "r1", "r3")} == {name: expected[name] for name in ("r0", "r1", "r3")}
-    (last,) = heard.outputs["r2"]
+    (last,) = reader.outputs["r2"]
     assert last.finish_reason is FinishReason.ERROR
     assert "while they ran this request, the last time by itself" in (last.error or "")
 
@@ -358,7 +358,7 @@ def test_what_is_aborted_or_added_while_a_core_is_replaced_happens(
     start: Callable[..., CoreGroup], config: EngineConfig
 ) -> None:
     core = start(starting_again_when_told)
-    heard = Heard(core, 3).until(3)
+    reader = Reader(core, 3).until(3)
     first = core.process_ids
     os.kill(first[0], signal.SIGKILL)
     wait_until(lambda: core.process_ids != first, "it is replaced")
@@ -366,24 +366,24 @@ def test_what_is_aborted_or_added_while_a_core_is_replaced_happens(
     assert (aborted.req_id, aborted.finish_reason) == ("r1", FinishReason.ABORT)
     with pytest.raises(InvalidRequest, match="a request 'r0' already"):
         core.add_request(request("r0"))
-    heard.add("r3")
+    reader.add("r3")
     # The name is free, for another request.
-    heard.add("r1", sampling_params=SamplingParams(max_tokens=4, seed=3))
-    del heard.outputs["r1"][:]
+    reader.add("r1", sampling_params=SamplingParams(max_tokens=4, seed=3))
+    del reader.outputs["r1"][:]
     # None of this has waited for the core that starts.
     (config.model.folder / "go on").touch()
-    found, expected = heard.finish().everything(), undisturbed()
+    found, expected = reader.finish().everything(), undisturbed()
     assert [found[name] for name in ("r0", "r2", "r3")] == [expected[name] for name in ("r0", "r2", "r3")]
     assert found["r1"][0] == expected["r3"][0][:4]
 
 
-def test_a_call_whose_core_dies_says_so_and_requests_go_on(start: Callable[..., CoreGroup]) -> None:
+def test_a_call_whose_core_dies_raises_and_requests_continue(start: Callable[..., CoreGroup]) -> None:
     core = start(slow)
-    heard = Heard(core).until(3)
+    reader = Reader(core).until(3)
     with pytest.raises(ProcessLost, match=r"collective_rpc was not answered: The core, process \d+, was killed by"):
         core.collective_rpc(kill_itself)
     assert core.reset_prefix_cache(reset_running_requests=True)
-    assert heard.finish().everything() == undisturbed()
+    assert reader.finish().everything() == undisturbed()
 
 
 def test_who_waits_in_another_thread_is_woken(start: Callable[..., CoreGroup], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,8 +397,8 @@ def test_who_waits_in_another_thread_is_woken(start: Callable[..., CoreGroup], m
 
 def test_the_history_of_a_request_goes_on_too(start: Callable[..., CoreGroup]) -> None:
     core = start(slow)
-    heard = Heard(core, 1).until(3)
+    reader = Reader(core, 1).until(3)
     os.kill(core.process_ids[0], signal.SIGKILL)
-    outputs = heard.finish().outputs["r0"]
+    outputs = reader.finish().outputs["r0"]
     assert {output.first_scheduled_time for output in outputs} == {outputs[0].first_scheduled_time}
     assert (outputs[0].num_preemptions, outputs[-1].num_preemptions) == (0, 1)

@@ -193,13 +193,13 @@ def log_a_number(core: FakeCore) -> None:
     logging.getLogger("penstock.engine.talking").warning("%d of these", 3)
 
 
-def test_the_log_says_which_engine_has_said_what(core: CoreGroup, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_have_their_engine_numbers(core: CoreGroup, caplog: pytest.LogCaptureFixture) -> None:
     core.collective_rpc(log_a_number)
     said = [record.getMessage() for record in caplog.records if record.name == "penstock.engine.talking"]
     assert sorted(said) == ["Engine 0: 3 of these", "Engine 1: 3 of these"]
 
 
-def test_aborts_reach_whoever_has_the_request(core: CoreGroup) -> None:
+def test_aborts_reach_the_engine_of_the_request(core: CoreGroup) -> None:
     for index in range(4):
         add(core, f"r{index}")
     ended = core.abort_requests(["r3", "r0"])

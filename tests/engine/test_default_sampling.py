@@ -206,7 +206,7 @@ def test_the_log_says_once_where_defaults_come_from(tmp_path: Path, caplog: pyte
     )
 
 
-def test_a_model_that_says_nothing_is_not_spoken_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_defaults_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert defaults_of(write_model(tmp_path / "plain")) == SamplingParams()
         assert defaults_of(model_with(tmp_path / "model", {"eos_token_id": 1, "do_sample": True})) == SamplingParams()

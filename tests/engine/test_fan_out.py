@@ -74,7 +74,7 @@ def test_a_prompt_without_a_block_to_share_is_computed_by_all_at_once(session: S
     assert seen == [3, 3, 3, 3]
 
 
-def test_without_a_prefix_cache_nobody_waits(tmp_path: Path, core: FakeCore) -> None:
+def test_without_a_prefix_cache_no_sample_waits(tmp_path: Path, core: FakeCore) -> None:
     config = EngineConfig.create(str(write_model(tmp_path / "plain")), enable_prefix_caching=False)
     session = Session(config, load_core=lambda config: core)
     request = session.accept(LONG_PROMPT, SamplingParams(n=3, max_tokens=4))

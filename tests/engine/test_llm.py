@@ -130,7 +130,7 @@ def test_whatever_ends_a_call_the_next_one_works(llm: LLM, core: FakeCore, error
     assert len(llm.generate(["a", "b"])) == 2
 
 
-def test_a_closed_engine_says_so(model: str) -> None:
+def test_a_closed_engine_raises_lifecycle_errors(model: str) -> None:
     with LLM(model) as llm:
         pass
     with pytest.raises(LifecycleError, match="closed"):

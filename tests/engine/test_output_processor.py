@@ -113,7 +113,7 @@ def test_an_output_is_a_snapshot(processor: OutputProcessor) -> None:
     assert progress.output().metrics.num_generated_tokens == 2
 
 
-def test_a_failed_request_keeps_its_text_and_says_why(processor: OutputProcessor) -> None:
+def test_a_failed_request_keeps_its_text_and_has_its_error(processor: OutputProcessor) -> None:
     progress = add(processor)
     processor.process([token(40)])
     text = progress.text
@@ -172,7 +172,7 @@ def test_an_output_of_what_is_new_has_each_row_of_logprobs_once(processor: Outpu
     assert progress.take_output().outputs[0].logprobs == []
 
 
-def test_metrics_say_when_things_happened(processor: OutputProcessor) -> None:
+def test_metrics_have_the_times_of_a_request(processor: OutputProcessor) -> None:
     progress = add(processor)
     start = time.monotonic()
     processor.process([token(40, first_scheduled_time=103.0, num_cached_tokens=16)])
@@ -206,7 +206,7 @@ def test_spans_of_time_follow_from_the_metrics() -> None:
     assert RequestMetrics(arrival_time=1.0).latency_s is None
 
 
-def test_each_consumer_hears_of_its_own_requests(processor: OutputProcessor) -> None:
+def test_each_consumer_gets_its_own_requests(processor: OutputProcessor) -> None:
     mine: deque[Progress] = deque()
     yours: deque[Progress] = deque()
     processor.add(request("mine"), None, mine)

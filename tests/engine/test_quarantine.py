@@ -141,7 +141,7 @@ def test_a_suspect_is_tried_again_only_after_a_kill(is_from_outside: bool) -> No
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.data())
-def test_only_the_culprit_is_blamed_and_nobody_waits_for_ever(num_requests: int, data: st.DataObject) -> None:
+def test_only_the_culprit_is_convicted_and_no_request_waits_forever(num_requests: int, data: st.DataObject) -> None:
     names = [f"r{index}" for index in range(num_requests)]
     culprit = data.draw(st.sampled_from([None, *names]))
     scheduler = FakeScheduler(names)

@@ -26,7 +26,7 @@ _known = st.lists(st.integers(0, 99), max_size=3)
         max_size=4,
     ),
 )
-def test_nothing_is_lost_or_told_twice(known: list[int], lives: list[tuple[int, list[tuple[list[int], bool]]]]) -> None:
+def test_no_output_is_lost_or_repeated(known: list[int], lives: list[tuple[int, list[tuple[list[int], bool]]]]) -> None:
     request = EngineRequest(
         req_id="a",
         prompt_token_ids=[1, 2],
@@ -64,7 +64,7 @@ def test_nothing_is_lost_or_told_twice(known: list[int], lives: list[tuple[int, 
         assert taken.num_preemptions >= num_preemptions + (life - first_life)
 
 
-def test_what_was_told_is_not_kept_but_for_its_tokens() -> None:
+def test_only_tokens_of_the_outputs_are_kept() -> None:
     rows = LogprobsLists(logprob_token_ids=[[1]], logprobs=[[-1.0]], sampled_token_ranks=[1])
     before = sys.getrefcount(rows)
     kept = ResumableRequest(EngineRequest(req_id="a", prompt_token_ids=[1, 2], sampling_params=SamplingParams(seed=3)))

@@ -64,7 +64,7 @@ def test_an_engine_that_is_not_there_is_not_chosen() -> None:
     assert router.choose({1: 7}, [1, 2, 3]) == 1
 
 
-def test_a_cache_that_is_empty_attracts_nobody() -> None:
+def test_a_cleared_cache_attracts_no_requests() -> None:
     router = Router(2, 2)
     assert router.choose({0: 0, 1: 0}, [1, 2, 3]) == 0
     router.forget(0)

@@ -169,7 +169,7 @@ def test_closing_twice_closes_once(session: Session, core: FakeCore) -> None:
     assert core.num_closes == 1
 
 
-def test_who_asks_is_told_which_requests_the_core_refuses_and_the_others_run(session: Session, core: FakeCore) -> None:
+def test_refused_requests_are_reported_and_the_others_run(session: Session, core: FakeCore) -> None:
     core.refuses = lambda request: request.prompt_token_ids[-1] == 12
     requests = [session.accept([token], SamplingParams(max_tokens=2), f"number {token}") for token in (11, 12, 13)]
     refused = {}

@@ -45,7 +45,7 @@ def test_what_is_not_allowed_is_named(given: Any, named: str) -> None:
         EngineConfig.create("demo", speculative_config=given)
 
 
-def test_without_the_option_nobody_speculates() -> None:
+def test_speculation_is_off_by_default() -> None:
     for options in ({}, {"speculative_config": None}):
         assert EngineConfig.create("demo", **options).speculative == SpeculativeConfig()
     assert SpeculativeConfig().num_speculative_tokens == 0
@@ -87,7 +87,7 @@ def test_the_command_line_takes_json() -> None:
         ({"method": "draft_model", "model": "x/eagle"}, "draft_model", "x/eagle"),
     ],
 )
-def test_ways_of_vllm_to_say_it_are_understood(given: dict[str, Any], method: str, model: str | None) -> None:
+def test_forms_of_vllm_are_accepted(given: dict[str, Any], method: str, model: str | None) -> None:
     config = SpeculativeConfig.from_option(given)
     assert (config.method, config.model) == (method, model)
 

@@ -53,7 +53,7 @@ def assert_nothing_is_left(engine: AsyncEngine, core: FakeCore) -> None:
     assert len(engine._streams) == 0
 
 
-def test_each_part_is_answered_after_all_that_was_said(engine: AsyncEngine, core: FakeCore) -> None:
+def test_each_part_is_answered_after_all_earlier_parts_and_answers(engine: AsyncEngine, core: FakeCore) -> None:
     outputs = asyncio.run(collect(engine, parts_of([10, 11], [20], [30, 31]), request_id="mine"))
     prompts = [request.prompt_token_ids for request in core.added]
     # The last token of each answer was never read by the model.

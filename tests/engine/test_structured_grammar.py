@@ -112,7 +112,7 @@ def test_each_request_is_followed_by_its_own_tokens(grammar: StructuredGrammar) 
     assert rows_of(answer) == [after([ONE], **DIGITS), after([X], regex="x+")]
 
 
-def test_nobody_constrained_is_an_answer_without_rows(grammar: StructuredGrammar) -> None:
+def test_a_step_without_constrained_requests_has_no_bitmask_rows(grammar: StructuredGrammar) -> None:
     assert grammar.add(request("a"))
     assert grammar.bitmask(decode_step(a=3)) == GrammarOutput(step_id=7)
 
@@ -202,7 +202,7 @@ def test_equal_constraints_are_compiled_once_and_then_there_at_once(model: Model
     grammar.close()
 
 
-def test_what_cannot_be_compiled_is_told_once_and_only_to_who_asked_and_is_still_there(
+def test_a_failed_compilation_is_raised_once_and_for_its_remaining_requests_only(
     grammar: StructuredGrammar,
 ) -> None:
     bad = {"json": {"oneOf": [{"minimum": 3}, {"maximum": 5}]}}
@@ -227,7 +227,7 @@ def test_what_cannot_be_compiled_is_told_once_and_only_to_who_asked_and_is_still
     assert grammar.take_ready() == []
 
 
-def test_a_name_that_is_used_again_gets_its_own_grammar_and_hears_its_own_failures(grammar: StructuredGrammar) -> None:
+def test_a_reused_request_id_gets_its_own_grammar_and_failures(grammar: StructuredGrammar) -> None:
     bad = {"json": {"oneOf": [{"minimum": 3}, {"maximum": 5}]}}
     gone = new_tokens("a", ends=FinishReason.ABORT)
     for fields in (bad, {"regex": "x+"}, DIGITS):

@@ -159,7 +159,7 @@ def test_ids_and_text_are_those_of_transformers(case: tuple[Path, bool]) -> None
     assert agrees_with_transformers(case[0])
 
 
-def test_the_file_is_read_directly_where_it_says_everything(case: tuple[Path, bool]) -> None:
+def test_tokenizer_json_is_read_directly_where_it_is_sufficient(case: tuple[Path, bool]) -> None:
     folder, is_direct = case
     assert is_read_directly(folder) == is_direct
 

@@ -50,9 +50,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_everybody_who_waits_for_a_hanging_step_of_an_async_engine_is_told(
-    config: EngineConfig, hanging: FakeCore
-) -> None:
+def test_every_caller_of_an_async_engine_times_out_on_a_hanging_step(config: EngineConfig, hanging: FakeCore) -> None:
     async def read(engine: AsyncEngine) -> None:
         async for _ in engine.generate([9, 10], PARAMS):
             pass
@@ -112,7 +110,7 @@ def test_an_error_of_starting_that_is_a_timeout_is_raised_as_it_is() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_thread_that_waits_for_another_one_s_step_is_told(config: EngineConfig, hanging: FakeCore) -> None:
+def test_a_thread_times_out_on_the_step_of_another_one(config: EngineConfig, hanging: FakeCore) -> None:
     offline = Session(config, load_core=lambda config: hanging)
     requests = [offline.accept([9, 10], PARAMS)]
     driver = threading.Thread(target=lambda: list(offline.run(requests)), name="the-driver")
@@ -124,7 +122,7 @@ def test_a_thread_that_waits_for_another_one_s_step_is_told(config: EngineConfig
     driver.join(0.01)
 
 
-def test_a_limited_lock_can_be_taken_several_times_by_its_holder() -> None:
+def test_a_limited_lock_is_reentrant() -> None:
     lock = LimitedLock("do something", timeout_s=0.05)
     refusals: list[str] = []
 

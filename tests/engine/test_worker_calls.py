@@ -135,7 +135,7 @@ def test_profiles_and_state_through_the_offline_api(tmp_path: Path) -> None:
         assert again.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0].text == expected
 
 
-def test_after_close_every_call_says_so() -> None:
+def test_calls_after_close_raise_lifecycle_errors() -> None:
     llm = LLM("demo", **OPTIONS)
     llm.close()
     for call in (llm.start_profile, llm.stop_profile, llm.get_model_inspection):

@@ -18,29 +18,29 @@ class NotingWorker(WorkerBase):
     """Worker that records its calls, and samples as many tokens for a request as were scheduled."""
 
     def init_device(self) -> None:
-        self.heard: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
         self._step: SchedulerOutput | None = None
 
     def load_model(self) -> None: ...
 
     def execute_model(self, output: SchedulerOutput) -> None:
-        self.heard.append(("execute_model", output))
+        self.calls.append(("execute_model", output))
         if output.step_id == FAILS_AT:
             raise RuntimeError("no luck")
         self._step = output
 
     def sample_tokens(self, grammar: GrammarOutput) -> ReadyOutput:
-        self.heard.append(("sample_tokens", grammar))
+        self.calls.append(("sample_tokens", grammar))
         step, self._step = self._step, None
         assert step is not None, "a step is executed before it is sampled"
         tokens = [[step.step_id] * count for count in step.num_scheduled_tokens.values()]
         req_ids = list(step.num_scheduled_tokens)
         return ReadyOutput(SampledOutput(step_id=grammar.step_id, req_ids=req_ids, sampled_token_ids=tokens))
 
-    def take_heard(self) -> list[tuple[str, Any]]:
-        """Return the calls since the last `take_heard`."""
-        heard, self.heard = self.heard, []
-        return heard
+    def take_calls(self) -> list[tuple[str, Any]]:
+        """Return the calls since the last `take_calls`."""
+        calls, self.calls = self.calls, []
+        return calls
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         raise NotImplementedError
