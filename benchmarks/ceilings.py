@@ -1,7 +1,7 @@
 """Ceilings of this CPU: memory bandwidth and float32 multiply-add throughput, measured now.
 
 A small C program in a process of its own measures both (`ceilings.c`), so that no other thread pool is in its way.
-Machines drift: take a ceiling right beside what is compared with it.
+Machines drift: take a ceiling right before and after the figures that it is compared with.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Table:
             "",
             described(facts),
             "",
-            f"| engine | workload | checkout | median | spread | beside {self._names[0]} |",
+            f"| engine | workload | checkout | median | spread | relative to {self._names[0]} |",
             "| --- | --- | --- | ---: | ---: | ---: |",
         ]
 

@@ -51,7 +51,7 @@ class Case:
         return f"{self.num_requests} requests, {sampling}"
 
 
-class StageClock:
+class PartClock:
     """Seconds of each part, step by step."""
 
     def __init__(self) -> None:
@@ -59,16 +59,16 @@ class StageClock:
         self._current: dict[str, float] = defaultdict(float)
         self._wrapped: list[tuple[Any, str, Callable[..., Any]]] = []
 
-    def wrap_method_of_class(self, instance: Any, method: str, stage: str) -> None:
+    def wrap_method_of_class(self, instance: Any, method: str, part: str) -> None:
         """`wrap` where the method is defined: a model with a method of its own no longer runs as a program."""
-        self.wrap(next(base for base in type(instance).__mro__ if method in vars(base)), method, stage)
+        self.wrap(next(base for base in type(instance).__mro__ if method in vars(base)), method, part)
 
     def unwrap(self) -> None:
         """Restore the wrapped methods."""
         while self._wrapped:
             setattr(*self._wrapped.pop())
 
-    def wrap(self, owner: Any, method: str, stage: str, *, ends_step: bool = False) -> None:
+    def wrap(self, owner: Any, method: str, part: str, *, ends_step: bool = False) -> None:
         """Time every call of a method under the part's name."""
         original: Callable[..., Any] = getattr(owner, method)
         self._wrapped.append((owner, method, original))
@@ -78,7 +78,7 @@ class StageClock:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._current[stage] += time.perf_counter() - begin
+                self._current[part] += time.perf_counter() - begin
                 if ends_step:
                     self.steps.append(dict(self._current))
                     self._current.clear()
@@ -88,18 +88,18 @@ class StageClock:
 
 def measure(case: Case) -> dict[str, float]:
     """Median microseconds per decode step of each part; and the share of the time outside the model."""
-    stages = _medians(_run(case, _wrap_stages))
-    named = sum(value for stage, value in stages.items() if stage not in (*_MODEL, _WHOLE))
+    parts = _medians(_run(case, _wrap_parts))
+    named = sum(value for part, value in parts.items() if part not in (*_MODEL, _WHOLE))
     whole = _run(case, _wrap_model)
-    outside = [step[_WHOLE] - sum(step.get(stage, 0.0) for stage in _MODEL) for step in whole]
-    stages[_WHOLE] = statistics.median(step[_WHOLE] for step in whole) * 1e6
-    stages[_OUTSIDE] = statistics.median(outside) * 1e6
-    stages["of which not in a stage above"] = stages[_OUTSIDE] - named
-    stages[_SHARE] = stages[_OUTSIDE] / stages[_WHOLE]
-    return stages
+    outside = [step[_WHOLE] - sum(step.get(part, 0.0) for part in _MODEL) for step in whole]
+    parts[_WHOLE] = statistics.median(step[_WHOLE] for step in whole) * 1e6
+    parts[_OUTSIDE] = statistics.median(outside) * 1e6
+    parts["of which not in a part above"] = parts[_OUTSIDE] - named
+    parts[_SHARE] = parts[_OUTSIDE] / parts[_WHOLE]
+    return parts
 
 
-def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[str, float]]:
+def _run(case: Case, wrap: Callable[[Session, PartClock], None]) -> list[dict[str, float]]:
     """Seconds of each part that `wrap` has timed, step by step."""
     session = Session(
         EngineConfig.create(case.model, num_threads=case.threads, max_num_seqs=case.num_requests, device="cpu")
@@ -107,7 +107,7 @@ def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[s
     max_tokens = case.steps + 2 * _SKIPPED_STEPS
     params = SamplingParams(temperature=case.temperature, max_tokens=max_tokens, ignore_eos=True, seed=1)
     requests = [session.accept(f"ROMEO {index}:\n", params) for index in range(case.num_requests)]
-    clock = StageClock()
+    clock = PartClock()
     wrap(session, clock)
     with closing(session.run(requests)) as progress:
         for _ in progress:
@@ -118,7 +118,7 @@ def _run(case: Case, wrap: Callable[[Session, StageClock], None]) -> list[dict[s
     return clock.steps[_SKIPPED_STEPS:]
 
 
-def _wrap_stages(session: Session, clock: StageClock) -> None:
+def _wrap_parts(session: Session, clock: PartClock) -> None:
     core, runner = parts_of(session)
     clock.wrap(core.scheduler, "schedule", "schedule")
     clock.wrap(runner.frames, "begin", "inputs")
@@ -129,7 +129,7 @@ def _wrap_stages(session: Session, clock: StageClock) -> None:
     clock.wrap(session._dispatcher._processor, "process", "detokenise and outputs")
 
 
-def _wrap_model(session: Session, clock: StageClock) -> None:
+def _wrap_model(session: Session, clock: PartClock) -> None:
     _, runner = parts_of(session)
     clock.wrap(runner.kv_cache.programs, "run", "model forward")
     clock.wrap_method_of_class(runner.model, "compute_logits", "logits")
@@ -147,23 +147,23 @@ def parts_of(session: Session) -> tuple[EngineCore, ModelRunner]:
 
 
 def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
-    return {stage: statistics.median(step.get(stage, 0.0) for step in steps) * 1e6 for stage in steps[0]}
+    return {part: statistics.median(step.get(part, 0.0) for step in steps) * 1e6 for part in steps[0]}
 
 
 def as_markdown(report: dict[str, Any]) -> str:
     lines = [f"# Host time per step, model {report['model']}", ""]
     lines += [described(report["machine"]), ""]
-    lines += ["| stage | " + " | ".join(report["runs"]) + " |", "| --- |" + " ---: |" * len(report["runs"])]
+    lines += ["| part | " + " | ".join(report["runs"]) + " |", "| --- |" + " ---: |" * len(report["runs"])]
     runs = report["runs"].values()
-    # A greedy run may have no stage of its own for sampling: the head's product chooses.
-    for stage in max(runs, key=len):
-        cells = [_cell(stage, run[stage]) if stage in run else "in the logits" for run in runs]
-        lines.append(f"| {stage} | " + " | ".join(cells) + " |")
+    # A greedy run may have no part of its own for sampling: the head's product chooses.
+    for part in max(runs, key=len):
+        cells = [_cell(part, run[part]) if part in run else "in the logits" for run in runs]
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(stage: str, value: float) -> str:
-    return f"{100 * value:.1f}%" if stage == _SHARE else f"{value:.0f} µs"
+def _cell(part: str, value: float) -> str:
+    return f"{100 * value:.1f}%" if part == _SHARE else f"{value:.0f} µs"
 
 
 def main() -> None:

@@ -55,18 +55,18 @@ class Model:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _beside_peers(name: str) -> dict[str, Any]:
+def _as_peers(name: str) -> dict[str, Any]:
     """Model of the comparison with other engines, with the context length of OPTIONS."""
     return {**SHAPES[name].config, "max_position_embeddings": 8192}
 
 
 MODELS = {
-    "smollm2-135m": Model("Llama, as SmolLM2 135M", _beside_peers("smollm2-135m")),
-    "qwen3-0.6b": Model("Qwen3, as 0.6B", _beside_peers("qwen3-0.6b")),
-    "qwen3-0.6b-bfloat16": Model("Qwen3, as 0.6B, bfloat16", _beside_peers("qwen3-0.6b"), {"dtype": "bfloat16"}),
+    "smollm2-135m": Model("Llama, as SmolLM2 135M", _as_peers("smollm2-135m")),
+    "qwen3-0.6b": Model("Qwen3, as 0.6B", _as_peers("qwen3-0.6b")),
+    "qwen3-0.6b-bfloat16": Model("Qwen3, as 0.6B, bfloat16", _as_peers("qwen3-0.6b"), {"dtype": "bfloat16"}),
     "qwen3-0.6b-int8": Model(
         "Qwen3, as 0.6B, int8 weights and KV cache",
-        _beside_peers("qwen3-0.6b"),
+        _as_peers("qwen3-0.6b"),
         {"quantization": "int8", "kv_cache_dtype": "int8"},
     ),
     "gemma3-270m": Model(
@@ -188,7 +188,7 @@ def _json_of(*arguments: str) -> dict[str, Any]:
 
 
 def as_markdown(rows: Sequence[Row], facts: dict[str, object]) -> str:
-    head = ["# Memory: the plan beside running engines", "", described(facts)]
+    head = ["# Memory: the plan and running engines", "", described(facts)]
     return "\n".join([*head, *_HEADER, *map(_line, rows)]) + "\n"
 
 

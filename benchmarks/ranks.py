@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a folder for the table")
     arguments = parser.parse_args()
     ranks = arguments.ranks
-    lines = [f"# {ranks} workers beside one", "", described(machine(ranks)), ""]
+    lines = [f"# {ranks} workers and one worker", "", described(machine(ranks)), ""]
     lines += [
         f"| shape | work | workers | one in this process, {ranks} threads, ms | these, as many threads, ms | speed |"
     ]

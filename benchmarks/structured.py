@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.host_time import StageClock, parts_of
+from benchmarks.host_time import PartClock, parts_of
 from benchmarks.machine import described, machine, save
 from benchmarks.peers.checkpoints import make
 from benchmarks.peers.shapes import SHAPES
@@ -33,8 +33,12 @@ _VOCAB_SIZE = 32_000
 _SKIPPED_STEPS = 10
 _WHOLE = "whole step"
 _ON_THE_HOST = ("bitmasks", "matchers")
-_STAGES = (*_ON_THE_HOST, "applying the masks")
-_SHARES = ("share of bitmasks and matchers", "share with applying the masks", "step beside one without constraints")
+_PARTS = (*_ON_THE_HOST, "applying the masks")
+_SHARES = (
+    "share of bitmasks and matchers",
+    "share with applying the masks",
+    "step relative to one without constraints",
+)
 _PERSON = {
     "type": "object",
     "properties": {
@@ -90,7 +94,7 @@ def learn_tokenizer(folder: Path) -> None:
 
 def run(session: Session, requests: list[SamplingParams], steps: int) -> list[dict[str, float]]:
     """Seconds of each part, step by step, once all requests decode."""
-    clock = StageClock()
+    clock = PartClock()
     core, runner = parts_of(session)
     clock.wrap(core._grammar, "bitmask", "bitmasks")
     clock.wrap(core._grammar, "accept", "matchers")
@@ -140,12 +144,12 @@ def measure(session: Session, num_requests: int, steps: int, turns: int) -> dict
         with timed_masks(mask_times):
             found = run(session, constrained, steps)
         whole = statistics.median(step[_WHOLE] for step in found)
-        stages = {stage: statistics.median(step.get(stage, 0.0) for step in found) for stage in _STAGES}
-        on_the_host = sum(stages[stage] for stage in _ON_THE_HOST)
-        values = (on_the_host / whole, sum(stages.values()) / whole, whole / without)
+        parts = {part: statistics.median(step.get(part, 0.0) for step in found) for part in _PARTS}
+        on_the_host = sum(parts[part] for part in _ON_THE_HOST)
+        values = (on_the_host / whole, sum(parts.values()) / whole, whole / without)
         for name, value in zip(_SHARES, values, strict=True):
             shares[name].append(value)
-        medians.append({"without": without, _WHOLE: whole, **stages})
+        medians.append({"without": without, _WHOLE: whole, **parts})
     cuts = statistics.quantiles(mask_times, n=100)
     return {
         **shares,
@@ -169,7 +173,7 @@ def compile_times(folder: Path, repeats: int = 7) -> dict[str, float]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    lines = ["# Structured outputs beside a step of the 60M Llama", "", described(report["machine"]), ""]
+    lines = ["# Structured outputs relative to a step of the 60M Llama", "", described(report["machine"]), ""]
     lines += ["| median of turns | | least to most |", "| --- | ---: | --- |"]
     for name in _SHARES:
         values = report[name]

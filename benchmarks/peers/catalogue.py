@@ -68,7 +68,7 @@ ENGINES = {
             "openvino",
             "openvino-float32",
             32,
-            # Where the processor has bfloat16 arithmetic, OpenVINO else takes that.
+            # Where the CPU has bfloat16 arithmetic, OpenVINO else takes that.
             {"inference_precision": "f32"},
         ),
         EngineSpec(
@@ -79,7 +79,7 @@ ENGINES = {
             "openvino-float32",
             16,
             {"inference_precision": "bf16"},
-            note="computes in bfloat16, as it does by default where the processor can",
+            note="computes in bfloat16, as it does by default where the CPU can",
         ),
         EngineSpec("openvino-int8", "OpenVINO GenAI int8", "openvino_genai_pipeline", "openvino", "openvino-int8", 8),
         EngineSpec("llama.cpp-f32", "llama.cpp f32", "llama_cpp_batches", "llama-cpp", "gguf-f32", 32, note=_SHARED),

@@ -54,7 +54,7 @@ ENVIRONMENTS = {
         Environment(
             "llama-cpp",
             (("numpy==2.4.6", "gguf==0.19.0", "safetensors==0.8.0"), ("llama-cpp-python==0.3.36",)),
-            # Built from source, for this processor.
+            # Built from source, for this CPU.
             {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAVA_BUILD=OFF"},
         ),
         Environment("ctranslate2", ((_TORCH,), ("ctranslate2==4.8.5", "transformers==5.23.0"))),

@@ -94,7 +94,7 @@ def _versions(results: Results) -> dict[str, str]:
 
 
 def as_markdown(data: dict[str, Any]) -> str:
-    lines = ["# Penstock beside other engines on CPU", ""]
+    lines = ["# Penstock and other engines on CPU", ""]
     lines += [", ".join(f"{key} {value}" for key, value in data["machine"].items()), ""]
     lines += [", ".join(f"{name} {version}" for name, version in sorted(data["versions"].items())), ""]
     lines += [
@@ -152,12 +152,12 @@ def _comparisons() -> list[tuple[str, str, list[str]]]:
         return [e.name for e in ENGINES.values() if e.environment is not None and e.bits_per_weight in bits]
 
     return [
-        ("Penstock float32 beside the fastest other in float32", REFERENCE, others(32)),
-        ("Penstock bfloat16 beside the fastest other in bfloat16", "penstock-bfloat16", others(16)),
-        ("Penstock int8 beside the fastest other in 8 bits", "penstock-int8", others(8, 8.5)),
-        ("Penstock bfloat16 beside its float32", "penstock-bfloat16", [REFERENCE]),
-        ("Penstock int8 beside its float32", "penstock-int8", [REFERENCE]),
-        ("Penstock int4 beside its int8", "penstock-int4", ["penstock-int8"]),
+        ("Penstock float32 relative to the fastest other in float32", REFERENCE, others(32)),
+        ("Penstock bfloat16 relative to the fastest other in bfloat16", "penstock-bfloat16", others(16)),
+        ("Penstock int8 relative to the fastest other with int8 weights", "penstock-int8", others(8, 8.5)),
+        ("Penstock bfloat16 relative to its float32", "penstock-bfloat16", [REFERENCE]),
+        ("Penstock int8 relative to its float32", "penstock-int8", [REFERENCE]),
+        ("Penstock int4 relative to its int8", "penstock-int4", ["penstock-int8"]),
     ]
 
 
@@ -196,9 +196,9 @@ def _notes(data: dict[str, Any]) -> list[str]:
         f"- {engine.title}: {engine.note}." for engine in ENGINES.values() if engine.note and engine.name in measured
     ]
     lines += [
-        "- of the ceiling: A, of what reading every weight once per token allows at the memory's speed beside it; C, "
-        "of the float32 arithmetic beside it.",
-        "- same first token, same beginning: beside Penstock float32 on the same prompts; of the first 16 tokens.",
+        "- of the ceiling: A, of the memory bandwidth measured in turns, with every weight read once per token; C, "
+        "of the float32 throughput measured in turns.",
+        "- same first token, same beginning: as Penstock float32 on the same prompts, of the first 16 tokens.",
     ]
     for record in data["unavailable"]:
         where = "" if record["model"] is None else f", {record['model']}"

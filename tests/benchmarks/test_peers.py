@@ -55,10 +55,10 @@ def test_ratios_are_to_the_fastest_other_of_the_same_precision(tmp_path: Path) -
     measured(results, "openvino-float32", [1.5])
     measured(results, "llama.cpp-q8_0", [0.5])
     lines = as_markdown(report(results)).splitlines()
-    assert "| *Penstock float32 beside the fastest other in float32* | 1.50 × |" in lines
-    assert "| *Penstock int8 beside the fastest other in 8 bits* | 2.00 × |" in lines
-    assert "| *Penstock int8 beside its float32* | 4.00 × |" in lines
-    assert not any("bfloat16 beside" in line for line in lines)
+    assert "| *Penstock float32 relative to the fastest other in float32* | 1.50 × |" in lines
+    assert "| *Penstock int8 relative to the fastest other with int8 weights* | 2.00 × |" in lines
+    assert "| *Penstock int8 relative to its float32* | 4.00 × |" in lines
+    assert not any("bfloat16 relative" in line for line in lines)
 
 
 def test_decoding_is_compared_with_reading_every_matrix_once_per_token(tmp_path: Path) -> None:
