@@ -28,7 +28,7 @@ from penstock.models.registry import supported_architectures
 from penstock.observability.units import format_bytes
 from penstock.runner.sampling import LogitsProcessor, LogitsRows, ProcessorContext
 from penstock.worker import WorkerBase
-from penstock.worker.resident import LIBRARY_BYTES
+from penstock.worker.memory_plan import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
 from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, write_head, write_mimo

@@ -78,8 +78,8 @@ def test_a_model_rounded_for_texts_is_closer_to_what_it_was(few_texts: Path, cap
     assert rounded.keys() == rounded_alone.keys()
     changed = {name for name in rounded if not torch.equal(rounded[name], rounded_alone[name])}
     assert changed == rounded.keys()
-    assert any("rounding to int4 for the" in message and "few.jsonl" in message for message in caplog.messages)
-    assert any("read once, which took" in message for message in caplog.messages)
+    assert any("int4 with GPTQ calibration" in message and "few.jsonl" in message for message in caplog.messages)
+    assert any("calibrated in one pass" in message for message in caplog.messages)
 
 
 @pytest.mark.slow

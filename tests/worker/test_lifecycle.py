@@ -144,6 +144,6 @@ def test_impossible_memory_is_refused_with_the_arithmetic(folder: Path) -> None:
 
 
 def test_a_dtype_that_is_unknown_or_unsupported_is_named(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size=3 .*group of 1"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3 .*its group has 1"):
         _worker(folder, tensor_parallel_size=3)
     assert _loaded(folder, dtype="bfloat16").dtype.weights == "bfloat16"

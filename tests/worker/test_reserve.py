@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from penstock.worker.resident import LIBRARY_BYTES
+from penstock.worker.memory_plan import LIBRARY_BYTES
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20

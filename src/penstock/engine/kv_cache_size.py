@@ -21,8 +21,7 @@ from penstock.scheduler.kv_cache_plan import (
     plan_kv_cache,
 )
 from penstock.worker.capabilities import allows_options
-from penstock.worker.lighter_weights import saved_by_int8_weights
-from penstock.worker.memory_plan import MemoryPlan
+from penstock.worker.memory_plan import MemoryPlan, saved_by_int8_weights
 
 logger = logging.getLogger(__name__)
 

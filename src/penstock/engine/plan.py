@@ -37,10 +37,15 @@ from penstock.runner.sampling.load_processors import installed
 from penstock.runner.stage import receive_buffer_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
 from penstock.worker.capabilities import check_options
-from penstock.worker.lighter_weights import saved_by_int8_weights
-from penstock.worker.logits_processor_memory import measure_logits_processors
-from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
-from penstock.worker.resident import PROCESS_BYTES, resident_step
+from penstock.worker.memory_plan import (
+    PROCESS_BYTES,
+    MemoryPlan,
+    affordable_fraction,
+    check_plan,
+    resident_step,
+    saved_by_int8_weights,
+)
+from penstock.worker.profile import measure_logits_processors
 from penstock.worker.split_contexts import split_context_bytes
 from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
 

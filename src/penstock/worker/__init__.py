@@ -1,6 +1,6 @@
-"""A device's life from start to shutdown.
+"""Workers: device, memory plan, model loading and execution of one rank.
 
-The names load on first use, since the memory arithmetic must not import torch.
+Names load on first use, since the memory plan must not import torch.
 """
 
 from __future__ import annotations

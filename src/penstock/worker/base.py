@@ -1,4 +1,4 @@
-"""The interface that one rank's worker implements."""
+"""Worker interface of one rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Result = TypeVar("_Result")
 
 
 class WorkerBase(ABC):
-    """One rank. The calls come in this order:
+    """Worker of one rank. The calls come in this order:
 
     init_device, load_model, get_kv_cache_spec, determine_available_memory, initialize_from_config,
     compile_or_warm_up_model, then execute_model and sample_tokens for each step, and shutdown at the end.
     A call out of order raises LifecycleError, which names the missing one.
     """
 
-    # Drafts that its speculator makes for each request after each step, at most; 0 without one.
+    # Maximum draft tokens per request and step; 0 without a speculator.
     num_speculative_tokens: int = 0
 
     def __init__(self, config: EngineConfig, parallel: ParallelState) -> None:
@@ -39,7 +39,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def init_device(self) -> None:
-        """Take the device, check the dtype."""
+        """Initialise the device and choose the dtype."""
 
     @abstractmethod
     def load_model(self) -> None:
@@ -47,24 +47,24 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer stores, by layer name."""
+        """Return the KV cache spec of each layer, by name."""
 
     @abstractmethod
     def determine_available_memory(self) -> MemoryPlan:
-        """Profile a step and plan the memory; `kv_cache_bytes` of the plan is what the KV cache may take."""
+        """Profile a step and plan the memory, with `kv_cache_bytes` for the KV cache."""
 
     @abstractmethod
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
-        """Allocate the KV cache and everything that is sized by it."""
+        """Allocate the KV cache and create the runner."""
 
     @abstractmethod
     def compile_or_warm_up_model(self) -> None:
-        """Make the first request as fast as the second."""
+        """Warm up, so that the first request is as fast as later ones."""
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
-        """How long steps of decoding requests take: some numbers of tokens, rising, the same on all ranks, and seconds.
+        """Measure decode steps: (tokens, seconds), by rising number of tokens, equal numbers on all ranks.
 
-        Where nothing is known, all steps count as equally long.
+        Empty means equal times.
         """
         return []
 
@@ -74,18 +74,18 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
-        """Choose the tokens of an executed step."""
+        """Sample an executed step."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """What its speculator has drafted for the next step, copied to the host; None where it has none."""
+        """Return the speculator's draft tokens for the next step, copied to the host; None without any."""
         return None
 
     @abstractmethod
     def execute_dummy_batch(self) -> None:
-        """Run a step that serves no request and touches nothing."""
+        """Run a dummy step, which changes no state."""
 
     def forget_programs(self) -> None:  # noqa: B027 - a worker that records nothing has nothing to forget
-        """Called when the model may have changed: what was recorded of it no longer holds."""
+        """Drop recorded programs, since the model may have changed."""
 
     @abstractmethod
     @changes_model
@@ -93,27 +93,27 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def check_health(self) -> None:
-        """Return if the worker can serve, as far as is known; raise what is wrong if it cannot. Waits for no device."""
+        """Raise the known failure of the worker, if there is one. Does not wait for the device."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give back all memory, and leave the process as it was; harmless when called twice.
+        """Free all memory; idempotent.
 
-        Not called once the device's context is lost, when only the end of the process gives anything back.
+        Not called after the device's context is lost, when only the end of the process frees memory.
         """
 
     def get_config(self) -> EngineConfig:
-        """The configuration with which the weights that serve were loaded."""
+        """Return the configuration of the current weights."""
         return self.config
 
     @changes_model
     def apply_model(self, function: Callable[[LanguageModel], _Result]) -> _Result:
-        """Call a function with the model and return what it returns."""
+        """Call a function with the model and return its result."""
         return function(self.get_model())
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A method of the design that is not built yet is refused by name, from the capability table."""
+            """Raise UnsupportedFeature for methods that are not implemented yet."""
             require(name)
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A model whose weights are rounded for texts: it is loaded as it is, reads them, and is rounded layer by layer."""
+"""GPTQ calibration: run calibration data through the float model, then quantise it layer by layer."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.worker.profile import throwaway_kv_cache
 
 logger = logging.getLogger(__name__)
-# Tokens that are read at once; longer texts are read in parts.
+# Tokens per step; longer texts are split.
 _MAX_TOKENS = 2048
 _BLOCK_SIZE = 16
-# Rows of logits at a time.
+# Logits rows at a time.
 _HEAD_ROWS = 64
 _GRAM_VALUE_BYTES = 4
-# The share of free memory for what is known of layers' inputs. The texts are read again for layers beyond it.
+# Share of free memory for Gram matrices of layer inputs. The data runs again for layers beyond it.
 _SHARE_OF_FREE = 4
 
 
 def load_for_device(
     model_config: ModelConfig, load_config: LoadConfig, parallel: ParallelState, device: Device, dtype: DtypeChoice
 ) -> CausalLM:
-    """The model with its weights as `model_config` asks for; rounded for texts if there are any.
+    """Load the model, with GPTQ calibration if `model_config` has calibration data.
 
-    Raises what `load_model` does, ConfigError for texts that cannot be read, and ModelError for what they lead to.
+    Raises what `load_model` raises, ConfigError for unreadable calibration data, and ModelError for non-finite inputs.
     """
 
     def load(config: ModelConfig) -> CausalLM:
@@ -70,7 +70,7 @@ def load_for_device(
 
 
 def _max_gram_bytes(device: Device, parallel: ParallelState) -> int:
-    """The same for all ranks, which read together."""
+    """Return the memory for Gram matrices, equal on all ranks, which run the same steps."""
     free = device.memory_snapshot().free // (_SHARE_OF_FREE * parallel.tensor.size)
     return min(parallel.tensor.gather_values(free))
 
@@ -86,7 +86,7 @@ def _round(
 ) -> None:
     begin = time.monotonic()
     layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
-    logger.info("Quantized weights: rounding to int4 for the %s tokens of %s", f"{sum(map(len, texts)):,}", path)
+    logger.info("Quantized weights: int4 with GPTQ calibration on %s tokens of %s", f"{sum(map(len, texts)):,}", path)
     num_times = 0
     for part in _parts(layers, max_gram_bytes):
         num_times += 1
@@ -97,14 +97,14 @@ def _round(
             _change_method(layer, int4_method(layer, _round_once_for(grams.pop(0))))
     model.requires_grad_(False)
     logger.info(
-        "Quantized weights: read %s, which took %.1f s",
-        "once" if num_times == 1 else f"{num_times} times, for {format_bytes(max_gram_bytes)} of layers' inputs each",
+        "Quantized weights: calibrated in %s, %.1f s",
+        "one pass" if num_times == 1 else f"{num_times} passes of {format_bytes(max_gram_bytes)} of Gram matrices",
         time.monotonic() - begin,
     )
 
 
 def _round_once_for(gram_II: Tensor) -> Quantizer:
-    """For weights that come later, and whose inputs are not known, `quantize_int4`. Keeps what it needs only once."""
+    """Return GPTQ for the first weight, and plain int4 for later (reloaded) ones; frees the Gram matrix after use."""
     grams = [gram_II]
     return lambda weight_OI: gptq_quantize(weight_OI, grams.pop()) if grams else quantize_int4(weight_OI)
 
@@ -116,7 +116,7 @@ def _change_method(layer: LinearLayer, method: LinearMethod) -> None:
 
 
 def _parts(layers: Sequence[LinearLayer], max_bytes: int) -> Iterator[list[LinearLayer]]:
-    """Layers whose inputs can be observed together, in the order of the model."""
+    """Yield groups of layers whose Gram matrices fit into memory together, in model order."""
     part: list[LinearLayer] = []
     num_bytes = 0
     for layer in layers:
@@ -139,9 +139,9 @@ def _read(
     *,
     reaches_heads: bool,
 ) -> None:
-    """Run all texts through the model, each from its own beginning.
+    """Run all texts through the model, each from position 0.
 
-    reaches_heads: through the output projection, too.
+    reaches_heads: whether to run the output projection too.
     """
     max_tokens = min(_MAX_TOKENS, config.longest_context - 1)
     runner = ModelRunner(

@@ -1,4 +1,4 @@
-"""Marks of worker methods: whether recorded programs of the model still hold after a call."""
+"""Marks of worker methods that invalidate recorded programs of the model, or do not."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ CHANGES_MODEL = "_changes_model"
 
 
 def changes_model(method: _Method) -> _Method:
-    """Mark a method that may put another model or other weights in place, or hand the model to its caller."""
+    """Mark a method that may change the model or its weights, or returns the model."""
     setattr(method, CHANGES_MODEL, True)
     return method
 
 
 def keeps_model(method: _Method) -> _Method:
-    """Mark a method of another package's worker that leaves the model, its weights and their addresses as they are."""
+    """Mark a method of another package's worker that changes neither model nor weights, nor their addresses."""
     setattr(method, CHANGES_MODEL, False)
     return method

@@ -1,4 +1,4 @@
-"""The model that drafts, of the methods that have one: found, checked against its target, and loaded beside it."""
+"""Draft models and heads: configuration, checks against the target model, and loading."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from penstock.models.eagle3 import aux_layers_of
 from penstock.models.registry import runs_through_transformers
 from penstock.parallel import ONE_RANK, ParallelState, layers_of_stage
 
-# What begins the names of its layers, among those of the target.
+# Prefix of the drafter's layer names.
 PREFIX = "draft."
 _EAGLE_HEADS = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
-# By the architecture of the model whose checkpoint has them.
+# MTP head classes by architecture of the target.
 _MTP_HEADS = {"MiMoForCausalLM": "MiMoMTP"}
 
 
 def load_drafter(
     config: EngineConfig, target: nn.Module, parallel: ParallelState, device: Device, dtype: DtypeChoice
 ) -> CausalLM | None:
-    """The drafter, computed in the target's dtype; None for a method without a model, and on all stages but the last.
+    """Load the drafter in the target's dtype; None for a method without a model, and on all stages but the last.
 
-    Raises ConfigError, ModelError or UnsupportedFeature for one that cannot draft for this target, and what loading
+    Raises ConfigError, ModelError or UnsupportedFeature for a drafter that does not fit the target, and what loading
     raises.
     """
     model_config = _drafter_config(config)
@@ -65,9 +65,9 @@ def load_drafter_without_memory(
     dtype: DtypeChoice,
     tensors: Iterable[tuple[str, Tensor]] | None,
 ) -> tuple[CausalLM | None, int]:
-    """The same for a device of this kind, without values, and the number of its parameters.
+    """Load the drafter on the meta device for this kind of device; return it and its number of parameters.
 
-    tensors: of the target's checkpoint, where its files are not here.
+    tensors: meta tensors of the target's checkpoint, if its files are not local.
     """
     model_config = _drafter_config(config)
     if model_config is None or not _is_last_stage(parallel):
@@ -85,7 +85,7 @@ def load_drafter_without_memory(
 
 
 def place_for_drafter(config: EngineConfig, parallel: ParallelState) -> ParallelState:
-    """The place of the target's worker, whose last stage has the embedding where a head has none of its own."""
+    """Return the parallel state with `embeds_at_end` set if a draft head needs the target's embedding."""
     if parallel.pipeline.size == 1 or config.speculative.method not in HEAD_METHODS:
         return parallel
     drafter = _drafter_config(config)
@@ -95,7 +95,7 @@ def place_for_drafter(config: EngineConfig, parallel: ParallelState) -> Parallel
 
 
 def aux_layers_of_head(config: EngineConfig, target: nn.Module, parallel: ParallelState) -> tuple[int, ...]:
-    """Before which of the target's layers a head wants hidden states that is on the last stage, and not here."""
+    """Return the layers whose auxiliary hidden states an EAGLE-3 head on the last stage needs from this stage."""
     # Other targets are refused by the last stage.
     if config.speculative.method != "eagle3" or not isinstance(target, DecoderForCausalLM) or _is_last_stage(parallel):
         return ()
@@ -105,20 +105,20 @@ def aux_layers_of_head(config: EngineConfig, target: nn.Module, parallel: Parall
 
 
 def layers_of_target(target: nn.Module, parallel: ParallelState) -> range:
-    """Those of this stage, where heads can have their hidden states."""
+    """Return this stage's decoder layers; empty for models without auxiliary hidden states."""
     if not isinstance(target, DecoderForCausalLM):
         return range(0)
     return layers_of_stage(target.config.num_layers, parallel)
 
 
 def attach_drafter(drafter: CausalLM | None, target: nn.Module) -> None:
-    """Let it draft for this target from now on, whose parts it may share."""
+    """Attach a draft head to its target, whose embedding and output head it may share."""
     if isinstance(drafter, DraftHead):
         drafter.attach(target)
 
 
 def drafted_specs(target: nn.Module, drafter: CausalLM | None, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
-    """What the layers of both keep. dtype: of the cache."""
+    """Return the KV cache specs of target and drafter. dtype: of the KV cache."""
     models = [target] if drafter is None else [target, drafter]
     return {name: spec for model in models for name, spec in kv_cache_specs(model, block_size, dtype).items()}
 
@@ -154,12 +154,12 @@ def _is_last_stage(parallel: ParallelState) -> bool:
 
 
 def _without_stages(parallel: ParallelState) -> ParallelState:
-    """A drafter has all its layers where it is."""
+    """Return the parallel state of a drafter, which is not split into stages."""
     return replace(parallel, pipeline=ONE_RANK, pipeline_layers=None)
 
 
 def _named(config: EngineConfig, model_impl: str = "penstock") -> ModelConfig:
-    """The configuration of the model that the options name; of a shipped model, the head that ships with it."""
+    """Return the configuration of `speculative_config`'s model, or of the head shipped with the model."""
     name = config.speculative.model
     if name is None and config.speculative.method == "eagle3":
         name = SHIPPED_HEADS.get(config.model.model)
@@ -199,9 +199,9 @@ def _mtp(config: EngineConfig, length: int) -> ModelConfig:
 
 
 def _head(source: ModelConfig, architecture: str, length: int, stored_names: list[str] | None) -> ModelConfig:
-    """A head's own `config.json` may name another class, and fewer positions: its rotary embedding goes on.
+    """Return the configuration of a head: its class, and positions extended to `length`.
 
-    That of the library `speculators` has what its layer is in an object of its own.
+    The library `speculators` has the layer's fields in an object of their own.
     """
     path = source.folder / "config.json"
     layer = typed_field(source.hf_config, "transformer_layer_config", (dict,), path, ModelError)
@@ -225,6 +225,6 @@ def _stored_names(source: ModelConfig, config: EngineConfig) -> list[str] | None
 
 
 def _load_config(config: EngineConfig) -> LoadConfig:
-    """As the target is loaded, whose sharded state holds no drafter."""
+    """Return the load options of the drafter, which sharded states do not include."""
     load = config.load
     return replace(load, load_format="auto") if load.load_format == SHARDED_STATE else load

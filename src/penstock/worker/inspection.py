@@ -1,4 +1,4 @@
-"""What a loaded model is made of, as text."""
+"""Text tree of a loaded model's modules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.observability.units import format_bytes
 
 
 def inspect_model(model: nn.Module) -> str:
-    """A tree of modules: class, how it computes, its own tensors with shape and dtype, and the bytes of it all.
+    """Return the module tree: class, linear method, tensors with shape and dtype, and bytes.
 
-    Layers that are alike but for their number are shown once.
+    Consecutive equal layers are shown once.
     """
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     ties = {parameter: " (tied)" for parameter, count in owners.items() if count > 1}
@@ -26,8 +26,8 @@ def inspect_model(model: nn.Module) -> str:
     return "\n".join(_lines("", model, 0, ties))
 
 
-# What is tied, by the id of a parameter that several modules have, or of an embedding that reads its rows from another
-# module's form of the weight: what to say of it.
+# Notes on tied weights, by id of a parameter that several modules share, or of an embedding that reads another module's
+# packed weight.
 _Ties: TypeAlias = Mapping[int, str]
 
 
@@ -57,7 +57,7 @@ def _own(module: nn.Module, ties: _Ties) -> Iterator[str]:
     if id(module) in ties:
         yield ties[id(module)]
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        # A weight that a method keeps in its own form leaves an empty parameter behind.
+        # A weight that a linear method has packed leaves an empty parameter.
         if tensor.numel():
             yield f"{name} {_form(tensor)}" + ties.get(id(tensor), "")
 
@@ -67,7 +67,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _runs(module: nn.Module, ties: _Ties) -> list[tuple[str, str, nn.Module]]:
-    """Children, numbered neighbours of the same form as one run: (first name, last name, the first)."""
+    """Return children, consecutive equal ones as one run: (first name, last name, first module)."""
     runs: list[tuple[str, str, nn.Module]] = []
     former = None
     for name, child in module.named_children():

@@ -1,24 +1,38 @@
-"""The memory arithmetic: what is there, what the model takes, what is left for the KV cache."""
+"""Memory plan: available memory, the model's needs, and the rest for the KV cache. Needs no torch."""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from penstock.config import EngineConfig
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION
 from penstock.errors import OutOfMemory
 from penstock.observability.units import format_bytes
+from penstock.worker.capabilities import allows_options
 
 logger = logging.getLogger(__name__)
 
-# Share of the memory that is free, or its own already, that an engine takes at most when it was not told how much.
+# Memory of a process with torch and all other imports, before it loads a model.
+PROCESS_BYTES = {"cpu": 230 << 20, "cuda": 0}
+# Memory of libraries from their first matrix product on: code, tables and buffers. torch counts cuBLAS's workspace as
+# tensors.
+LIBRARY_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
+# Maximum of freed memory that glibc's malloc keeps, as measured: three of its largest heap chunks, 32 MiB each. It
+# trims the heap only once twice as much is free at its end, and the gap of an aligned tensor is too small for the next
+# one of its size.
+_MAX_HELD_BACK_BYTES = {"cpu": 96 << 20, "cuda": 0}
+# Size of an int8 matrix with its scales, as a share of bfloat16; of float32 the share is less.
+_INT8_SHARE = 0.52
+_FLOAT_BYTES = 2
+# Default limit of an engine, as a share of the memory that is free or its own already.
 _SHARE_OF_FREE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes that a step takes at most, besides weights. runner_state: what the runner keeps from one to the next."""
+    """Maximum memory of a step in bytes, besides weights. runner_state: buffers kept between steps."""
 
     activations: int
     sampling: int
@@ -27,16 +41,16 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All in bytes.
+    """Memory of one rank, in bytes.
 
-    total: what this process could use alone. free_at_start: what was left when it began.
-    fraction: share of `total` that the engine may take, or its KV cache, if this is the default and nobody's choice.
-    process: held before the model was loaded.
-    weights: parameters and buffers. activations: highest level of a step's forward pass above that.
-    sampling: highest level of logits, sampling and log-probabilities. runner_state: per-slot tables.
-    logits_processors: tensors that custom ones have made.
-    receive_buffer: where a stage of a pipeline gets the hidden states of the one before it, if there is one.
-    requested_kv_cache: set by option, which then overrides what is left.
+    total: memory that this process could use alone. free_at_start: free memory when it started.
+    fraction: share of `total` for the engine, or with `is_default_fraction` the limit of its KV cache alone.
+    process: memory in use before the model was loaded.
+    weights: parameters and buffers. activations: peak of a step's forward pass.
+    sampling: peak of logits, sampling and log-probabilities. runner_state: per-slot tables.
+    logits_processors: tensors of custom logits processors.
+    receive_buffer: hidden states received from the previous pipeline stage.
+    requested_kv_cache: kv_cache_memory_bytes, which overrides the remaining memory.
     """
 
     total: int
@@ -54,24 +68,24 @@ class MemoryPlan:
 
     @property
     def budget(self) -> int:
-        """What the engine may take in all."""
+        """Memory limit of the engine."""
         if self.is_default_fraction:
             return int(_SHARE_OF_FREE * (self.free_at_start + self.process))
         return int(self.total * self.fraction)
 
     @property
     def left_for_kv_cache(self) -> int:
-        """What the budget leaves; negative when the model alone exceeds it."""
+        """Budget minus all other terms; negative when the model alone exceeds it."""
         return self.budget - self.without_kv_cache
 
     @property
     def most_for_kv_cache(self) -> int:
-        """What the KV cache may take, however much is left."""
+        """Limit of the KV cache."""
         return int(self.total * self.fraction)
 
     @property
     def without_kv_cache(self) -> int:
-        """What the engine takes besides its KV cache."""
+        """Memory of the engine without its KV cache."""
         step = self.activations + self.sampling
         return self.process + self.weights + step + self.runner_state + self.logits_processors + self.receive_buffer
 
@@ -82,7 +96,7 @@ class MemoryPlan:
         return min(self.left_for_kv_cache, self.most_for_kv_cache)
 
     def table(self) -> str:
-        """The arithmetic, a line per term."""
+        """Format the plan, one line per term."""
         budget = (
             f"{_SHARE_OF_FREE:g} of free and held" if self.is_default_fraction else f"memory_fraction {self.fraction:g}"
         )
@@ -108,11 +122,11 @@ class MemoryPlan:
 
 
 def affordable_fraction(asked: float | None, device: str, *, total: int, available: int) -> tuple[float, bool]:
-    """The plan's `fraction`, and whether it is the default.
+    """Return the plan's `fraction`, and whether it is the default.
 
-    asked: memory_fraction. available: bytes that are free, or the engine's already. The memory of a CPU is shared with
-    whatever else runs on the machine, so there a share that is not free is a warning, and the default. On a GPU it
-    stays, for `check_plan` to refuse.
+    asked: memory_fraction. available: bytes that are free, or the engine's already. A CPU shares its memory with other
+    processes, so a share that is not free falls back to the default with a warning. On a GPU it stays, for
+    `check_plan` to refuse.
     """
     default = DEFAULT_MEMORY_FRACTION[device]
     if asked is None:
@@ -130,9 +144,9 @@ def affordable_fraction(asked: float | None, device: str, *, total: int, availab
 
 
 def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:
-    """Raise OutOfMemory, with the table and what to change, when the plan does not work out.
+    """Raise OutOfMemory, with the table and remedies, when the plan does not fit.
 
-    saved_by_int8: bytes by which int8 weights would be smaller; 0 where they are not possible.
+    saved_by_int8: bytes that int8 weights would save; 0 if they are not possible.
     """
     if not plan.is_default_fraction and plan.budget > plan.free_at_start + plan.process:
         fits = math.floor(100 * plan.free_at_start / plan.total) / 100
@@ -153,3 +167,30 @@ def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:
             f"kv_cache_memory_bytes={plan.requested_kv_cache} is more than what is free beside the weights. "
             f"Lower it.\n{plan.table()}"
         )
+
+
+def resident_step(tensors: StepMemory, kind: str, split_contexts: int = 0) -> StepMemory:
+    """Return the system memory of a step from its tensors. split_contexts: buffers of split-KV attention."""
+    most_held_back = _MAX_HELD_BACK_BYTES[kind]
+    return StepMemory(
+        activations=tensors.activations
+        + min(tensors.activations, most_held_back)
+        + split_contexts
+        + LIBRARY_BYTES[kind],
+        sampling=tensors.sampling + min(tensors.sampling, most_held_back),
+        runner_state=tensors.runner_state,
+    )
+
+
+def saved_by_int8_weights(config: EngineConfig, weights: int) -> int:
+    """Return the bytes that `quantization="int8"` saves at least of a worker's weights; 0 if it is not possible.
+
+    Embedding and output projection count as unquantised.
+    """
+    model = config.model
+    if model.quantization is not None or "quantization_config" in model.hf_config:
+        return 0
+    if not allows_options(replace(config, model=replace(model, quantization="int8"))):
+        return 0
+    kept = 2 * model.vocab_size * model.hidden_size * _FLOAT_BYTES
+    return int((1 - _INT8_SHARE) * max(0, weights - kept))

@@ -1,4 +1,4 @@
-"""The memory plan of one rank: its steps are measured, and the rest is counted."""
+"""Memory plan of one rank, from measured steps and counted sizes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.stage import num_noted_before, receive_buffer_bytes
 from penstock.worker.drafter import layers_of_target
-from penstock.worker.lighter_weights import saved_by_int8_weights
-from penstock.worker.logits_processor_memory import measure_logits_processors
-from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan
-from penstock.worker.profile import measure_step_memory
-from penstock.worker.resident import resident_step
+from penstock.worker.memory_plan import (
+    MemoryPlan,
+    StepMemory,
+    affordable_fraction,
+    check_plan,
+    resident_step,
+    saved_by_int8_weights,
+)
+from penstock.worker.profile import measure_logits_processors, measure_step_memory
 from penstock.worker.split_contexts import split_context_bytes
 from penstock.worker.unloaded_model import NeedsValues, measure_unloaded
 from penstock.worker.weights import Weights
@@ -34,9 +38,9 @@ def plan_memory(
     limits: RunnerLimits,
     start: MemorySnapshot,
 ) -> MemoryPlan:
-    """Measure a step and plan the memory; the rest is for the KV cache. start: before the model was loaded.
+    """Measure a step and plan the memory. start: snapshot before the model was loaded.
 
-    Raises OutOfMemory when the plan does not work out.
+    Raises OutOfMemory when the plan does not fit.
     """
     step = _measure_step(config, parallel, device, dtype, weights, limits)
     cache = config.cache
@@ -71,7 +75,7 @@ def plan_memory(
         ),
     )
     logger.debug("Memory plan:\n%s", plan.table())
-    # What is free is no share of it once other engines have taken theirs; the one before had room.
+    # A replacement of a lost core is not checked: other engines may have taken free memory since the first start.
     if not config.replaces_lost_core:
         check_plan(plan, saved_by_int8_weights(config, plan.weights))
     return plan
@@ -98,7 +102,7 @@ def _measure_step(
             fast_paths=config.scheduler.fast_paths != "off",
             speculator=weights.speculator,
         )
-    # What those steps left free is not the next owner's, the KV cache's.
+    # Free memory in torch's cache is not available to the KV cache.
     device.return_unused_memory()
     split = split_context_bytes(
         weights.kv_cache_specs.values(),
@@ -113,9 +117,9 @@ def _measure_step(
 def _measure_without_memory(
     config: EngineConfig, parallel: ParallelState, dtype: DtypeChoice, limits: RunnerLimits
 ) -> StepMemory | None:
-    """Memory of full steps, which would be long ones on a CPU; None where they must be run."""
+    """Measure full steps on meta tensors, since they take long on a CPU; None if they must be run."""
     try:
         return measure_unloaded(config, parallel, "cpu", dtype, limits).step
     except NeedsValues as reason:
-        logger.info("Full steps are run to see what they take: %s", reason)
+        logger.info("Full steps are run to measure their memory: %s", reason)
         return None

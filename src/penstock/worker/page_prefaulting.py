@@ -1,8 +1,7 @@
-"""Memory for the KV cache's next blocks, before a step needs it.
+"""Prefaulting of KV cache pages before a step needs them.
 
-A system hands out pages when they are first written to, and clears them then: in the middle of a prefill, that took up
-to a tenth of its time. So a thread asks for pages while the worker is idle, and always for a part of the cache only, so
-that a cache larger than what is used of it costs little.
+The system maps and clears pages at the first write, which took up to a tenth of a prefill's time. So a thread faults
+pages in while the worker is idle, and only a part of the KV cache ahead of its use, so that unused memory stays free.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from penstock.device import Device
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 
-# Of the cache, how much is to be ready beyond the blocks that were used: one part in so many.
+# Prefaulted blocks beyond the used ones: one part in so many of the KV cache.
 _SHARE = 8
-# A worker is idle when it has been without a step for so long.
+# Time without a step after which the worker counts as idle.
 _IDLE_S = 0.05
-# At once, and then it is looked whether a step has begun: a millisecond or two.
+# Bytes between checks for a step, one or two milliseconds.
 _PIECE_BYTES = 2 << 20
 
 
 class PagePrefaulting:
-    """Keeps pages ready for the blocks beyond the highest one that was used; blocks are used from the lowest on."""
+    """Prefaults pages of the blocks beyond the highest used one; blocks are used from the lowest on."""
 
     def __init__(self, device: Device, block_tables: BlockTables, kv_cache: PagedKVCache) -> None:
         self._device = device
@@ -32,24 +31,24 @@ class PagePrefaulting:
         self._num_blocks = kv_cache.config.num_blocks
         self._num_ahead = -(-self._num_blocks // _SHARE)
         self._num_ready = 0
-        # More than this block being used, there is work to do.
+        # Highest block beyond which more pages are prefaulted.
         self._wakes_at = self._num_blocks
         self._is_in_step = False
         self._num_steps = 0
         self._num_steps_before = -1
         self._is_wanted = wanted = threading.Event()
         self._is_closed = threading.Event()
-        # The thread must not keep the cache alive when nobody else does.
+        # A weak reference, so that the thread does not keep the KV cache alive.
         thread = threading.Thread(target=_work, args=(weakref.ref(self), wanted), name="penstock-pages", daemon=True)
-        # Called at the end of the program, too: Python would end the thread within an operator of torch, whose C++
-        # frames then end the process ("terminate called without an active exception").
+        # Called at exit too: Python would end the thread within an operator of torch, whose C++ frames then abort the
+        # process ("terminate called without an active exception").
         self._end_thread = weakref.finalize(self, _end, thread, self._is_closed, wanted)
         thread.start()
         wanted.set()
 
     @property
     def num_ready(self) -> int:
-        """Blocks that have their pages, from the first one on."""
+        """Prefaulted blocks, from the first one on."""
         return self._num_ready
 
     def begin_step(self) -> None:
@@ -62,11 +61,11 @@ class PagePrefaulting:
             self._is_wanted.set()
 
     def close(self) -> None:
-        """The memory may go when this returns."""
+        """Stop the thread; the KV cache may be freed afterwards."""
         self._end_thread()
 
     def make_ready(self) -> bool:
-        """Make pages ready as far ahead as is wanted, while nothing else is done. False when no more can be done."""
+        """Prefault pages while the worker is idle. False when the work is done for good, or closed."""
         num_blocks = min(self._block_tables.highest_block + 1 + self._num_ahead, self._num_blocks)
         at_once = max(1, _PIECE_BYTES // max(1, self._kv_cache.page_size_bytes))
         for start in range(self._num_ready, num_blocks, at_once):
@@ -75,12 +74,12 @@ class PagePrefaulting:
                 if not self._wait_until_idle() or not self._device.make_pages_ready(memory):
                     return False
             self._num_ready = stop
-        # At half of what is ready, so that there is time to be idle in.
+        # At half of the prefaulted blocks, so that there is idle time left.
         self._wakes_at = self._num_ready - 1 - self._num_ahead // 2
         return num_blocks < self._num_blocks and not self._is_closed.is_set()
 
     def _wait_until_idle(self) -> bool:
-        """Returns at once while no step has ended since the last call; False when this is closed."""
+        """Wait until no step has run for a while; False when closed."""
         while not self._is_closed.is_set():
             if not self._is_in_step and self._num_steps == self._num_steps_before:
                 return True
@@ -100,7 +99,7 @@ def _work(pages: weakref.ref[PagePrefaulting], wanted: threading.Event) -> None:
 
 
 def _end(thread: threading.Thread, is_closed: threading.Event, wanted: threading.Event) -> None:
-    """End the thread, which a fork of the process does not have. The last reference may end in the thread itself."""
+    """End the thread, which a forked process does not have; may run in the thread itself."""
     if not thread.is_alive():
         return
     is_closed.set()

@@ -1,4 +1,4 @@
-"""Plugins: functions of installed packages that run in every process, before its core or its worker is built."""
+"""Plugins: entry points of installed packages, called in every process before its core or worker is built."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ GROUP = "penstock.general_plugins"
 
 
 def load_plugins(group: str = GROUP) -> list[str]:
-    """Call every plugin of the entry-point group, and return their names.
+    """Call all plugins of an entry-point group, or those of PENSTOCK_PLUGINS; return their names.
 
-    PENSTOCK_PLUGINS names those that are wanted; a wanted one that is not installed raises ConfigError, and so does
-    one that fails. Plugins must not mind being called again: a process may have a core and
-    several workers.
+    Plugins must be idempotent: a process may have a core and several workers. Raises ConfigError for a named plugin
+    that is not installed, and for one that fails.
     """
     found = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
     allowed = env.allowed_plugins()

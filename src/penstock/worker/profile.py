@@ -1,4 +1,4 @@
-"""How much memory a step takes, measured on a runner that is made for it and thrown away."""
+"""Measured memory: of steps, on a temporary runner, and of custom logits processors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from penstock.runner.dummy_runs import (
     run_longest_prompt_of_drafter,
 )
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.runner.sampling import ProcessorContext
+from penstock.runner.sampling.custom_processors import CustomProcessors
+from penstock.runner.sampling.load_processors import load_logits_processors
+from penstock.runner.sampling.thinking_budget import ThinkingBudget
 from penstock.runner.slot_owners import registered_slot_owners
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.worker.memory_plan import StepMemory
@@ -36,9 +40,9 @@ def measure_step_memory(
     fast_paths: bool = True,
     speculator: Speculator = NO_SPECULATOR,
 ) -> StepMemory:
-    """The tensors of the heaviest steps, which are run at their full size, and what the runner keeps between them.
+    """Measure the tensors of the largest steps, and the buffers of the runner.
 
-    Custom logits processors are left out: what they keep is a term of its own.
+    Without custom logits processors, which are a term of their own.
     """
     with torch.no_grad():
         num_tokens = limits.max_num_tokens + speculator.most_extra_tokens(limits.max_num_reqs)
@@ -57,7 +61,7 @@ def measure_step_memory(
                 speculator=speculator,
                 owners=registered_slot_owners(),
             )
-            # Tables that are made when they are first needed, too.
+            # Includes tables that are allocated on first use.
             profile_sampling(runner, num_reqs=1)
         with device.measure_peak() as forward:
             hidden_TD = run_longest_prompt(runner, limits.max_num_tokens)
@@ -76,7 +80,7 @@ def _peak(device: Device, run: Callable[[], None]) -> int:
 
 
 def throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:
-    """A cache that holds one step; every layer has its own memory and group, since nothing is shared for long."""
+    """Return a KV cache for one step, with separate memory for every layer."""
     num_blocks = max((num_profile_blocks(num_tokens, spec.block_size) for spec in specs.values()), default=1)
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
@@ -89,3 +93,22 @@ def throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVC
         ),
         groups=tuple(KVCacheGroupSpec(layer_names=tuple(names), spec=spec) for spec, names in by_spec.items()),
     )
+
+
+def measure_logits_processors(
+    sampling: SamplingConfig, device: Device, *, max_num_reqs: int, max_model_len: int, vocab_size: int
+) -> int:
+    """Return the bytes of tensors that custom logits processors allocate at construction.
+
+    Raises ConfigError when one cannot be loaded or made.
+    """
+    classes = [found for found in load_logits_processors(sampling.logits_processors) if found is not ThinkingBudget]
+    if not classes:
+        return 0
+    num_slots = max_num_reqs + 1
+    # Like the runner's table, it takes no memory before it is written to.
+    token_ids = device.allocate(num_slots * max_model_len * 4).view(torch.int32).view(num_slots, max_model_len)
+    context = ProcessorContext(device, num_slots, vocab_size, token_ids)
+    with device.measure_peak() as peak:
+        CustomProcessors(context, classes)
+    return peak.bytes_above_start

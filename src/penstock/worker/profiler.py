@@ -1,4 +1,4 @@
-"""Profiles of a worker's steps, as traces that a browser can show (chrome://tracing, https://ui.perfetto.dev)."""
+"""Profiler of a worker's steps, with traces for a browser (chrome://tracing, https://ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from penstock.errors import ConfigError, LifecycleError
 from penstock.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
-# How many tokens a request had when the worker took it over, by request id; None if the worker does not hold it.
+# Prefill length of a request by id; None if the worker does not hold it.
 PrefillLength = Callable[[str], int | None]
 RunStep = Callable[[SchedulerOutput], None]
 
 
 def step_label(output: SchedulerOutput, prefill_length: PrefillLength) -> str:
-    """Requests and tokens of a step by phase, known to the host before it runs.
+    """Return the label of a step: requests and tokens in prefill (context) and decode (generation).
 
-    A request is in its context phase until every token that it came with is computed.
+    A request is in prefill until all its prefill tokens are computed.
     """
     in_context = {request.req_id for request in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
@@ -39,7 +39,7 @@ def step_label(output: SchedulerOutput, prefill_length: PrefillLength) -> str:
 
 
 class NoProfiler:
-    """Without `profiler_dir`."""
+    """Null object without `profiler_dir`."""
 
     def start(self, prefix: str | None) -> None:
         raise _not_configured()
@@ -54,9 +54,9 @@ class NoProfiler:
 
 
 class TorchProfiler:
-    """torch.profiler, over all threads of this process, of every step between `start` and `stop`.
+    """torch.profiler over all threads of this process, between `start` and `stop`.
 
-    Traces are named by prefix, engine (of several), rank and time.
+    File names have prefix, engine (of several), rank and time.
     """
 
     def __init__(self, config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> None:
@@ -69,9 +69,9 @@ class TorchProfiler:
         self._prefix = ""
 
     def start(self, prefix: str | None) -> None:
-        """Begin to record. prefix: begins the trace's file name.
+        """Start recording. prefix: prefix of the trace's file name.
 
-        Raises LifecycleError when a profile runs already, ConfigError when no file can be made in the folder.
+        Raises LifecycleError if a profile runs already, ConfigError if the folder is not writable.
         """
         if self._profile is not None:
             raise LifecycleError("A profile is running already. Stop it (stop_profile) before the next one starts.")
@@ -89,7 +89,7 @@ class TorchProfiler:
         logger.info("Profiling into %s", self._folder)
 
     def stop(self) -> Path:
-        """End the recording and write it; returns the trace. Raises LifecycleError when no profile runs."""
+        """Stop recording, write the trace and return its path. Raises LifecycleError without a running profile."""
         if self._profile is None:
             raise LifecycleError("No profile is running: start_profile must come first (or the worker was restarted).")
         stopped, self._profile = self._profile, None
@@ -101,7 +101,7 @@ class TorchProfiler:
         return path
 
     def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
-        """Run a step, so that the trace shows what it ran."""
+        """Run a step with its label in the trace."""
         if self._profile is None:
             run(output)
             return
@@ -109,13 +109,13 @@ class TorchProfiler:
             run(output)
 
     def shutdown(self) -> None:
-        """Stop if need be; harmless when nothing runs."""
+        """Stop a running profile; idempotent."""
         if self._profile is None:
             return
         try:
             self.stop()
         except Exception:
-            # Logged and not raised: a worker that ends must give back the rest too.
+            # Logged and not raised, so that the worker frees its other resources.
             logger.exception("The profile that was running could not be written")
 
     def _make_folder(self) -> None:
@@ -138,7 +138,7 @@ class TorchProfiler:
             record_shapes=self._config.profiler_record_shapes,
             profile_memory=self._config.profiler_with_memory,
             with_stack=self._config.profiler_with_stack,
-            # Whoever asks for the profile need not be the thread that runs the steps.
+            # Steps may run in another thread than `start`.
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         )
 
@@ -146,12 +146,12 @@ class TorchProfiler:
 def create_profiler(
     config: ProfilerConfig, parallel: ParallelState, engine: int | None = None
 ) -> NoProfiler | TorchProfiler:
-    """The profiler that the options ask for. engine: its number, where there are several."""
+    """Create the profiler of the options. engine: the engine's number, of several."""
     return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel, engine)
 
 
 def _not_configured() -> ConfigError:
     return ConfigError(
         "Profiling is not configured: profiler_dir is not set. Start the engine with profiler_dir='FOLDER' "
-        "(profiler_dir=FOLDER), then call start_profile and stop_profile around what is to be recorded."
+        "(profiler_dir=FOLDER), then call start_profile and stop_profile around the calls to record."
     )

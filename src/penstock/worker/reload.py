@@ -1,4 +1,4 @@
-"""New weights for a running worker: a second model is built beside the one that serves, then takes its place."""
+"""Reload of weights: a second model is loaded beside the running one, then replaces it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DIFFERENCES_SHOWN = 4
 
 
 def config_of_replacement(current: ModelConfig, weights_path: str | None) -> ModelConfig:
-    """The configuration of the model that a reload takes its weights from; None reads the same folder again.
+    """Return the model configuration of a reload; None reads the same folder again.
 
     A folder without config.json holds weights for the present configuration. The tokenizer and all options stay.
     """
@@ -47,11 +47,11 @@ def load_replacement(
     max_model_len: int | None,
     size_bytes: int,
 ) -> CausalLM:
-    """A model with the new weights that can take the place of the current one.
+    """Load a model to replace the current one.
 
-    Needs `size_bytes` (the model's memory once more) until the old one is dropped. max_model_len: the longest context
-    that is being served, if any. Raises ModelError when the new model is of another kind or shape, OutOfMemory when
-    there is no room for it, CheckpointError for weights that are damaged or do not fit.
+    Needs `size_bytes` (the model's memory once more) until the old one is dropped. max_model_len: context length of the
+    engine, if it runs. Raises ModelError for another architecture or shape, OutOfMemory without enough memory,
+    CheckpointError for weights that are damaged or do not fit.
     """
     _check_same_shape(current, new, parallel)
     if max_model_len is not None and new.longest_context < max_model_len:
@@ -60,7 +60,7 @@ def load_replacement(
             f"serves {max_model_len}. Create a new engine for it."
         )
     if new.calibration_file is not None:
-        # It is there as it is before it is rounded.
+        # Calibration needs the unquantised model first.
         num_values = sum(parameter.numel() for parameter in build_model(new, parallel).parameters())
         size_bytes += num_values * dtype.weights_torch_dtype.itemsize
     free = device.memory_snapshot().free
@@ -73,7 +73,7 @@ def load_replacement(
 
 
 def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelState) -> None:
-    """Raise ModelError unless both configurations describe models of the same kind, parameters and attention."""
+    """Raise ModelError unless both configurations have the same architecture, parameters and attention."""
     if new.architecture != current.architecture:
         raise ModelError(
             f"{new.model} has the architecture {new.architecture}, but this engine runs {current.architecture}. "

@@ -1,6 +1,6 @@
-"""What a model will need, whatever it is: it is built without memory, and its heaviest steps are run like that.
+"""Memory of a model without loading it: build it on the meta device and run its largest steps there.
 
-Its own code runs, and every operator, on tensors that have sizes and no values; the tensors that are alive are counted.
+The model's own code runs on tensors without values; live tensors are counted.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from penstock.worker.profile import measure_step_memory
 
 
 class NeedsValues(UnsupportedFeature):
-    """A model cannot be run without memory."""
+    """Model that cannot run on meta tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
-    """num_parameters: values. weights: bytes of them, as they will be kept, and of buffers. lookups: of those, what a
-    step only reads its tokens' rows of. step: bytes of tensors. specs: by layer. num_heads: of the queries in the layer
-    that has the most. num_aux_received: hidden states of a token that a stage is given for a speculator, beside the
-    usual one.
+    """Sizes of a model.
+
+    num_parameters: number of parameters. weights: bytes of weights in their final form, and of buffers. lookups: bytes
+    of embeddings among them, of which a step reads single rows. step: bytes of tensors. specs: KV cache spec by layer.
+    num_heads: maximum of query heads in a layer. num_aux_received: auxiliary hidden states per token that a pipeline
+    stage receives for a speculator.
     """
 
     num_parameters: int
@@ -64,9 +66,10 @@ def measure_unloaded(
     limits: RunnerLimits,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> UnloadedModel:
-    """Build the model for this kind of device, load it and run it, all without memory.
+    """Build, load and run the model on the meta device.
 
-    tensors: of the checkpoint by name, where its files are not here. Raises what loading raises, and NeedsValues.
+    tensors: meta tensors of the checkpoint by name, if its files are not local. Raises what loading raises, and
+    NeedsValues.
     """
     parallel = place_for_drafter(config, parallel)
     model, num_parameters = load_without_memory(
@@ -93,9 +96,9 @@ def measure_unloaded(
                 fast_paths=config.scheduler.fast_paths != "off",
                 speculator=speculator,
             )
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # as operators refuse tensors
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values
         raise NeedsValues(
-            f"{config.model.architecture} does not run without the values of its weights, so what it takes shows only "
+            f"{config.model.architecture} does not run without the values of its weights, so its memory is known only "
             f"when an engine starts: {type(error).__name__}: {error}"
         ) from error
     return UnloadedModel(
@@ -110,7 +113,7 @@ def measure_unloaded(
 
 
 def _lookup_bytes(model: nn.Module) -> int:
-    """Of embeddings that share their weight with no product."""
+    """Return the bytes of embeddings whose weight no linear layer shares."""
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, LinearLayer)}
     embeddings = [module for module in model.modules() if isinstance(module, VocabEmbedding)]
     return sum(module.weight.nbytes for module in embeddings if id(module.weight) not in multiplied)

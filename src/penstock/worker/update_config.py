@@ -1,4 +1,4 @@
-"""Which options may change while an engine runs, for the next reload of weights."""
+"""Options that may change while an engine runs, for the next reload of weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.config import EngineConfig
 from penstock.config.resolve import resolve_model_folder
 from penstock.errors import ConfigError
 
-# By section, as users of vLLM know them.
+# Options by section, as in vLLM.
 CHANGEABLE = {
     "load_config": ("load_format", "model_loader_extra_config", "use_tqdm_on_load"),
     "model_config": ("model",),
@@ -18,10 +18,9 @@ CHANGEABLE = {
 
 
 def updated_config(config: EngineConfig, overrides: Any) -> EngineConfig:
-    """The configuration with the overrides, given by section and field.
+    """Return the configuration with overrides by section and field.
 
-    Raises ConfigError for a section, a field or a value that is not allowed; ModelNotFound for a model that is not
-    there.
+    Raises ConfigError for a section, field or value that is not allowed; ModelNotFound for a missing model.
     """
     changes = {section: _fields(section, fields) for section, fields in _sections(overrides)}
     load = replace(config.load, **changes.get("load_config", {}))

@@ -32,10 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class Weights:
-    """Loaded weights. model: the one that serves, which a reload replaces."""
+    """Model, drafter and speculator of a rank. model: replaced by a reload."""
 
     def __init__(self, config: EngineConfig, parallel: ParallelState, device: Device, dtype: DtypeChoice) -> None:
-        """Load them. Raises what loading raises."""
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
@@ -64,12 +63,12 @@ class Weights:
 
     @property
     def layers(self) -> Mapping[str, CacheLayer]:
-        """The layers that keep something in the KV cache, of model and drafter."""
+        """Layers with a KV cache, of model and drafter."""
         return {**cache_layers(self.model), **self.speculator.cache_layers()}
 
     @property
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """KV-cache specs of these layers, by name."""
+        """KV cache specs of these layers, by name."""
         dtype = choose_kv_cache_dtype(self._cache.kv_cache_dtype, self._dtype.name)
         return drafted_specs(self.model, self.drafter, self._cache.block_size, dtype)
 
@@ -78,10 +77,9 @@ class Weights:
         return sum(weights_size_bytes(model) for model in (self.model, self.drafter) if model is not None)
 
     def reload(self, current: EngineConfig, new: EngineConfig, max_model_len: int | None) -> None:
-        """Load the model of another configuration beside the one that serves, and put it in its place.
+        """Load the model of another configuration, then replace the current one, which stays on failure.
 
-        max_model_len: the longest context that is being served, if any. What fails leaves the old one serving. Raises
-        what `load_replacement` raises.
+        max_model_len: context length of the engine, if it runs. Raises what `load_replacement` raises.
         """
         with self._device.loading_weights():
             try:
@@ -108,7 +106,7 @@ class Weights:
         self.model = replacement
 
     def save(self, path: str, pattern: str | None, max_size: int | None, model_folder: Path | None) -> list[str]:
-        """Write the model as `Worker.save_sharded_state` says. model_folder: its other files are copied from there."""
+        """See `Worker.save_sharded_state`. model_folder: source of the configuration and tokenizer files."""
         folder = Path(path).expanduser()
         with torch.no_grad():
             written = save_sharded_state(self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size)

@@ -1,4 +1,4 @@
-"""The worker of this project's own devices, CPU and CUDA."""
+"""Worker for CPU and CUDA devices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _Part = TypeVar("_Part")
 
 
 class Worker(WorkerBase):
-    """Owns one device: its memory, the model, the runner."""
+    """Worker of one rank: owns a device, its memory, the model and the runner."""
 
     def __init__(self, config: EngineConfig, parallel: ParallelState) -> None:
         super().__init__(config, parallel)
@@ -55,10 +55,10 @@ class Worker(WorkerBase):
         ):
             if group.size != size:
                 raise ConfigError(
-                    f"{name}={size} needs a worker in a group of as many ranks, and this one is in a group of "
-                    f"{group.size}. An executor for several workers makes the group."
+                    f"{name}={size} needs a worker in a group of {size} ranks, but its group has {group.size}. Use an "
+                    "executor for several workers, such as distributed_executor_backend='mp'."
                 )
-        # Options for the next reload; `config` has those of the weights that serve.
+        # Options of the next reload; `config` has those of the current weights.
         self._next_config = config
         self._profiler = create_profiler(config.profiler, parallel, config.parallel.engine_number)
         self._device: Device | None = None
@@ -164,10 +164,10 @@ class Worker(WorkerBase):
         self._required(self._device, "init_device")
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
-        """Begin to record steps, or end it and write the trace, whose path is returned.
+        """Start a profile of steps, or stop it, write the trace and return its path.
 
-        profile_prefix: begins the trace's file name. Raises ConfigError without `profiler_dir`, LifecycleError when
-        a profile is started twice, or stopped without a start.
+        profile_prefix: prefix of the trace's file name. Raises ConfigError without `profiler_dir`, LifecycleError for a
+        second start, or a stop without a start.
         """
         if is_start:
             self._profiler.start(profile_prefix)
@@ -176,9 +176,9 @@ class Worker(WorkerBase):
         return str(self._profiler.stop())
 
     def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
-        """Change options for the next `reload_weights`, by section: `load_config` and `model_config`.
+        """Change options of the next `reload_weights`, by section: `load_config` and `model_config`.
 
-        Raises ConfigError for anything that cannot be changed, and changes nothing then.
+        Raises ConfigError for an option that cannot be changed, and changes nothing then.
         """
         self._next_config = updated_config(self._next_config, overrides)
 
@@ -186,9 +186,9 @@ class Worker(WorkerBase):
     def reload_weights(self, weights_path: str | None = None) -> None:
         """Replace the weights by those of a folder or hub id (None: of the same one again), between two steps.
 
-        Takes the model's memory a second time until it is done. What fails leaves the old weights serving. The KV cache
-        is the caller's to reset. Raises ModelError for a model of another kind or shape, CheckpointError for damaged
-        weights, OutOfMemory when there is no room.
+        Needs the model's memory twice meanwhile. On failure the old weights stay. The caller must reset the prefix
+        cache. Raises ModelError for a model of another architecture or shape, CheckpointError for damaged weights,
+        OutOfMemory without enough memory.
         """
         device, weights = self.device, self.weights
         new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
@@ -201,17 +201,17 @@ class Worker(WorkerBase):
         logger.info("Weights reloaded from %s", new.model.folder)
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> list[str]:
-        """Write the weights as they are in memory, for load_format="sharded_state"; returns the files of this rank.
+        """Write the weights as they are in memory, for load_format="sharded_state"; return the files of this rank.
 
-        pattern: their names, with {rank} and {part}. max_size: bytes of a file, unless one tensor is larger.
-        The first rank copies the configuration and the tokenizer too.
+        pattern: file names, with {rank} and {part}. max_size: bytes per file, unless one tensor is larger.
+        Rank 0 copies the configuration and the tokenizer too.
         """
         return self.weights.save(path, pattern, max_size, self.config.model.folder if self.rank == 0 else None)
 
     def get_model_inspection(self) -> str:
-        """The model's modules as a tree of text, with sizes, dtypes and how each multiplies.
+        """Return the module tree as text, with sizes, dtypes and linear methods.
 
-        Then, once it has run, its recorded programs, and reasons for which it runs layer by layer.
+        Also the recorded programs, and reasons for eager execution, once a step has run.
         """
         programs = [] if self._runner is None else self._runner.kv_cache.programs.describe()
         return "\n".join([inspect_model(self.weights.model), *programs])
@@ -266,7 +266,7 @@ class Worker(WorkerBase):
         return part
 
     def _longest_context(self) -> int:
-        """The context to plan for: what was asked for, or the model's own when that is to be fitted later."""
+        """Return the context length to plan for: the configured one, else the model's own."""
         wanted = self.config.model.max_model_len
         return self.config.model.longest_context if wanted is None or wanted == AUTO_LENGTH else int(wanted)
 

@@ -1,4 +1,4 @@
-"""The shell around a worker: it exists first, learns its environment and rank, and only then builds the worker."""
+"""Worker wrapper: exists before the worker, sets its environment and rank, then constructs it."""
 
 from __future__ import annotations
 
@@ -21,27 +21,23 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerWrapperBase:
-    """One process's shell. `rpc_rank` is its place among the executor's workers.
+    """Wrapper of the worker of one process. rpc_rank: rank among the executor's workers.
 
-    Its own few methods and `execute_method` are all that an executor calls; nothing falls through by accident.
+    Executors call its own methods and `execute_method` only.
     """
 
     def __init__(self, rpc_rank: int = 0) -> None:
         self.rpc_rank = rpc_rank
         self._worker: Any = None
-        # Methods that were found to be there, so that steps need not look again; and of these, those that leave model
-        # and weights as they are.
+        # Methods that exist, checked once; and those of them that do not change model or weights.
         self._known_methods: set[str] = set()
         self._keeping_methods: set[str | bytes | Callable[..., Any]] = set()
-        # The failure since which nothing in this process may touch the device.
+        # The failure that lost the device's context; nothing may touch the device afterwards.
         self.device_lost_by: str | None = None
 
     @property
     def worker(self) -> Any:
-        """The worker.
-
-        Raises LifecycleError before `init_worker` and after `shutdown`.
-        """
+        """The worker. Raises LifecycleError before `init_worker` and after `shutdown`."""
         if self._worker is None:
             raise LifecycleError(
                 f"Rank {self.rpc_rank} has no worker: init_worker must come first (or it was shut down)."
@@ -49,13 +45,13 @@ class WorkerWrapperBase:
         return self._worker
 
     def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
-        """Take the rank that the mapping gives this one, if any; only before the worker exists."""
+        """Change the rank by a mapping; only before the worker exists."""
         if self._worker is not None:
             raise LifecycleError(f"Rank {self.rpc_rank} has a worker already, so its rank can no longer be changed.")
         self.rpc_rank = rank_mapping.get(self.rpc_rank, self.rpc_rank)
 
     def update_environment_variables(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Set this rank's entry of the list; a variable that changes its value is logged."""
+        """Set the environment variables of this rank; logs changed values."""
         for name, value in environments[self.rpc_rank].items():
             previous = os.environ.get(name)
             if previous is not None and previous != value:
@@ -65,7 +61,7 @@ class WorkerWrapperBase:
             os.environ[name] = value
 
     def init_worker(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
-        """Load plugins, resolve the worker's class by name, add the extension, construct the worker.
+        """Load plugins and construct the worker of `worker_cls`, with its extension.
 
         Raises ConfigError when a class does not exist, is no worker, or clashes with its extension.
         """
@@ -78,10 +74,10 @@ class WorkerWrapperBase:
         self._worker = worker_class(config, replace(parallel, rank=self.rpc_rank))
 
     def execute_method(self, method: str | bytes | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker by name, or a function (pickled or not) with the worker as its first argument.
+        """Call a worker's method by name, or a function (pickled or not) with the worker as its first argument.
 
-        Raises UnsupportedFeature for a method that is not built yet. Any other failure is logged with the method's
-        name and raised: Penstock's own errors as they are, others as WorkerError with rank, method and cause.
+        Raises UnsupportedFeature for a method that is not implemented yet, Penstock's errors as they are, and others as
+        WorkerError with rank, method and cause.
         """
         try:
             return self._bind(method)(*args, **kwargs)
@@ -92,7 +88,7 @@ class WorkerWrapperBase:
                 self._worker.forget_programs()
 
     def report(self, name: str, error: Exception) -> NoReturn:
-        """Raise what a call raised as an error that names the rank, the call and the cause."""
+        """Raise an exception of a call, as WorkerError with rank, method and cause if it is not Penstock's own."""
         if loses_device(error):
             self.device_lost_by = f"{type(error).__name__} in {name}: {error}"
         if isinstance(error, PenstockError):
@@ -107,7 +103,7 @@ class WorkerWrapperBase:
         ) from error
 
     def check_device(self) -> None:
-        """Raise WorkerError when the device's context is lost."""
+        """Raise WorkerError if the device's context is lost."""
         if self.device_lost_by is not None:
             raise WorkerError(
                 f"Rank {self.rpc_rank} has lost its device: {self.device_lost_by}",
@@ -117,17 +113,14 @@ class WorkerWrapperBase:
             )
 
     def shutdown(self) -> None:
-        """Shut the worker down, if there is one, or leave it as it is if its device is lost.
-
-        Harmless when called twice.
-        """
+        """Shut the worker down, unless its device is lost; idempotent."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
         if self.device_lost_by is None:
             worker.shutdown()
         else:
-            logger.error("Rank %d: what it holds on its device is held until this process ends", self.rpc_rank)
+            logger.error("Rank %d: its device memory is freed at the end of this process only", self.rpc_rank)
 
     def _bind(self, method: str | bytes | Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(method, str):
@@ -147,9 +140,9 @@ class WorkerWrapperBase:
 
 
 def may_change_model(worker_class: type, method: str) -> bool:
-    """Whether a method may put another model or other weights in place, by which recorded programs no longer hold.
+    """Whether a method may change the model or its weights, which invalidates recorded programs.
 
-    The methods of this project's workers say so (`changes_model`); others may, unless they are marked (`keeps_model`).
+    Methods of Penstock's workers are marked with `changes_model`; others may, unless marked with `keeps_model`.
     """
     found = [(base, vars(base)[method]) for base in worker_class.__mro__ if method in vars(base)]
     own = [function for base, function in found if base.__module__.partition(".")[0] == "penstock"]
@@ -159,7 +152,7 @@ def may_change_model(worker_class: type, method: str) -> bool:
 
 
 def loses_device(error: BaseException | None) -> bool:
-    """Whether a device's context is lost with this error: torch's for CUDA, or a device that does not answer."""
+    """Whether an error means a lost device context: a CUDA error of torch, or a device timeout."""
     while error is not None:
         is_torchs = type(error).__name__ == "AcceleratorError" or (
             isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
@@ -171,7 +164,7 @@ def loses_device(error: BaseException | None) -> bool:
 
 
 def resolve_class(qualified_name: str, option: str) -> type:
-    """The class that an option names, such as "package.module.Class".
+    """Import the class that an option names, such as "package.module.Class".
 
     Raises ConfigError naming the option.
     """
@@ -186,9 +179,9 @@ def resolve_class(qualified_name: str, option: str) -> type:
 
 
 def extend_worker(worker_class: type, extension: type) -> type:
-    """A new class with the methods of both; neither of the two is changed.
+    """Return a new class with the methods of both.
 
-    Raises ConfigError when the extension has a name that the worker has too.
+    Raises ConfigError for names that both have.
     """
     clashes = sorted(
         name
