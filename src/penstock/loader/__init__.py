@@ -1,1 +1,1 @@
-"""Checkpoints into models."""
+"""Model loading: weight files, quantised checkpoints, tokenizers and chat templates."""

@@ -1,4 +1,4 @@
-"""Texts that a model is to be rounded for, as token ids."""
+"""Calibration data as token ids."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALLOWED = 'an object with "messages" (a conversation) or "text"'
 
 
 def read_calibration_text(path: Path, tokenizer_folder: Path) -> list[list[int]]:
-    """Read a JSONL file: of each line the token ids.
+    """Read a JSONL file; return the token ids of each line.
 
-    Conversations are written with the chat template, text with the special tokens that the tokenizer puts around it.
-    Raises ConfigError, which names the line, for what is neither, and TokenizerError.
+    Conversations use the chat template, texts the tokenizer's special tokens. Raises ConfigError, with the line, for
+    anything else, and TokenizerError.
     """
     lines = [(number, line) for number, line in enumerate(_lines(path), start=1) if line.strip()]
     if not lines:

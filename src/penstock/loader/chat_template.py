@@ -1,4 +1,4 @@
-"""Conversations as text, by a model's chat template or another one, as Transformers' `apply_chat_template` makes it."""
+"""Chat templates: conversations as text, equal to Transformers' `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from penstock.loader.template_renderer import TemplateRenderer
 # Endings of files that `chat_template` may name as text; a request must not be able to read others.
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _LONGEST_TEMPLATE = 4_000_000
-# Names under which templates look for a message's reasoning, the first that has any counts.
+# Keys of a message's reasoning in templates, by precedence.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks where the last message ends in the text; the space shows whether the template strips messages.
 _END_MARK = "penstock-ends-the-last-message-here "
 
 
 class ChatTemplate(NamedTuple):
-    """A template's Jinja text, and what errors call it."""
+    """Jinja text of a template, and its name for errors."""
 
     source: str
     name: str
 
 
 def plain_data(name: str, value: Any) -> Any:
-    """A value as what JSON has: dictionaries, lists, texts, numbers. name: what errors call it.
+    """Convert a value to JSON data: dictionaries, lists, texts, numbers. name: for errors.
 
-    Objects of pydantic, such as the messages of OpenAI's client, dataclasses and arrays are taken apart.
-    Raises InvalidRequest for any other object, and for what no message can hold.
+    Objects of pydantic, such as the messages of OpenAI's client, dataclasses and arrays are converted.
+    Raises InvalidRequest for any other object, and for data that cannot be serialised.
     """
     try:
         plain = msgspec.to_builtins(value, enc_hook=_as_builtin)
@@ -48,12 +48,12 @@ def plain_data(name: str, value: Any) -> Any:
 def choose_template(
     hf_tokenizer: Any, folder: Path, given: str | Path | None, tools: Sequence[Any] | None
 ) -> ChatTemplate:
-    """The template that renders a conversation.
+    """Choose the template of a conversation.
 
-    given: None takes the model's own. Otherwise a template's text, the name of one of the model's, or a file: a path,
+    given: None for the model's own; a template's text, the name of one of the model's, or a file: a path,
         or text that ends with one of TEMPLATE_SUFFIXES.
 
-    Raises InvalidRequest where there is none.
+    Raises InvalidRequest without a template.
     """
     own = hf_tokenizer.chat_template
     if given is None:
@@ -94,12 +94,12 @@ def render_chat(
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Text of a conversation.
+    """Render a conversation.
 
     messages: plain data. special_tokens: variables such as `bos_token`. tools: descriptions, or functions to describe.
-    variables: others that the template may use; they go before special tokens.
+    variables: further template variables, which override special tokens.
 
-    Raises ChatTemplateError for what the template refuses, InvalidRequest for tools that the template does not use.
+    Raises ChatTemplateError for an error of the template, InvalidRequest for tools that the template does not use.
     """
     chat = [
         _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
@@ -158,7 +158,7 @@ def _from_file(path: Path) -> ChatTemplate:
 
 
 def _as_builtin(value: Any) -> Any:
-    """A value that msgspec does not know, as one that it does."""
+    """Convert a value that msgspec does not know."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
@@ -176,7 +176,7 @@ def _descriptions(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _described(tool: Any, name: str) -> dict[str, Any]:
-    """A tool's JSON schema; Transformers makes one of a function."""
+    """Return a tool's JSON schema; Transformers makes one of a function."""
     if isinstance(tool, (FunctionType, MethodType)):
         from transformers.utils import get_json_schema
 
@@ -191,14 +191,14 @@ def _described(tool: Any, name: str) -> dict[str, Any]:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without fields that are None, and with its reasoning under the names that templates read."""
+    """Return a message without None fields, and with its reasoning under the names that templates read."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _mark_end(chat: list[dict[str, Any]], template: ChatTemplate) -> str:
-    """Mark where the last message's text ends; returns that text."""
+    """Mark the end of the last message's text; return that text."""
     last = chat[-1].get("content")
     if not isinstance(last, str) or "content" not in template.source:
         raise ChatTemplateError(

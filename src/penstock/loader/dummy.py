@@ -1,4 +1,4 @@
-"""Random weights, for measuring without a checkpoint."""
+"""Random weights, for benchmarks without a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BIAS_SPREAD = 0.02
 
 
 def iterate_dummy_weights(slots: Mapping[str, WeightSlot]) -> Iterator[tuple[str, Tensor]]:
-    """A float32 tensor for every slot.
+    """Iterate over random float32 tensors, one per slot.
 
-    Each is drawn from its name alone, so that it depends neither on the order nor on the device. The scale keeps
-    hidden states at a size of about one, so that logits are finite and differ from token to token.
+    Seeded by name, so independent of order and device. The scale keeps hidden states near one, so that logits are
+    finite and differ among tokens.
     """
     for name, slot in slots.items():
         yield name, _random_weight(name, slot.shape)

@@ -1,4 +1,4 @@
-"""What the files of a hub id hold, from their headers, which are fetched by themselves: no weight is."""
+"""Tensors of a hub id from the headers of its files, without fetching weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ _DTYPES = {
 
 
 def fetch_headers(model: str, revision: str | None) -> list[tuple[str, Tensor]]:
-    """The tensors of the safetensors files of a hub id by name, on the meta device.
+    """Fetch the safetensors headers of a hub id; return meta tensors by name.
 
-    Raises CheckpointError where there are no such files, or one has a dtype of its own, ModelNotFound where the hub
-    does not answer.
+    Raises CheckpointError without such files, or for an unknown dtype, ModelNotFound if the hub does not answer.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError

@@ -1,4 +1,4 @@
-"""The tokenizer of Transformers for a folder; a checkpoint's own Python code never runs."""
+"""Transformers tokenizer of a folder, without the checkpoint's own Python code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.errors import TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-# No tokenizer's file is known to have more than 35 MB.
+# Known tokenizer files have up to 35 MB.
 MAX_TOKENIZER_BYTES = 256 * 2**20
-# Where Transformers looks for text besides the folder itself.
+# Files that Transformers reads besides the tokenizer's.
 _MORE_TEMPLATES = "additional_chat_templates"
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 WHAT_TO_DO = (
@@ -22,10 +22,10 @@ WHAT_TO_DO = (
 
 
 def load_hf_tokenizer(folder: Path, *, needed_by: str | None = None) -> Any:
-    """`AutoTokenizer` of a local folder. Imports Transformers, and never asks on stdin.
+    """Load the `AutoTokenizer` of a local folder, without prompts on stdin. Imports Transformers.
 
-    needed_by: the option that needs it, for the error. Raises TokenizerError for damaged files, and for a tokenizer
-    that needs the code of its folder (`auto_map`).
+    needed_by: the option that needs it, for errors. Raises TokenizerError for damaged files, and for a tokenizer that
+    needs its folder's code (`auto_map`).
     """
     for part in (folder, folder / _MORE_TEMPLATES):
         if part.is_dir():
@@ -34,7 +34,7 @@ def load_hf_tokenizer(folder: Path, *, needed_by: str | None = None) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged file makes Transformers raise
+    except Exception as error:  # any error of Transformers for a damaged file
         purpose = "" if needed_by is None else f", which {needed_by} needs"
         raise TokenizerError(
             f"The tokenizer in {folder} cannot be loaded{purpose}: {_reason(folder, error)} {WHAT_TO_DO}"
@@ -52,7 +52,7 @@ def _reason(folder: Path, error: Exception) -> str:
 
 
 def _own_code(folder: Path) -> Any:
-    """The class that `auto_map` names as the tokenizer; None where there is none, or the file cannot be read."""
+    """Return the tokenizer class in `auto_map`; None without one, or if the file cannot be read."""
     try:
         auto_map = read_json_object(folder / TOKENIZER_CONFIG_FILE, TokenizerError).get("auto_map")
     except TokenizerError:

@@ -1,4 +1,4 @@
-"""A model, ready to run, from its configuration and its weight files."""
+"""Model loading from the configuration and the weight files."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def load_model(
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
 ) -> CausalLM:
-    """The model on `device` in `dtype`, whatever dtype the checkpoint has.
+    """Load the model on `device`, computing in `dtype`, whatever the checkpoint's dtype.
 
-    weights_dtype: what matrices are kept in, where that is narrower than what is computed in.
+    weights_dtype: storage dtype of matrices, if narrower than `dtype`.
 
-    Needs the model's memory once: it is built without any, and its weights are copied tensor by tensor from the mapped
-    files. Raises UnsupportedModel, UnsupportedFeature or ModelError for what `config.json` says, CheckpointError for
+    Needs the model's memory once: it is built on the meta device, and its weights are copied tensor by tensor from the
+    mapped files. Raises UnsupportedModel, UnsupportedFeature or ModelError for its `config.json`, CheckpointError for
     weights that are damaged or do not fit.
     """
     rounding = choose_rounding(model_config, load_config)
@@ -83,7 +83,7 @@ def load_model(
             if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
                 tensors = _warn_of_rounding(tensors, weights_dtype)
         _fill(model, tensors, model_config, load_config, rounding, device, dtype, weights_dtype)
-    # Nothing in a step asks for a gradient then, so that steps need not turn them off.
+    # Without gradients, so that steps need no `no_grad`.
     return model.eval().requires_grad_(False)
 
 
@@ -96,10 +96,10 @@ def load_without_memory(
     weights_dtype: torch.dtype | None = None,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> tuple[CausalLM, int]:
-    """What `load_model` makes for this kind of device, on the meta device: every weight has its form and no value.
+    """Load the model for this kind of device on the meta device: every weight in its final form, without values.
 
-    tensors: of the checkpoint, on the meta device, where its files are not here. Raises what `load_model` does.
-    Returns the number of the model's parameters too, which shows in no form that weights are kept in.
+    tensors: meta tensors of the checkpoint, if its files are not local. Raises what `load_model` raises. Returns the
+    number of parameters too, which packed weights do not show.
     """
     rounding = choose_rounding(model_config, load_config)
     if tensors is not None:
@@ -136,8 +136,8 @@ def _fill(
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None,
 ) -> None:
-    """Give the model its memory and its weights, each in the form that its layer keeps it in."""
-    # Layers whose weights become integers take memory one at a time; others take theirs now.
+    """Allocate and load the weights, each in the final form of its layer."""
+    # Quantised layers allocate one at a time; others now.
     late = {} if rounding is None or runs_through_transformers(model_config) else linear_weights(model)
     materialise(model, device, dtype, weights_dtype, late)
     slots = state_slots(model) if load_config.load_format == SHARDED_STATE else None
@@ -160,9 +160,9 @@ def _naming(folder: Path, load_config: LoadConfig) -> Iterator[None]:
 
 
 def build_model(model_config: ModelConfig, parallel_context: ParallelState) -> CausalLM:
-    """The model without weights: its parameters are on the meta device and take no memory.
+    """Build the model on the meta device, without memory.
 
-    Raises ModelError for a configuration that it cannot be built from, and what its own reading of fields raises.
+    Raises ModelError for an invalid configuration, and what the model's own checks raise.
     """
     model_class = find_model_class(model_config)
     try:
@@ -170,7 +170,7 @@ def build_model(model_config: ModelConfig, parallel_context: ParallelState) -> C
             return model_class(model_config, parallel_context)
     except PenstockError:
         raise
-    except Exception as error:  # whatever sizes and types that nothing checks make PyTorch raise
+    except Exception as error:  # PyTorch errors from unchecked sizes and types
         reason = clipped(str(error).strip().split("\n", 1)[0])
         raise ModelError(
             f"{model_config.folder / 'config.json'} describes a model ({describe_sizes(model_config.hf_config)}) that "
@@ -179,9 +179,9 @@ def build_model(model_config: ModelConfig, parallel_context: ParallelState) -> C
 
 
 def check_tensor_parallel_size(config: EngineConfig) -> None:
-    """Raise UnsupportedFeature, with the sizes that are possible, unless the model can be built for the size asked.
+    """Raise UnsupportedFeature, with the possible sizes, unless the model can be split by tensor_parallel_size.
 
-    Models that run through Transformers are not split, and are refused elsewhere.
+    Models that run through Transformers are refused elsewhere.
     """
     size = config.parallel.tensor_parallel_size
     if size == 1 or runs_through_transformers(config.model):
@@ -197,9 +197,9 @@ def _build_as_stored(
     parallel_context: ParallelState,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> tuple[CausalLM, StoredTies]:
-    """The model without weights, its weights tied as those of the checkpoint are.
+    """Build the model with weights tied as in the checkpoint.
 
-    tensors: of the checkpoint, which count where its files are not here.
+    tensors: meta tensors of the checkpoint, if its files are not local.
     """
     model = build_model(model_config, parallel_context)
     if load_config.load_format == "dummy" or not model.tied_weights():
@@ -215,9 +215,9 @@ def _build_as_stored(
 def open_weights(
     folder: Path, load_config: LoadConfig, parallel_context: ParallelState
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the folder's checkpoint, in the format that `load_config` asks for, as views of mapped files.
+    """Iterate over the checkpoint's tensors, in the format of `load_config`, as views of mapped files.
 
-    Raises CheckpointError when the folder holds none, or a file is damaged.
+    Raises CheckpointError for a folder without weights, or a damaged file.
     """
     load_format = load_config.load_format
     if load_format == SHARDED_STATE:
@@ -239,13 +239,13 @@ def open_weights(
 
 
 def without_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same without the values of matrices; what is smaller may say how others are to be read."""
+    """Move matrices to the meta device; keep smaller tensors, which may describe the format of others."""
     for name, tensor in tensors:
         yield name, tensor.to(META) if tensor.dim() > 1 else tensor
 
 
 def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: ParallelState) -> str | None:
-    """`stored_dtype` of a folder's weights; None where there are none, or they are damaged, which loading will say."""
+    """Return `stored_dtype` of a folder's weights; None for missing or damaged ones, which loading reports."""
     if load_config.load_format == "dummy":
         load_config = replace(load_config, load_format="auto")
     try:
@@ -255,7 +255,7 @@ def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: P
 
 
 def stored_dtype(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The dtype of a checkpoint's matrices: float32 where they differ, None where it has none of floats."""
+    """Return the dtype of a checkpoint's matrices: float32 if they differ, None without float matrices."""
     dtypes = {
         str(tensor.dtype).removeprefix("torch.")
         for _, tensor in tensors
@@ -271,10 +271,10 @@ def materialise(
     weights_dtype: torch.dtype | None = None,
     late: Container[int] = frozenset(),
 ) -> None:
-    """Give a model that was built on the meta device uninitialised parameters, and move its buffers.
+    """Allocate uninitialised parameters of a model on the meta device, and move its buffers.
 
-    Parameters that layers share stay shared. weights_dtype: of the matrices of linear layers and embeddings, which
-    compute in `dtype` all the same. late: ids of parameters that stay as they are. Raises OutOfMemory.
+    Shared parameters stay shared. weights_dtype: storage dtype of the matrices of linear layers and embeddings, which
+    compute in `dtype`. late: ids of parameters to skip. Raises OutOfMemory.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -298,7 +298,7 @@ def materialise(
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     try:
         return torch.empty(shape, dtype=dtype, device=device)
-    except RuntimeError as error:  # which PyTorch raises where it gets no memory
+    except RuntimeError as error:  # out of memory
         raise OutOfMemory(
             f"There is no memory left on {device} for a weight of the shape {list(shape)} "
             f"({format_bytes(shape.numel() * dtype.itemsize)}). Take a smaller model, or give quantization='int8'."
@@ -306,7 +306,7 @@ def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _warn_of_rounding(weights: Iterable[tuple[str, Tensor]], narrow: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Say so when the checkpoint's matrices are in another dtype, since they are rounded then."""
+    """Warn if the checkpoint's matrices are rounded to a narrower dtype."""
     rounded = []
     for name, tensor in weights:
         if tensor.dim() > 1 and tensor.dtype != narrow:

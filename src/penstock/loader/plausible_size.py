@@ -1,4 +1,4 @@
-"""Check that a model is no larger than what is there for it, before it takes any memory."""
+"""Checks of a model's size before it is allocated."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from penstock.device.limits import memory_limit
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.observability.units import format_bytes
 
-# More than any format packs into a byte, and than a head shares with the model that it drafts for.
+# Parameters per byte: more than any format packs, and more than a draft head shares with its target.
 _PARAMETERS_PER_BYTE = 16
-# Four bits are the least that a parameter is kept in.
+# Smallest format: 4 bits per parameter.
 _PARAMETERS_PER_BYTE_OF_MEMORY = 2
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 def check_against_files(model: nn.Module, model_config: ModelConfig) -> None:
-    """Raises CheckpointError for a model with far more parameters than its folder's weight files have bytes."""
+    """Raise CheckpointError for a model with far more parameters than its weight files have bytes."""
     num_parameters = _num_parameters(model)
     paths = [path for path in model_config.folder.iterdir() if path.name.endswith(_WEIGHT_SUFFIXES)]
     num_bytes = sum(path.stat().st_size for path in paths if path.is_file())
@@ -32,8 +32,8 @@ def check_against_files(model: nn.Module, model_config: ModelConfig) -> None:
 
 
 def check_against_memory(model: nn.Module, model_config: ModelConfig, device: torch_device) -> None:
-    """Raises OutOfMemory for a model that no form of its weights makes small enough for this machine."""
-    if device.type != "cpu":  # whose memory is not promised and then found missing
+    """Raise OutOfMemory for a model that does not fit on this machine in any format."""
+    if device.type != "cpu":  # devices without memory overcommit
         return
     num_parameters, total_bytes = _num_parameters(model), memory_limit().total_bytes
     if num_parameters > _PARAMETERS_PER_BYTE_OF_MEMORY * total_bytes:

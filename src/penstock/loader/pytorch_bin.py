@@ -1,4 +1,4 @@
-"""Weights from PyTorch `.bin` files: pickles, of which only plain tensors are read."""
+"""Weights from PyTorch `.bin` files: pickles, restricted to plain tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from penstock.loader.weight_files import (
 
 
 def check_pytorch_bins(files: WeightFiles) -> int:
-    """Read the pickles of all files before any tensor. Returns the number of tensors.
+    """Read the pickles of all files before any tensor; return the number of tensors.
 
-    Raises CheckpointError, naming the file, when one is damaged, disagrees with the index or another file, or is no
-    plain pickle of tensors.
+    Raises CheckpointError, naming the file, for a damaged file, a mismatch with the index or another file, or a pickle
+    of anything but tensors.
     """
     owners: dict[str, Path] = {}
     for path in files.paths:
@@ -40,7 +40,7 @@ def check_pytorch_bins(files: WeightFiles) -> int:
 
 
 def iterate_pytorch_bins(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name, of files that `check_pytorch_bins` has found well; each is a view of the mapped file."""
+    """Iterate over the tensors of checked files by name, as views of the mapped files."""
     for path in files.paths:
         yield from _read(path).items()
 
@@ -53,7 +53,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
             f"{path} holds more than tensors, and unpickling it could run any code, so it is refused: "
             f"{_first_line(error)} Convert the model to safetensors, or take a checkpoint in that format."
         ) from error
-    except Exception as error:  # whatever a damaged pickle makes its machine raise
+    except Exception as error:  # any error of a damaged pickle
         raise damaged(path, _first_line(error)) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}. It must hold tensors by name.")
@@ -67,7 +67,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """Raises CheckpointError for what is no zip archive, or one whose content takes more memory than the file."""
+    """Raise CheckpointError unless the file is a zip archive whose content is no larger than the file."""
     try:
         if not is_zipfile(path):
             raise BadZipFile("it is no zip archive, as torch.save has written since PyTorch 1.6 (or it is truncated)")
@@ -80,7 +80,7 @@ def _check_archive(path: Path) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor with values, all of them in memory: neither sparse, quantized, nor on the meta device."""
+    """Whether a value is a dense tensor: neither sparse, quantized, nor on the meta device."""
     return (
         torch.is_tensor(value)
         and value.layout == torch.strided

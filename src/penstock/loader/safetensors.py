@@ -1,4 +1,4 @@
-"""Weights from safetensors files, mapped into memory and handed out one at a time."""
+"""Weights from memory-mapped safetensors files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from penstock.loader.weight_files import (
 
 
 def check_safetensors(files: WeightFiles) -> int:
-    """Read all headers before any tensor. Returns the number of tensors.
+    """Read all headers before any tensor; return the number of tensors.
 
-    Raises CheckpointError, naming file and tensor, when a file is truncated or damaged, or they disagree.
+    Raises CheckpointError, naming file and tensor, for truncated or damaged files, or a mismatch between them.
     """
     owners: dict[str, Path] = {}
     for path in files.paths:
@@ -36,7 +36,7 @@ def check_safetensors(files: WeightFiles) -> int:
 
 
 def iterate_safetensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by name; each is a view of the mapped file, valid for as long as it is kept.
+    """Iterate over the tensors by name, as views of the mapped files, which they keep alive.
 
     Raises CheckpointError when a tensor cannot be read.
     """
@@ -48,7 +48,7 @@ def iterate_safetensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """The file of `safe_open`. Raises CheckpointError, naming it, when it cannot be read."""
+    """Open a file with `safe_open`. Raises CheckpointError, naming it, if it cannot be read."""
     check_weight_file(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

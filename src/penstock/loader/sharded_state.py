@@ -1,6 +1,6 @@
-"""A model's own state on disk: each rank's parameters as they are in memory, so that nothing is split or fused again.
+"""Sharded state: each rank's parameters on disk as they are in memory, without splitting or fusing at load.
 
-The names are the model's parameter names, not the checkpoint's, and the files of one rank are of no use to another.
+Names are the model's parameter names, not the checkpoint's; files belong to one rank.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
 from penstock.parallel import ParallelState
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
-# Missing parts in a message.
+# Maximum number of missing parts in an error.
 _SHOWN = 8
 
 
 def state_slots(model: nn.Module) -> dict[str, WeightSlot]:
-    """The tensors of the model's state by name, with what each fills; what layers share is there once.
+    """Return the state's tensors by name, shared ones once.
 
-    The weights must be in their plain form.
+    The weights must be unpacked.
     """
     slots: dict[str, WeightSlot] = {}
     seen: set[int] = set()
@@ -52,11 +52,11 @@ def save_sharded_state(
     pattern: str = SHARDED_STATE_PATTERN,
     max_size: int | None = None,
 ) -> list[Path]:
-    """Write this rank's state into files of at most `max_size` bytes of tensors (one tensor at least); None: one file.
+    """Write this rank's state into files of at most `max_size` bytes (at least one tensor each); None: one file.
 
-    Every file appears under its name only when it is complete. Takes no more memory than the model; while it runs the
-    weights are in their plain form, so no step may run.
-    Raises ConfigError for a bad pattern or size, and for a folder that holds such files already.
+    Files are renamed to their names when complete. Needs no more memory than the model; the weights are unpacked
+    meanwhile, so no step may run.
+    Raises ConfigError for a bad pattern or size, and for a folder with such files already.
     """
     refuse_quantized(model, "save_sharded_state")
     check_sharded_state_pattern(pattern)
@@ -78,10 +78,7 @@ def save_sharded_state(
 
 
 def copy_model_files(source: Path, target: Path) -> None:
-    """Copy what a model's folder holds besides weights (configuration, tokenizer), so that the target is a model too.
-
-    Files that are there already are kept.
-    """
+    """Copy a model folder's other files (configuration, tokenizer) to the target; keeps existing files."""
     for path in source.iterdir():
         is_wanted = path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES)
         if is_wanted and not (target / path.name).exists():
@@ -89,10 +86,9 @@ def copy_model_files(source: Path, target: Path) -> None:
 
 
 def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> WeightFiles:
-    """This rank's files, in order.
+    """Return this rank's files, in order.
 
-    Raises CheckpointError, naming it, when a part is missing, there are none, or they were saved by another number of
-    ranks.
+    Raises CheckpointError for a missing part, no files, or files of another number of ranks.
     """
     parts = parts_of_rank(folder, pattern, parallel.rank)
     if not parts:
@@ -117,7 +113,7 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> W
         num_parts = max(num_parts, saved_parts)
     num_missing = num_parts - len(parts)
     if num_missing:
-        # As many as a file claims are not gone through.
+        # Not all parts that a file name claims, which may be many.
         first = islice((part for part in range(num_parts) if part not in parts), _SHOWN)
         names = ", ".join(pattern.format(rank=parallel.rank, part=part) for part in first)
         count = f" and others ({num_missing:,} in all)" if num_missing > _SHOWN else ""
@@ -156,7 +152,7 @@ def _write_parts(
 
 
 def _cut(tensors: Mapping[str, Tensor], max_size: int | None) -> Iterator[list[str]]:
-    """Names in order, cut where the next tensor would exceed the size."""
+    """Split the names, in order, into files of at most this size."""
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Program of a process that renders chat templates, which may be hostile, within limits of memory and processor time.
+"""Process that renders chat templates, which may be hostile, within limits of memory and CPU time.
 
 It imports Jinja and the standard library only, so that it starts in a tenth of a second. Its environment is that of
 Transformers' `apply_chat_template`.
@@ -31,14 +31,14 @@ from jinja2.utils import Namespace
 
 # Length of the message behind it, in both directions.
 HEADER = struct.Struct("<Q")
-# How often a process without work looks whether its parent lives: forks of the parent keep the connection open.
+# Interval of checks for a living parent: forks of the parent keep the connection open.
 _LONGEST_WAIT_S = 5.0
 _NUM_TEMPLATES = 16
 _LONGEST_ERROR = 2000
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks a model's own words for training; they are rendered like others."""
+    """`{% generation %}`, which marks assistant tokens for training; rendered as plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it
 
@@ -108,14 +108,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @functools.lru_cache(_NUM_TEMPLATES)
 def _compiled(source: str) -> tuple[Template, frozenset[str]]:
-    """A template, and all names in it."""
+    """Compile a template; return it with all names in it."""
     environment = _environment()
     names = frozenset(node.name for node in environment.parse(source).find_all(nodes.Name))
     return environment.from_string(source), names
 
 
 def _answer(source: str, variables: dict[str, Any], asked: list[str]) -> dict[str, Any]:
-    """Text of a template, and those of the names asked for that it does not have; or what is wrong with it."""
+    """Render a template; return its text and the requested names that it does not use, or the error."""
     try:
         template, names = _compiled(source)
         return {"text": template.render(variables), "unused": [name for name in asked if name not in names]}
@@ -141,7 +141,7 @@ def _is_of_template(code: Any) -> bool:
 def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # Where memory is short, the system ends this process before the engine.
+    # The system's OOM killer ends this process before the engine.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -149,7 +149,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _used_bytes() -> int:
-    """Address space of this process; 0 where the system does not say."""
+    """Return the address space of this process in bytes; 0 if unknown."""
     try:
         with open("/proc/self/statm") as sizes:
             return int(sizes.read().split()[0]) * resource.getpagesize()
@@ -174,9 +174,9 @@ def _wait(connection: socket.socket, parent: int) -> None:
 
 
 def main() -> None:
-    """Arguments: the parent's process id, bytes of memory, and seconds of processor time for each template.
+    """Serve templates. Arguments: parent process id, memory limit in bytes, CPU seconds per template.
 
-    Standard input is a socket, over which templates come and texts go.
+    Standard input is a socket for templates and texts.
     """
     parent, memory_bytes, cpu_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     connection = socket.socket(fileno=0)
@@ -185,13 +185,13 @@ def main() -> None:
         while True:
             _wait(connection, parent)
             (size,) = HEADER.unpack(_received(connection, HEADER.size))
-            # The signal that comes then ends the process, whatever Python is doing.
+            # The signal at the CPU limit ends the process, whatever Python is doing.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             try:
                 answer = _answer(*marshal.loads(_received(connection, size)))
             except MemoryError:
                 answer = {"needs_memory": True}
-            # What this template, or compiled ones, have taken, must not be missing to the next.
+            # Memory of this template and of compiled ones must not count against the next.
             answer["is_last"] = "needs_memory" in answer or _used_bytes() > memory_bytes // 2
             data = _encoded(answer)
             signal.setitimer(signal.ITIMER_PROF, 0)

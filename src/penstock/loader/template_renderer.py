@@ -1,4 +1,4 @@
-"""Chat templates, rendered in processes of their own: templates come from checkpoints and requests."""
+"""Renderer of chat templates in sandbox processes, since templates come from checkpoints and requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.observability.standard_streams import occupy_standard_descriptors
 CPU_TIME_S = 5.0
 MEMORY_BYTES = 512 << 20
 OUTPUT_BYTES = 64 << 20
-# A process that makes no use of its processor time is waited for as long.
+# Timeout of a process that takes no CPU time.
 _TIMEOUT_S = 60.0
 _MAX_IDLE_PROCESSES = 2
 _PROGRAM = "from penstock.loader.template_program import main; main()"
@@ -35,7 +35,7 @@ _LENGTH_BYTES = 8
 
 
 class _Answer(msgspec.Struct):
-    """Message of a process, as `template_program` makes it."""
+    """Answer of a process (see `template_program`)."""
 
     is_last: bool
     text: str = ""
@@ -48,9 +48,9 @@ _answers = msgspec.json.Decoder(_Answer)
 
 
 class TemplateRenderer:
-    """Renders Jinja templates, with time, memory and output limited, in processes that start when they are needed.
+    """Renders Jinja templates with limits of time, memory and output, in processes started on demand.
 
-    Any thread may use it, and a fork of this process, which gets processes of its own.
+    Thread-safe; a fork of this process gets processes of its own.
     """
 
     def __init__(self) -> None:
@@ -61,9 +61,9 @@ class TemplateRenderer:
     def render(
         self, template: str, variables: Mapping[str, Any], *, name: str, asked: Sequence[str] = ()
     ) -> tuple[str, list[str]]:
-        """Text of a template with these variables, which are plain data; and those names `asked` that are not in it.
+        """Render a template with plain data as variables; return its text and the `asked` names that it does not use.
 
-        name: what errors call the template. Raises ChatTemplateError for whatever the template does wrong.
+        name: the template's name for errors. Raises ChatTemplateError for any error of the template.
         """
         process = self._take()
         try:
@@ -84,7 +84,7 @@ class TemplateRenderer:
         return answer.text, answer.unused
 
     def close(self) -> None:
-        """End the processes that are there; later templates start others, which end with their template."""
+        """End all processes; later templates start new ones, which end with their template."""
         self._most_idle = 0
         _end_all(self._idle)
 
@@ -99,7 +99,7 @@ class TemplateRenderer:
 
 
 class _NoAnswer(Exception):
-    """Reason for which a process was given up."""
+    """Reason why a process was killed."""
 
 
 class _Process:
@@ -118,19 +118,19 @@ class _Process:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=env.with_changes({"PYTHONPATH": search_path}),
-                # Ctrl-C in a terminal is for the program whose engine this is.
+                # Ctrl-C in a terminal is for the engine's process.
                 process_group=0,
             )
 
     def can_be_asked(self) -> bool:
-        """Whether this is the process that started it, and it waits for a message."""
+        """Whether the process is idle and belongs to this process, not to its parent before a fork."""
         if os.getpid() != self._parent_pid:
             return False
-        # It says nothing by itself: what there is to read is its end.
+        # An idle process sends nothing: readable means that it has ended.
         return not select.select([self._connection], [], [], 0)[0]
 
     def ask(self, message: bytes) -> _Answer:
-        """Raises _NoAnswer for a process that must be ended now."""
+        """Send a message and return the answer. Raises _NoAnswer for a process that must be killed."""
         deadline = time.monotonic() + _TIMEOUT_S
         try:
             self._connection.settimeout(_TIMEOUT_S)
@@ -146,10 +146,10 @@ class _Process:
             raise _NoAnswer(self._reason_of_end()) from None
 
     def end(self) -> None:
-        """Kill the process, if it is this one's, and wait for its end."""
+        """Kill the process, if it is this one's child, and wait for its end."""
         self._connection.close()
         if os.getpid() != self._parent_pid:
-            # It is the parent's, and no child that could be waited for.
+            # A child of the parent process cannot be waited for here.
             self._process.returncode = 0
             return
         self._process.kill()

@@ -1,4 +1,4 @@
-"""Tensor-parallel sizes that all layers of a model accept, found by building it for each of them without memory."""
+"""Possible tensor-parallel sizes of a model, found by building it for each on the meta device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LARGEST_TRIED = 64
 
 
 class UnjoinedGroup(OneRank):
-    """Rank 0 of a group whose other ranks do not run: layers can be built for it, and no collective can run."""
+    """Rank 0 of a group without other ranks, to build layers for; collectives cannot run."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 class _TriedGroup(UnjoinedGroup):
-    """A size that is tried after another one was refused."""
+    """Group of a size tried after another was refused."""
 
 
 @contextmanager
 def naming_sizes(parallel: ParallelState, build: Callable[[ParallelState], object]) -> Iterator[None]:
-    """Add the smaller sizes for which `build` succeeds to the refusal of this tensor-parallel size.
+    """Add the smaller possible sizes to the refusal of this tensor-parallel size.
 
     Raises UnsupportedFeature in place of Indivisible.
     """

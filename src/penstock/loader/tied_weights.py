@@ -1,6 +1,6 @@
-"""Tied weights as a checkpoint holds them, which counts where `config.json` says something else.
+"""Tied weights of a checkpoint, which override `config.json`.
 
-As in Transformers: a projection that is stored beside its embedding with other values is not tied, and where the
+As in Transformers: an output projection stored beside its embedding with other values is not tied, and if the
 projection alone is stored, the embedding is tied to it.
 """
 
@@ -22,25 +22,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredTies:
-    """separate: tied weights that the checkpoint holds with values of their own, by their names there.
+    """Ties of a checkpoint.
 
-    renamed: the slot that a stored weight fills, by its name, where the weight that it is tied to is not stored.
+    separate: names of weights that `config.json` ties and the checkpoint stores with different values. renamed: slot of
+    a stored weight by its name, if the weight that it is tied to is not stored.
     """
 
     separate: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint's tensors, under the names that the model has slots for."""
+        """Rename the checkpoint's tensors to the model's slots."""
         for stored_name, tensor in tensors:
             name = model.checkpoint_name(stored_name)
             yield self.renamed.get(name, name), tensor
 
 
 def find_ties(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> StoredTies:
-    """Tied weights of a checkpoint of this model, as it stores them.
+    """Find the tied weights of a checkpoint.
 
-    Weights without values (on the meta device) count as different. A quantised projection differs from its embedding.
+    Meta tensors count as different. A quantised projection differs from its embedding.
     """
     pairs = model.tied_weights()
     modules = {name.rpartition(".")[0]: name for name in pairs}
@@ -64,13 +65,13 @@ def find_ties(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> StoredT
 
 
 def find_ties_of_state(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> StoredTies:
-    """Tied weights of a sharded state, which stores a weight that layers share once."""
+    """Find the tied weights of a sharded state, which stores shared weights once."""
     shared = set(model.state_dict(keep_vars=True)) - set(state_slots(model))
     return StoredTies(tuple(name for name, _ in tensors if name in shared))
 
 
 def untied(model_config: ModelConfig) -> ModelConfig:
-    """The configuration of the same model with a projection of its own."""
+    """Return the configuration with an untied output projection."""
     return replace(model_config, hf_config={**model_config.hf_config, "tie_word_embeddings": False})
 
 

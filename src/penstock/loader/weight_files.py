@@ -1,4 +1,4 @@
-"""Which files of a model's folder hold its weights, and what its index says about them."""
+"""Weight files of a model's folder, and their index."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.errors import CheckpointError
 
 _LFS_POINTER = b"version https://git-lfs"
-# Names in a message.
+# Maximum number of names in an error.
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """How one format names its files: a single one, an index of shards, or shards without an index."""
+    """File names of a format: a single file, an index of shards, or shards without an index."""
 
     single: str
     index: str
@@ -32,16 +32,16 @@ PYTORCH_BIN = FileNames("pytorch_model.bin", "pytorch_model.bin.index.json", "py
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """paths: in the order in which they are read. expected: by path, the tensors that the index puts there."""
+    """Weight files. paths: in reading order. expected: tensors by path, from the index."""
 
     paths: tuple[Path, ...]
     expected: Mapping[Path, frozenset[str]] | None = None
 
 
 def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
-    """The folder's weight files of one format, or None when it has none.
+    """Return the folder's weight files of one format, or None.
 
-    Raises CheckpointError when the index is damaged or names files that are not there.
+    Raises CheckpointError for a damaged index or missing files.
     """
     if os.path.lexists(folder / names.single):
         return WeightFiles((folder / names.single,))
@@ -54,24 +54,24 @@ def find_weight_files(folder: Path, names: FileNames) -> WeightFiles | None:
 
 
 def has_weight_files(folder: Path) -> bool:
-    """Whether it holds any of these formats, whole or not."""
+    """Whether the folder has files of any of these formats, complete or not."""
     return any(list(folder.glob(name)) for names in (SAFETENSORS, PYTORCH_BIN) for name in (names.single, names.shards))
 
 
 def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
-    """The folder's files whose names follow a pattern with {rank} and {part}, of one rank, by part."""
+    """Return one rank's files by part, for a name pattern with {rank} and {part}."""
     names = _part_names(pattern, str(rank))
     matches = ((names.fullmatch(path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match}
 
 
 def _part_names(pattern: str, rank: str) -> re.Pattern[str]:
-    """Matches the names of parts, whose numbers are its only group. rank: a regular expression."""
+    """Return a regular expression for names of parts, with the number as its group. rank: a regular expression."""
     return re.compile(re.escape(pattern).replace(r"\{rank\}", rank).replace(r"\{part\}", r"(\d{1,18})"))
 
 
 def what_is_there(folder: Path) -> str:
-    """The end of a message about weights that were not found."""
+    """Describe the folder's content, for errors about missing weights."""
     present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
     hint = ""
     if parts_of_rank(folder, SHARDED_STATE_PATTERN, rank=0):
@@ -80,7 +80,7 @@ def what_is_there(folder: Path) -> str:
 
 
 def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) -> None:
-    """Raises CheckpointError when the index, if there is one, puts other tensors into this file than it holds."""
+    """Raise CheckpointError if a file's tensors differ from those in the index."""
     if files.expected is None:
         return
     wanted = files.expected[path]
@@ -96,7 +96,7 @@ def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) ->
 
 
 def refuse_duplicates(owners: Mapping[str, Path], path: Path, held: frozenset[str]) -> None:
-    """Raises CheckpointError when a tensor of this file is in another one already."""
+    """Raise CheckpointError if a tensor of this file is in another one already."""
     twice = sorted(name for name in held if name in owners)
     if twice:
         raise CheckpointError(
@@ -106,7 +106,7 @@ def refuse_duplicates(owners: Mapping[str, Path], path: Path, held: frozenset[st
 
 
 def damaged(path: Path, error: object) -> CheckpointError:
-    """The error to raise for a file that cannot be read."""
+    """Return the error for an unreadable file."""
     if isinstance(error, PermissionError):
         return CheckpointError(f"{path} may not be read by this user: {error}.")
     if path.is_file():
@@ -117,12 +117,12 @@ def damaged(path: Path, error: object) -> CheckpointError:
 
 
 def few(names: Iterable[str]) -> str:
-    """The first few of many names, for a message."""
+    """Format the first few of many names, for errors."""
     return ", ".join(map(clipped, sorted(names)[:_SHOWN]))
 
 
 def check_weight_file(path: Path) -> None:
-    """Raises CheckpointError for a file that is no regular one, such as a pipe, whose reading would not end."""
+    """Raise CheckpointError unless the file is a regular one: reading a pipe would not end."""
     check_regular_file(path, CheckpointError)
 
 

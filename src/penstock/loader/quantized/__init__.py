@@ -1,1 +1,1 @@
-"""Weights that become integers while they are loaded, or are so already in the checkpoint."""
+"""Quantisation at load, and quantised checkpoints."""

@@ -1,5 +1,5 @@
-"""Linear layers that take their quantised form as soon as their weight is complete, so that a model never needs the
-memory of its float weights.
+"""Assembly of quantised linear layers: each is quantised once its weight is complete, so that the float model never
+needs memory.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ from penstock.layers.weights import Part, WeightSlot
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor of the checkpoint, and what of it is in a layer's weight; None: all."""
+    """Piece of a layer's weight: a checkpoint tensor, and the part of it; None: all."""
 
     name: str
     part: Part | None = None
 
 
-# From a layer, and the checkpoint's tensors that make up its weight, row by row, to how it multiplies;
-# None for one whose weight stays in floating point.
+# Chooses the linear method of a layer from the checkpoint tensors of its weight; None for float weights.
 LayerMethod = Callable[[LinearLayer, list[Piece]], LinearMethod | None]
 
 
 class Rounding(Protocol):
-    """What makes integers of a model's weights while they are loaded. description: for people."""
+    """Interface of quantisation at load. description: for logs."""
 
     description: str
 
     def weights(
         self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
     ) -> Iterable[tuple[str, Tensor]]:
-        """The tensors of a checkpoint as those of a float one. has_place: whether the model has one of that name."""
+        """Iterate over the checkpoint as float tensors. has_place: whether the model has a tensor of that name."""
 
     def method(self, layer: LinearLayer, pieces: list[Piece]) -> LinearMethod | None:
-        """How a layer multiplies, whose weight is these of the tensors, row by row; None for float weights."""
+        """Return the linear method of a weight made of these tensors; None for float weights."""
 
     def choose(self, layer: LinearLayer) -> LinearMethod:
-        """The same for a model whose layers are not assembled."""
+        """Return the linear method of a layer that is not assembled."""
 
 
 class OptionRounding:
-    """For float checkpoints: every layer is rounded as an option says."""
+    """Quantisation of a float checkpoint by an option."""
 
     def __init__(self, choose: MethodChoice, description: str) -> None:
         self.choose = choose
@@ -63,7 +62,7 @@ class OptionRounding:
 
 
 def linear_weights(model: nn.Module) -> dict[int, LinearLayer]:
-    """By the id of its weight, each layer that keeps its weight alone, or together with embeddings that can read it."""
+    """Return layers by id of their weight, if no module shares it but embeddings that can read packed weights."""
     return {
         id(module.weight): module
         for module in model.modules()
@@ -74,9 +73,9 @@ def linear_weights(model: nn.Module) -> dict[int, LinearLayer]:
 def assemble(
     slots: Mapping[str, WeightSlot], layers: Mapping[int, LinearLayer], dtype: torch.dtype, choose: LayerMethod
 ) -> dict[str, WeightSlot]:
-    """Slots that build the weights of these layers, which have none yet, and hand each to its method when it is there.
+    """Return slots that collect the weights of these layers and quantise each when complete.
 
-    dtype: what weights that stay in floating point are kept in.
+    dtype: of weights that stay in floating point.
     """
     assemblies = {weight: _Assembly(layer, dtype, choose) for weight, layer in layers.items()}
     return {name: _assembled(name, slot, assemblies) for name, slot in slots.items()}
@@ -84,7 +83,7 @@ def assemble(
 
 @dataclass(slots=True)
 class _Assembly:
-    """One layer's weight while its pieces come, which are kept by their first row."""
+    """Incomplete weight of one layer: pieces by their first row."""
 
     layer: LinearLayer
     dtype: torch.dtype
@@ -118,7 +117,7 @@ class _Assembly:
 
 @dataclass(frozen=True, slots=True)
 class _AssembledSlot(WeightSlot):
-    """target: on the meta device; it says which part of the layer's weight this is."""
+    """Slot of one piece. target: meta tensor of its part of the layer's weight."""
 
     assembly: _Assembly = field(kw_only=True)
 

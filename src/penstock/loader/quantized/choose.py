@@ -1,4 +1,4 @@
-"""What makes integers of a model's weights while they are loaded, if anything does."""
+"""Choice of the quantisation at load."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 def choose_rounding(model_config: ModelConfig, load_config: LoadConfig) -> Rounding | None:
-    """None for weights that stay in floating point.
+    """Choose the quantisation; None for float weights.
 
     Raises UnsupportedFeature for a checkpoint or a load format that cannot have quantised weights.
     """
     checkpoint = read_quantized_checkpoint(model_config.hf_config, model_config.model)
     option = model_config.quantization
-    if checkpoint is not None and load_config.load_format == "dummy":  # random weights get as many bits
+    if checkpoint is not None and load_config.load_format == "dummy":  # random weights with as many bits
         option, checkpoint = f"int{checkpoint.bits}", None
     if checkpoint is not None:
         if load_config.load_format == SHARDED_STATE:
@@ -38,7 +38,7 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig) -> Round
 
 
 def log_rounding(rounding: Rounding) -> None:
-    """Say how weights become integers, and what that costs here."""
+    """Log the quantisation, with a warning without the C++ kernels."""
     logger.info("Quantized weights: %s", rounding.description)
     if isinstance(PRODUCTS, TorchQuantizedProducts):
         logger.warning("Without the C++ kernels, products with quantized weights are much slower than with float32.")

@@ -1,4 +1,4 @@
-"""From the tensors of one quantised linear layer, as a checkpoint holds them, to its integers and their grid.
+"""Checkpoint formats: from the tensors of a quantised linear layer to its integers and grid.
 
 Suffixes: O output features, I input features, G groups of input features, W words of eight 4-bit integers.
 """
@@ -24,15 +24,15 @@ from penstock.kernels.quantized import GROUP_MULTIPLE
 from penstock.loader.quantized.grid import Grid
 from penstock.loader.quantized.unpacking import PER_WORD, check_shape, input_order, unpack_columns, unpack_rows
 
-# A symmetric 4-bit integer is stored with this added.
+# Offset of stored symmetric 4-bit integers.
 _MIDDLE = 8
 _ONE_IN_EACH = 0x11111111
-# Where the numbers of a word of AWQ lie.
+# Positions of the integers in a word of AWQ.
 _AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class CheckpointFormat(ABC):
-    """required, optional: the tensors of a quantised layer, by the last part of their names."""
+    """Checkpoint format. required, optional: tensors of a quantised layer, by the last part of their names."""
 
     required: frozenset[str]
     optional: frozenset[str] = frozenset()
@@ -42,16 +42,16 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Grid]:
-        """The integers, group by group [O, I], and their grid. Raises CheckpointError for tensors that do not fit."""
+        """Return the integers by group [O, I] and their grid. Raises CheckpointError for tensors that do not fit."""
 
     def _groups(self, num_inputs: int) -> tuple[int, int]:
-        """Size and number of groups."""
+        """Return group size and number of groups."""
         group_size = min(self.checkpoint.group_size or num_inputs, num_inputs)
         return group_size, -(-num_inputs // group_size)
 
 
 class GptqFormat(CheckpointFormat):
-    """qweight [W of I, O], qzeros [G, W of O], scales [G, O], g_idx [I]."""
+    """GPTQ: qweight [W of I, O], qzeros [G, W of O], scales [G, O], g_idx [I]."""
 
     required = frozenset(("qweight", "qzeros", "scales"))
     optional = frozenset(("g_idx",))
@@ -68,7 +68,7 @@ class GptqFormat(CheckpointFormat):
         check_shape(f"{layer}.qweight", words, torch.int32, num_inputs // PER_WORD, num_outputs)
         check_shape(f"{layer}.qzeros", tensors["qzeros"], torch.int32, num_groups, num_outputs // PER_WORD)
         _check_scales(f"{layer}.scales", tensors["scales"], num_groups, num_outputs)
-        # The first version of the format stores words that are less by one in each number, so that a zero borrows.
+        # Version 1 stores zero points minus one, as one subtraction per word, so that a zero borrows.
         less = 0 if self.checkpoint.layout == GPTQ_V2 else _ONE_IN_EACH
         zeros_GO = unpack_columns(tensors["qzeros"] + less)
         order_I = None
@@ -81,7 +81,7 @@ class GptqFormat(CheckpointFormat):
 
 
 class AwqFormat(CheckpointFormat):
-    """qweight [I, W of O], qzeros [G, W of O], scales [G, O]; the numbers of a word are interleaved."""
+    """AWQ: qweight [I, W of O], qzeros [G, W of O], scales [G, O]; the integers of a word are interleaved."""
 
     required = frozenset(("qweight", "qzeros", "scales"))
 
@@ -98,8 +98,8 @@ class AwqFormat(CheckpointFormat):
 
 
 class PackedCompressedFormat(CheckpointFormat):
-    """weight_packed [O, W of I], weight_scale [O, G], weight_shape [2]; weight_zero_point [W of O, G] where groups are
-    not symmetric, weight_g_idx [I] where inputs are not in order.
+    """compressed-tensors, packed int4: weight_packed [O, W of I], weight_scale [O, G], weight_shape [2];
+    weight_zero_point [W of O, G] if asymmetric, weight_g_idx [I] with activation order.
     """
 
     required = frozenset(("weight_packed", "weight_scale", "weight_shape"))
@@ -138,7 +138,7 @@ class PackedCompressedFormat(CheckpointFormat):
 
 
 class Int8CompressedFormat(CheckpointFormat):
-    """weight [O, I] of 8-bit integers, weight_scale [O, 1] or one for all."""
+    """compressed-tensors, int8: weight [O, I], weight_scale [O, 1] or a scalar."""
 
     required = frozenset(("weight", "weight_scale"))
 
@@ -155,8 +155,8 @@ class Int8CompressedFormat(CheckpointFormat):
 
 
 class TorchaoFormat(CheckpointFormat):
-    """_weight_qdata [O, I] of bytes, _weight_scale [O, 1]; where they hold 4 bits, from -8 to 7, _weight_scale and
-    _weight_zero_point are [O, G].
+    """torchao: _weight_qdata [O, I] of bytes, _weight_scale [O, 1]; for int4 (-8 to 7), _weight_scale and
+    _weight_zero_point [O, G].
     """
 
     def __init__(self, checkpoint: QuantizedCheckpoint) -> None:
@@ -189,7 +189,7 @@ class TorchaoFormat(CheckpointFormat):
 
 
 def format_of(checkpoint: QuantizedCheckpoint) -> CheckpointFormat:
-    """The reader for what `config.json` describes."""
+    """Return the format that `config.json` describes."""
     if checkpoint.method == GPTQ:
         return GptqFormat(checkpoint)
     if checkpoint.method == AWQ:

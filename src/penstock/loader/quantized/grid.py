@@ -1,7 +1,7 @@
-"""The grid that a checkpoint's integers lie on.
+"""Quantisation grid of a checkpoint: scales, zero points and group order.
 
-Weights come into the model as floats, exactly as they are meant, and are then rounded to their own grid, which gives
-the checkpoint's integers back. So no model needs to know how a checkpoint names or lays out its integers.
+Weights are dequantised exactly, loaded as floats, and quantised to their own grid again, which restores the
+checkpoint's integers. So models need not know names and layouts of quantised checkpoints.
 Suffixes: O output features, I input features, G groups of input features.
 """
 
@@ -22,8 +22,9 @@ from penstock.parallel import Share, groups_of_share
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """scales_OG: float32. zeros_OG: uint8, None for 8 bits. order_I: the inputs, group by group, where a group's do not
-    lie side by side.
+    """Quantisation grid of a weight.
+
+    scales_OG: float32. zeros_OG: uint8, None for 8 bits. order_I: inputs by group, if groups are not contiguous.
     """
 
     bits: int
@@ -33,7 +34,7 @@ class Grid:
     order_I: Tensor | None = None
 
     def of(self, part: Part | None, name: str) -> Grid:
-        """That of a rank's part of the weight `name`. Raises UnsupportedFeature where it has no whole groups."""
+        """Return the grid of a rank's shard of the weight `name`. Raises UnsupportedFeature if it splits groups."""
         if part is None:
             return self
         if part.dim == 0:
@@ -55,16 +56,16 @@ class Grid:
         return replace(self, scales_OG=part.of(self.scales_OG), zeros_OG=zeros_OG)
 
     def round(self, weight_OI: Tensor) -> QuantizedWeight:
-        """The integers of a weight that lies on this grid; its inputs are in their order."""
+        """Quantise a weight that lies on this grid; its inputs are in grid order."""
         if self.zeros_OG is None:
             return round_to_int8(weight_OI, self.scales_OG)
         return round_to_int4(weight_OI, self.scales_OG, self.zeros_OG, self.group_size)
 
 
 def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:
-    """The grid of several weights whose outputs lie side by side. names: of the weights, for messages.
+    """Concatenate the grids of fused weights along the outputs. names: of the weights, for errors.
 
-    Raises UnsupportedFeature when they differ in what one product needs alike.
+    Raises UnsupportedFeature if their bits, group sizes or orders differ.
     """
     first = grids[0]
     for name, grid in zip(names, grids, strict=True):
@@ -87,7 +88,7 @@ def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:
 
 
 def on_grid(values_OI: Tensor, grid: Grid) -> Tensor:
-    """The weight in float32, its inputs where the model has them. values_OI: integers, group by group."""
+    """Dequantise to float32, with inputs in model order. values_OI: integers, by group."""
     spread = torch.arange(values_OI.shape[1]) // grid.group_size
     centred_OI = values_OI.float()
     if grid.zeros_OG is not None:

@@ -1,4 +1,4 @@
-"""A quantised checkpoint's tensors as those of a float one, and what gives its integers back once they are loaded."""
+"""Quantised checkpoints read as float tensors, with the grids that restore their integers after loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 8
 
 
 class QuantizedTensors:
-    """Turns the tensors of quantised layers into float weights as they come, and keeps the grid of each."""
+    """Dequantises the tensors of quantised layers on the fly, and keeps each grid."""
 
     def __init__(self, checkpoint: QuantizedCheckpoint) -> None:
         self.description = f"{checkpoint.method}, {checkpoint.bits} bits"
@@ -29,10 +29,10 @@ class QuantizedTensors:
     def weights(
         self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a float checkpoint: for a quantised layer `NAME.weight` in float32, others as they are.
+        """Iterate over the tensors of a float checkpoint: `NAME.weight` in float32 for a quantised layer.
 
-        Biases of zeros, which some tools write for layers that have none, are left out where they have no place.
-        Raises CheckpointError when a layer's tensors do not fit together, or some are missing.
+        Drops all-zero biases that the model does not have, which some tools write. Raises CheckpointError for tensors
+        of a layer that do not fit together, or are missing.
         """
         required, known = self._format.required, self._format.required | self._format.optional
         waiting: dict[str, dict[str, Tensor]] = {}
@@ -58,9 +58,9 @@ class QuantizedTensors:
             yield self._finish(layer, found)
 
     def method(self, layer: LinearLayer, pieces: list[Piece]) -> QuantizedMethod | None:
-        """How a layer multiplies whose weight is these tensors, row by row; None where they were float already.
+        """Return the linear method of a weight made of these tensors; None for float ones.
 
-        Raises UnsupportedFeature when they are not quantised alike, or ranks cannot share their groups.
+        Raises UnsupportedFeature if they are quantised differently, or a rank's shard splits groups.
         """
         modules = [piece.name.removesuffix(".weight") for piece in pieces]
         quantized = [module for module in modules if module in self._grids]

@@ -1,4 +1,4 @@
-"""Integers out of the 32-bit words that checkpoints pack them into, and the shapes that words must have."""
+"""Unpacking of int4 from 32-bit words, and shape checks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ IN_ORDER = tuple(range(PER_WORD))
 
 
 def unpack_columns(words_RC: Tensor, positions: Sequence[int] = IN_ORDER) -> Tensor:
-    """uint8 [R, 8 * C] from int32 [R, C]. positions: where in a word each of its numbers lies, from the low bits on."""
+    """Unpack int32 [R, C] to uint8 [R, 8 * C]. positions: position of each integer in a word, from the low bits on."""
     shifts = torch.tensor(positions, dtype=torch.int32, device=words_RC.device) * BITS
     numbers: Tensor = (words_RC.unsqueeze(2) >> shifts) & (2**BITS - 1)
     return numbers.to(torch.uint8).flatten(1)
 
 
 def unpack_rows(words_RC: Tensor) -> Tensor:
-    """uint8 [8 * R, C] from int32 [R, C]."""
+    """Unpack int32 [R, C] to uint8 [8 * R, C]."""
     return unpack_columns(words_RC.t().contiguous()).t().contiguous()
 
 
 def check_shape(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Raises CheckpointError unless the tensor has this dtype and shape."""
+    """Raise CheckpointError unless the tensor has this dtype and shape."""
     if tensor.dtype is not dtype or tuple(tensor.shape) != shape:
         raise CheckpointError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}, but quantization_config means {dtype} {list(shape)}."
@@ -35,9 +35,9 @@ def check_shape(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> N
 
 
 def input_order(name: str, group_I: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """The inputs, group by group, from each input's group; None when they lie so already, or the groups have no values.
+    """Return the inputs by group, from each input's group; None if groups are contiguous, or on the meta device.
 
-    Raises CheckpointError when a group does not have its number of inputs.
+    Raises CheckpointError for a group of a wrong size.
     """
     if group_I.is_meta:
         return None
