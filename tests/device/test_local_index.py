@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.device.local_index import local_device_index
+from penstock.device.select import local_device_index
 from penstock.errors import ConfigError
 
 

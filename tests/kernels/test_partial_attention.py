@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels import partial_attention
-from penstock.kernels.paged_attention import decode_attention_part, list_blocks_between
-from penstock.kernels.partial_attention import prefill_attention_part, weigh_part
+from penstock.kernels import paged_attention
+from penstock.kernels.paged_attention import (
+    decode_attention_part,
+    list_blocks_between,
+    prefill_attention_part,
+    weigh_part,
+)
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 6, 2, 8
 
@@ -34,7 +38,7 @@ def by_definition(
 def test_parts_add_up(
     soft_cap: float | None, window: int | None, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partial_attention, "_MAX_SCORES", max_scores)
+    monkeypatch.setattr(paged_attention, "_MAX_SCORES", max_scores)
     random = np.random.default_rng(3)
     # Scores far from zero, which overflow unless they are taken relative to something.
     query = random.normal(size=(9, NUM_HEADS, HEAD_SIZE)).astype(np.float32) * 30

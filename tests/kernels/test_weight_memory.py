@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from penstock.device import fresh_memory
-from penstock.kernels.native.memory import weight_memory
+from penstock.device import huge_pages
+from penstock.device.huge_pages import weight_memory
 
 MEBIBYTE = 1 << 20
 
@@ -51,6 +51,6 @@ def test_a_system_that_refuses_large_pages_gets_memory_all_the_same(monkeypatch:
         def madvise(self, *_: int) -> None:
             raise OSError("madvise is not there")
 
-    monkeypatch.setattr(fresh_memory.mmap, "mmap", Refusing)
+    monkeypatch.setattr(huge_pages.mmap, "mmap", Refusing)
     memory_B = weight_memory(4 * MEBIBYTE)
     assert memory_B.fill_(1).sum(dtype=torch.int64) == 4 * MEBIBYTE

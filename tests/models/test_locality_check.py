@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.attention import LayerAttention
-from penstock.models.transformers_fallback.interface import Attends
+from penstock.models.transformers_fallback.interface import Attends, CannotRun
 from penstock.models.transformers_fallback.locality import Forward, check_locality
-from penstock.models.transformers_fallback.refusal import CannotRun
 
 LAYER = LayerAttention("layer.0", num_heads=4, num_kv_heads=2, head_size=8, scale=0.3)
 EMBEDDING = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import masking_utils
 
-from penstock.models.transformers_fallback.mask_rules import read_window
-from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.transformers_fallback.interface import CannotRun
+from penstock.models.transformers_fallback.trial import read_window
 
 
 @pytest.mark.parametrize("longest_context", [1, 2, 40, 4096])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, initialization
 
 from penstock.models.transformers_fallback.buffers import buffers_on_meta, create_buffers
-from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.transformers_fallback.interface import CannotRun
 
 
 class Table(nn.Module):

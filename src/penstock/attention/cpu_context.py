@@ -21,9 +21,10 @@ from penstock.kernels.paged_attention import (
     DecodeBlocks,
     decode_attention_part,
     list_blocks_between,
+    prefill_attention_part,
+    weigh_part,
     write_kv_rows,
 )
-from penstock.kernels.partial_attention import prefill_attention_part, weigh_part
 from penstock.parallel.context_share import ContextShare
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from penstock.device.dtypes import DtypeChoice
+from penstock.errors import WaitTimeout
+
+_POLL_INTERVAL_S = 50e-6
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -57,6 +61,18 @@ class PendingCopy(ABC):
     @abstractmethod
     def tensors(self) -> Sequence[Tensor]:
         """Host copies, in the order given."""
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float, describe: Callable[[], str]) -> None:
+    """Poll until `is_done()`.
+
+    describe: text of the wait for the error. Raises WaitTimeout after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise WaitTimeout(f"{describe()} The device hangs or is overloaded.")
+        time.sleep(_POLL_INTERVAL_S)
 
 
 class Device(ABC):

@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
 from penstock.device.forks import keep_forks_computing
-from penstock.device.fresh_memory import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
 from penstock.device.host_allocator import FREED_MEMORY, GIVE_BACK, KEEP, return_free_pages
+from penstock.device.huge_pages import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
 from penstock.device.limits import cpu_quota, memory_limit
 from penstock.device.process_setting import ProcessSetting
 from penstock.device.tensor_memory import TensorMemory

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from penstock.contract import LogprobsLists, ModelRunnerOutput, Parts, SampledOutput
 from penstock.device import Device
+from penstock.device.base import wait_until
 from penstock.kernels.bound_step import StepOutcome, TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
-from penstock.runner.waiting import wait_until
 
 
 class AsyncOutput:

@@ -14,12 +14,12 @@ import torch  # before the kernels: they use the OpenMP runtime that it loads
 from torch import Tensor
 
 from penstock.config.env import cpu_kernels
+from penstock.device.huge_pages import weight_memory
 from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.library import Library
-from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.operation_types import operation_types
 from penstock.kernels.native.operations import NativeOperation, row_width
 from penstock.kernels.native.step_state import NativeStep

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.device.huge_pages import weight_memory
 from penstock.kernels.native import NATIVE, InstructionSet, NativeKernels, as_ids, available_instruction_sets
 from penstock.kernels.native import _module as _library
 from penstock.kernels.native.library import Library
-from penstock.kernels.native.memory import weight_memory
 from penstock.kernels.native.operation_types import operation_types
 from penstock.kernels.native.operations import NativeOperation
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.device.limits import memory_limit
 from penstock.layers.rope_scaling import warn_about_long_factors, warn_about_stretched_base
-from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.transformers_fallback.interface import CannotRun
 from penstock.observability.units import format_bytes
 
 # The rope type of a rotary module whose frequencies are fixed.

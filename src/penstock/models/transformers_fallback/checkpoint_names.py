@@ -18,7 +18,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from penstock.errors import CheckpointError
 from penstock.layers.weights import WeightSlot
-from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.transformers_fallback.interface import CannotRun
 from penstock.models.weights import ROTARY_BUFFERS
 
 # Buffers in old checkpoints, derived from the configuration.

@@ -13,7 +13,7 @@ from penstock.config import ModelConfig
 from penstock.config.quantized_checkpoint import refuse_quantized_checkpoint
 from penstock.errors import ModelError, UnsupportedModel
 from penstock.models.registry import supported_architectures
-from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.transformers_fallback.interface import CannotRun
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"

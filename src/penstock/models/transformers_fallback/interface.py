@@ -19,6 +19,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from penstock.attention import LayerAttention
 from penstock.layers.attention import Attention
 
+
+class CannotRun(Exception):
+    """The reason, as the second half of a sentence; the caller adds the model's name."""
+
+
 # Names in the Transformers registry. The paged one has no mask function, so that no mask is built.
 PAGED = "penstock_paged"
 TRIAL = "penstock_trial"

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention import LayerAttention
-from penstock.models.transformers_fallback.interface import Attends
-from penstock.models.transformers_fallback.refusal import CannotRun
+from penstock.models.transformers_fallback.interface import Attends, CannotRun
 
 # Token and position of each row. (1, 1) and (2, 2) are repeated among other tokens and in other rows.
 # The first four are a sequence from position 0.

@@ -29,10 +29,16 @@ from penstock.models.transformers_fallback.buffers import (
 from penstock.models.transformers_fallback.checkpoint_names import CheckpointNames, checkpoint_tensors
 from penstock.models.transformers_fallback.head import take_backbone
 from penstock.models.transformers_fallback.hf_class import find_suitable
-from penstock.models.transformers_fallback.interface import PAGED, TRIAL, Attends, ContextSlot, install_attention
+from penstock.models.transformers_fallback.interface import (
+    PAGED,
+    TRIAL,
+    Attends,
+    CannotRun,
+    ContextSlot,
+    install_attention,
+)
 from penstock.models.transformers_fallback.linears import replace_linears
 from penstock.models.transformers_fallback.locality import check_locality
-from penstock.models.transformers_fallback.refusal import CannotRun
 from penstock.models.transformers_fallback.trial import run_trial
 from penstock.models.weights import load_into_slots
 from penstock.parallel import ParallelState

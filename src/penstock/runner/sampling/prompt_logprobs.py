@@ -16,14 +16,13 @@ from torch import Tensor
 from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
 from penstock.contract import LogprobsLists, NewRequestData
 from penstock.device import Device
-from penstock.device.base import PendingCopy
+from penstock.device.base import PendingCopy, wait_until
 from penstock.kernels.sampling import LogprobsTensors, top_logprobs
 from penstock.models.interface import LanguageModel
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import count
 from penstock.runner.slot_owners import SlotOwner
-from penstock.runner.waiting import wait_until
 
 _NONE = -1
 # Results beyond this are copied to the host before more are computed.

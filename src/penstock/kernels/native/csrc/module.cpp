@@ -81,7 +81,7 @@ class Arguments : public Fields<Arguments> {
   float real() { return next_ < count_ ? static_cast<float>(PyFloat_AsDouble(values_[next_++])) : missing(); }
   const Kernels* kernels() {
     const Kernels* chosen = candidate(integer());
-    if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this processor cannot run these kernels");
+    if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this CPU does not support these kernels");
     return chosen;
   }
   // Whether all arguments were there and of the right kind; if not, a Python error is set.

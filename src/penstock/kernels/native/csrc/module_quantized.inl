@@ -16,7 +16,7 @@ const QuantizedKernels* quantized_candidate(int index) {
 
 const QuantizedKernels* quantized_kernels(Arguments& in) {
   const QuantizedKernels* chosen = quantized_candidate(in.integer());
-  if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this processor cannot run these kernels");
+  if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this CPU does not support these kernels");
   return chosen;
 }
 
