@@ -23,7 +23,7 @@ def name_of(page: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The present folder: Python finds modules in it, as it does for whoever runs a script there."""
+    """The present folder: Python finds modules in it, as for a script that runs there."""
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

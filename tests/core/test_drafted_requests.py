@@ -137,7 +137,7 @@ class SpeculatingWorker(Worker):
         requests = self.runner.requests
         drafts = [requests.draft_token_ids.tensor[slot].tolist() for slot in requests.slot_of.values()]
         # And drafts of a request that the scheduler does not know, which it ignores.
-        self.taken.append(DraftTokenIds(req_ids=[*requests.slot_of, "nobody"], draft_token_ids=[*drafts, [1]]))
+        self.taken.append(DraftTokenIds(req_ids=[*requests.slot_of, "unknown"], draft_token_ids=[*drafts, [1]]))
         return self.taken[-1]
 
 

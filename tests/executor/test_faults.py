@@ -181,7 +181,7 @@ def test_a_worker_that_dies_while_nobody_waits_is_replaced_before_the_next_step(
     core.on_loss(lambda: told.append(core.has_unfinished_requests()))
     assert not core.has_unfinished_requests()
     os.kill(process_ids(core)[0], signal.SIGKILL)
-    wait_until(lambda: told, "somebody is told")
+    wait_until(lambda: told, "the callback is called")
     assert told == [True]
     with pytest.raises(WorkerError, match=r"Rank 0, process \d+, was killed by signal 9 .* between calls"):
         core.check_health()

@@ -1,4 +1,4 @@
-"""Workers on the nodes of a Ray cluster give the tokens of one worker, whoever is lost on the way."""
+"""Workers on the nodes of a Ray cluster give the tokens of one worker, also when workers are lost."""
 
 from __future__ import annotations
 

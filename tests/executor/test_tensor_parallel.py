@@ -193,7 +193,7 @@ class SlowToReload(Worker):
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         if self.rank == 1:
-            wait_until(Path(os.environ["PENSTOCK_TEST_GO_ON"]).exists, "somebody says so")
+            wait_until(Path(os.environ["PENSTOCK_TEST_GO_ON"]).exists, "the test continues")
         super().reload_weights(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""A model folder from anybody: whatever its files hold, the refusal names the file and the field, and comes at once."""
+"""A model folder from an untrusted source: whatever its files hold, the refusal names the file and the field, and comes at once."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
 
 def run(program: str, *, tmpdir: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """With a file system of 64 KiB for temporary files, if one is named, which nobody else sees."""
+    """With a file system of 64 KiB for temporary files, if one is named, private to the process."""
     command = [sys.executable, "-c", program]
     environment = dict(os.environ)
     if tmpdir is not None:

@@ -244,7 +244,7 @@ def test_what_is_asked_for_comes_before_it_is_waited_for() -> None:
     waits = [second.start_receiving(small, 0), second.start_receiving(large, 0)]
     first.send(torch.ones(3), 1)
     first.send(sent, 1)
-    # It has returned, so it was taken, though nobody waits for it.
+    # It has returned, so it was taken, though no rank waits for it.
     received = [wait() for wait in waits]
     assert received[0] is small
     assert torch.equal(small, torch.ones(3))

@@ -222,7 +222,7 @@ class FakeWorker:
         assert sorted(new + cached.req_ids) == sorted(output.num_scheduled_tokens)
         assert len(cached.req_ids) == len(cached.num_computed_tokens)
         assert len(cached.new_block_ids) in (0, len(cached.req_ids))
-        # Empty where nobody got a block, and only there.
+        # Empty if and only if no request got a block.
         assert not cached.new_block_ids or any(block_ids is not None for block_ids in cached.new_block_ids)
         assert all(num_tokens > 0 for num_tokens in output.num_scheduled_tokens.values())
         for req_id, drafts in output.scheduled_spec_decode_tokens.items():

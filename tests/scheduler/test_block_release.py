@@ -1,4 +1,4 @@
-"""Blocks come back when nobody can touch them any more: neither a step in flight nor whoever else holds them."""
+"""Blocks are freed when neither a step in flight nor another holder can touch them."""
 
 from __future__ import annotations
 

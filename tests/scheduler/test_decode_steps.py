@@ -143,7 +143,7 @@ def test_a_step_without_tokens_in_between_ends_the_repetition() -> None:
     driver.step()
     driver.deliver()
     decode = driver.step()
-    # It waits for the result; the step tells of somebody who ended, and is not what the next one repeats.
+    # It waits for the result; the step names a request that ended, and is not what the next one repeats.
     driver.add("b", PROMPT, max_tokens=12)
     driver.abort("b")
     between = driver.step()

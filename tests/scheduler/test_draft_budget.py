@@ -89,7 +89,7 @@ def test_drafts_that_are_never_right_cost_next_to_nothing(num_reqs: int) -> None
     engine.run(2000)
     plain = 2000 * float(np.interp(num_reqs, *zip(*FLAT, strict=True)))
     assert engine.seconds < plain * 1.01
-    # But somebody is tried again and again.
+    # But some request is tried again and again.
     assert 4 <= sum(any(counts) for counts in engine.counts[1000:]) <= 10
 
 

@@ -114,7 +114,7 @@ def test_drafts_are_cut_to_the_budget_of_tokens() -> None:
     driver = Driver(max_num_batched_tokens=6)
     prefilled(driver)
     driver.add("s", PROMPT, ignore_eos=True)
-    driver.scheduler.update_draft_token_ids({"r": [7, 8, 9, 1, 2, 3, 4], "s": [1], "nobody": [1]})
+    driver.scheduler.update_draft_token_ids({"r": [7, 8, 9, 1, 2, 3, 4], "s": [1], "unknown": [1]})
 
     output = driver.scheduler.schedule()
 

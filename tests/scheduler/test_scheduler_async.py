@@ -110,7 +110,7 @@ def preempted_in_flight(prompt: list[int], **params: object) -> Driver:
     driver.add("victim", prompt, **params)
     driver.step()
     output = driver.step()
-    # The step in flight may touch its blocks, so that nobody has them yet.
+    # The step in flight may touch its blocks, so they are not free yet.
     assert (output.preempted_req_ids, output.num_scheduled_tokens) == ({"victim"}, {})
     assert len(driver.in_flight) == 1
     return driver

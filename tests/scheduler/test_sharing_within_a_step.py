@@ -1,6 +1,6 @@
 """Requests share what a step is about to compute, and begin anew when it was not computed after all.
 
-The fake worker writes all of a step before it reads any of it, and answers nonsense where it read what nobody wrote;
+The fake worker writes all of a step before it reads any of it, and answers nonsense where it read unwritten blocks;
 the driver compares every request that ends with an undisturbed run.
 """
 
@@ -136,7 +136,7 @@ def test_what_an_aborted_request_made_of_lost_blocks_is_lost_too() -> None:
 
 
 @pytest.mark.parametrize("leaves_out_both", [False, True])
-def test_results_that_leave_the_first_out_mislead_nobody(leaves_out_both: bool) -> None:
+def test_results_that_leave_the_first_out_are_harmless(leaves_out_both: bool) -> None:
     driver = Driver(max_num_batched_tokens=32, depth=2)
     driver.add("a", [*PREFIX, 9], max_tokens=4)
     first = driver.step(failing=("a",))

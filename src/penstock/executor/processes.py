@@ -146,7 +146,7 @@ def describe_end(exit_code: int | None) -> str:
 def where_to_look(exit_code: int | None) -> str:
     """Return advice where to look for the cause of a process's end."""
     if exit_code == -signal.SIGKILL:
-        return "If nobody killed it, the system may have, for want of memory: its log says so (dmesg)."
+        return "Unless it was killed on purpose, the kernel's out-of-memory killer may have ended it: see dmesg."
     return "What it wrote before may say why."
 
 
