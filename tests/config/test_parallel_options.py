@@ -59,5 +59,5 @@ def test_what_is_said_as_it_is_anyway_is_taken() -> None:
         ({"pipeline_parallel_size": 2, "max_num_batched_tokens": 2048}, 2048),
     ],
 )
-def test_stages_get_small_steps_unless_somebody_says_otherwise(options: dict[str, Any], expected: int) -> None:
+def test_stages_get_small_steps_unless_a_request_says_otherwise(options: dict[str, Any], expected: int) -> None:
     assert EngineConfig.create("demo", **options).scheduler.max_num_batched_tokens == expected

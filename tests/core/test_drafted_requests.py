@@ -197,7 +197,7 @@ def test_a_worker_that_dies_when_asked_for_drafts_costs_no_token(tmp_path: Path,
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
-def test_without_a_speculator_nobody_is_asked_for_drafts(
+def test_without_a_speculator_no_request_is_asked_for_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:
     tiny_checkpoint(tmp_path)

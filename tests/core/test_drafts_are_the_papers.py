@@ -275,7 +275,7 @@ def test_drafts_of_a_draft_model_are_its_own_choices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("most_waiting", [5, 256])
 @pytest.mark.parametrize("method", [*METHODS, "draft_model"])
 @pytest.mark.one_case_quick
-def test_steps_after_which_nobody_wants_drafts_are_not_lost(
+def test_steps_after_which_no_request_wants_drafts_are_not_lost(
     tmp_path: Path, method: str, most_waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     are_wanted = True
@@ -310,7 +310,7 @@ def test_steps_after_which_nobody_wants_drafts_are_not_lost(
 @pytest.mark.one_path(reason="counts what only fast paths do")
 @pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_head_that_nobody_asks_leaves_a_step_one_call(
+def test_a_head_that_no_request_asks_leaves_a_step_one_call(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def plan(budget: DraftBudget, step_id: int, requests: object) -> int:

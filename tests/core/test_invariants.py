@@ -133,7 +133,7 @@ def test_any_interleaving_of_add_abort_and_preemption_gives_undisturbed_tokens(
     core.close()
 
 
-def test_a_full_engine_waits_and_fails_nobody(folder: Path, undisturbed: list[list[int]]) -> None:
+def test_a_full_engine_waits_and_fails_no_request(folder: Path, undisturbed: list[list[int]]) -> None:
     core = make_core(folder, max_num_seqs=2, block_size=4, max_model_len=68, kv_cache_memory_bytes=20 * 4 * 512)
     results = run(core, PROMPTS, _all_params())
     assert {result.finish_reason for result in results} == {FinishReason.LENGTH}

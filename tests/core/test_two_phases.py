@@ -320,7 +320,7 @@ def test_a_grammar_that_cannot_take_a_token_ends_that_request_and_no_other(
     assert [result.tokens for result in results[1:]] == undisturbed[1:]
 
 
-def test_a_failure_of_the_grammar_that_is_nobodys_is_raised_and_the_next_step_goes_on(
+def test_a_failure_of_the_grammar_that_is_no_requests_is_raised_and_the_next_step_goes_on(
     folder: Path, undisturbed: list[list[int]], events: list[Event], runs_ahead: bool
 ) -> None:
     core, grammar = watched_core(folder, events, async_scheduling=runs_ahead)

@@ -136,7 +136,7 @@ def test_each_has_its_share_of_threads_before_torch_counts_them(shared: Multipro
         assert not set(ranks[0][3]) & set(ranks[1][3])
 
 
-def test_an_error_that_all_raise_keeps_its_type_and_harms_nobody(shared: MultiprocessExecutor) -> None:
+def test_an_error_that_all_raise_keeps_its_type_and_harms_no_request(shared: MultiprocessExecutor) -> None:
     with pytest.raises(ModelError, match=r"^rank [01] says no$"):
         shared.collective_rpc(failing)
     shared.check_health()
@@ -215,7 +215,7 @@ def test_a_killed_worker_ends_the_wait(start: Callable[[], MultiprocessExecutor]
         executor.check_health()
 
 
-def test_health_tells_of_a_death_that_nobody_waited_for(start: Callable[[], MultiprocessExecutor]) -> None:
+def test_health_tells_of_a_death_that_no_request_waited_for(start: Callable[[], MultiprocessExecutor]) -> None:
     executor = start()
     executor.check_health()
     os.kill(executor.process_ids[0], signal.SIGKILL)

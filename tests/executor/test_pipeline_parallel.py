@@ -36,7 +36,7 @@ QUANTIZED = {
 
 
 def make(folder: Path, stages: tuple[int, ...], ranks: int = 1, **options: Any) -> EngineCore:
-    """With room for a few of the requests, so that others are preempted: 13 blocks, whichever stage has their layers."""
+    """With room for a few of the requests, so that others are preempted: 13 blocks on any stage."""
     room = 13 * LAYER_BYTES * max(stages) // ranks
     arrangement = {"pipeline_parallel_size": len(stages), "tensor_parallel_size": ranks}
     if len(stages) > 1:

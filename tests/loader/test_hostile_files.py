@@ -1,4 +1,4 @@
-"""A model folder from an untrusted source: whatever its files hold, the refusal names the file and the field, and comes at once."""
+"""A model folder from an untrusted source: a refusal names file and field at once, whatever the files hold."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_saved_state_holds_them_as_they_are(tmp_path: Path) -> None:
         assert torch.equal(logits_of(load(state, dtype, load_format="sharded_state")), logits_of(model))
 
 
-def test_rounding_that_nobody_asked_for_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rounding_that_no_request_asked_for_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = tiny_checkpoint(tmp_path)  # in float32
     with caplog.at_level(logging.WARNING):
         load(dataclasses.replace(config, dtype="bfloat16"), torch.bfloat16)

@@ -127,7 +127,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_call() -> None:
     assert together(3, run, timeout_s=1.0) == [None] * 3
 
 
-def test_whoever_waits_long_sleeps() -> None:
+def test_which_one_waits_long_sleeps() -> None:
     ranks = shared_memory_groups(2)
     waiting = threading.Thread(target=lambda: ranks[0].all_reduce(torch.zeros(1)))
     waiting.start()

@@ -267,7 +267,7 @@ def test_others_see_who_waits() -> None:
         one.close()
 
 
-def test_who_does_not_send_what_is_asked_for_is_named_by_whoever_waits() -> None:
+def test_who_does_not_send_what_is_asked_for_is_named_by_which_one_waits() -> None:
     def run(group: TorchGroup) -> None:
         if group.rank == 1:
             wait = group.start_receiving(torch.zeros(3), 0)

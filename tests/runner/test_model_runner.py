@@ -237,7 +237,7 @@ class _ModelWithNaN(ArithmeticModel):
         return super().compute_logits(hidden).masked_fill(is_bad, torch.nan)
 
 
-def test_blocks_are_cleared_for_whoever_gets_them_where_the_step_says_so() -> None:
+def test_blocks_are_cleared_for_which_one_gets_them_where_the_step_says_so() -> None:
     driver = Driver(make_runner(model=_ModelWithNaN()))
     memory = driver.runner.kv_cache.layer_memory("layer.0")
     requests = [new_request("a", PROMPT[:4], num_blocks=1), new_request("bad", [13], first_block=20, num_blocks=2)]

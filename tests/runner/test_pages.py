@@ -178,7 +178,7 @@ def test_a_state_per_request_lives_through_chunks_and_steps(with_attention: bool
     assert again == {"c": expected(other, 1)}
 
 
-def test_blocks_are_pages_of_bytes_to_whoever_clears_or_moves_them() -> None:
+def test_blocks_are_pages_of_bytes_to_which_one_clears_or_moves_them() -> None:
     driver = recurrent_driver(with_attention=True)
     cache = driver.runner.kv_cache
     (pages_NX,) = cache.memory_of_blocks(0, NUM_BLOCKS)

@@ -59,7 +59,7 @@ def test_what_is_found_while_it_is_pending_is_held_again() -> None:
     driver.drain()
 
 
-def test_who_needs_blocks_that_are_pending_waits_and_preempts_nobody() -> None:
+def test_who_needs_blocks_that_are_pending_waits_and_preempts_no_request() -> None:
     driver = Driver(cache_config(6), depth=2, max_num_batched_tokens=32)
     driver.add("a", [1] * 7, max_tokens=9, ignore_eos=True)
     driver.add("b", [2] * 5, max_tokens=9, ignore_eos=True)
@@ -79,7 +79,7 @@ def test_who_needs_blocks_that_are_pending_waits_and_preempts_nobody() -> None:
     assert driver.scheduler.num_preemptions == 0
 
 
-def test_those_behind_do_not_take_what_somebody_waits_for() -> None:
+def test_those_behind_do_not_take_what_a_request_waits_for() -> None:
     driver = Driver(cache_config(5), depth=2)
     driver.add("a", [1] * 4, max_tokens=9, ignore_eos=True)
     driver.add("b", [2] * 4, max_tokens=9, ignore_eos=True)
@@ -119,7 +119,7 @@ def test_who_is_ahead_by_drafts_in_flight_waits_for_them_before_it_gives_way(see
 
 
 @pytest.mark.parametrize("end", ["finish", "preempt", "abort"])
-def test_what_somebody_else_holds_is_kept_beyond_the_request(end: str) -> None:
+def test_what_a_request_else_holds_is_kept_beyond_the_request(end: str) -> None:
     driver = Driver(cache_config(7), max_num_batched_tokens=32)
     driver.add("r", PROMPT, max_tokens=2, ignore_eos=True)
     driver.turn()
@@ -175,7 +175,7 @@ def test_each_holder_holds_for_itself() -> None:
     assert manager.pool.num_used_blocks == 0
 
 
-def test_nobody_holds_the_same_twice() -> None:
+def test_no_request_holds_the_same_twice() -> None:
     driver = Driver()
     driver.add("r", PROMPT, max_tokens=9, ignore_eos=True)
     driver.turn()

@@ -93,7 +93,7 @@ def test_drafts_that_are_never_right_cost_next_to_nothing(num_reqs: int) -> None
     assert 4 <= sum(any(counts) for counts in engine.counts[1000:]) <= 10
 
 
-def test_where_each_token_costs_a_step_nobody_drafts() -> None:
+def test_where_each_token_costs_a_step_no_request_drafts() -> None:
     engine = Engine(STEEP, make_requests(8), lambda index, step: 0.8)
     engine.run(1000)
     assert engine.share(100) < 0.02
@@ -134,7 +134,7 @@ def test_a_fuller_step_has_fewer_drafts_of_each() -> None:
     assert shares[2] < 0.05
 
 
-def test_without_ideas_nobody_is_asked_most_of_the_time() -> None:
+def test_without_ideas_no_request_is_asked_most_of_the_time() -> None:
     engine = Engine(FLAT, make_requests(4), lambda index, step: 0.9, has_idea=False)
     asked = []
     plan = engine.budget.plan

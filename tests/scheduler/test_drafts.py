@@ -137,7 +137,7 @@ def test_drafts_get_blocks_that_stay_when_they_are_rejected() -> None:
     assert output.scheduled_cached_reqs.new_block_ids == []
 
 
-def test_nobody_finds_a_block_with_a_rejected_draft() -> None:
+def test_no_request_finds_a_block_with_a_rejected_draft() -> None:
     driver = Driver(max_num_batched_tokens=32)
     prefilled(driver)
     verify(driver, [7, 8, 9], 7, 1)

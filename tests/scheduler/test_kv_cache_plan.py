@@ -201,7 +201,7 @@ def test_the_plan_fills_the_memory_with_whole_blocks() -> None:
     assert config.size_bytes == 9 * 2 * PAGE
 
 
-def test_the_null_block_counts_as_memory_but_serves_nobody() -> None:
+def test_the_null_block_counts_as_memory_but_serves_no_request() -> None:
     # 100 tokens are seven blocks of 16.
     assert plan_kv_cache(layers(2, 0), 8 * 2 * PAGE, max_model_len=100, max_num_batched_tokens=32).num_blocks == 8
     with pytest.raises(OutOfMemory):

@@ -179,7 +179,7 @@ def test_an_error_of_a_request_that_is_not_in_the_batch_is_taken_too() -> None:
     ]
 
 
-def test_blocks_of_a_step_that_failed_are_shared_with_nobody() -> None:
+def test_blocks_of_a_step_that_failed_are_shared_with_no_request() -> None:
     driver = Driver()
     driver.add("bad", [1] * 12, max_tokens=4)
     driver.step(failing=("bad",))

@@ -183,7 +183,7 @@ def test_the_last_to_run_is_the_first_to_be_preempted() -> None:
     assert order.index("c") < order.index("d")
 
 
-def test_a_step_that_preempts_admits_nobody() -> None:
+def test_a_step_that_preempts_admits_no_request() -> None:
     driver = Driver(cache_config(7), max_num_batched_tokens=32)
     driver.add("first", [1] * 11, max_tokens=8, ignore_eos=True)
     driver.add("second", PROMPT, max_tokens=8, ignore_eos=True)
@@ -197,7 +197,7 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     assert driver.scheduler.num_waiting == 2
 
 
-def test_a_step_that_preempts_admits_nobody_more_urgent_either() -> None:
+def test_a_step_that_preempts_admits_no_more_urgent_request_either() -> None:
     driver = Driver(cache_config(7), max_num_seqs=2, policy="priority", max_num_batched_tokens=32)
     driver.add("high", [1] * 11, max_tokens=8, ignore_eos=True, priority=0)
     driver.add("low", PROMPT, max_tokens=8, ignore_eos=True, priority=2)

@@ -40,7 +40,7 @@ def test_every_reason_counts() -> None:
     driver.drain()
 
 
-def test_whoever_runs_is_seen_to_be_ready_while_the_others_decode() -> None:
+def test_which_one_runs_is_seen_to_be_ready_while_the_others_decode() -> None:
     driver = Driver()
     driver.add("a", PROMPT, max_tokens=20, ignore_eos=True)
     driver.add("b", PROMPT, max_tokens=2, waits_for={"its grammar"})

@@ -353,7 +353,7 @@ def test_a_name_cannot_be_written_a_second_time_in_another_way() -> None:
     assert not allows(matcher, '{"a":1,"\\u0061":"x"}')
 
 
-def test_closed_objects_have_no_properties_that_nobody_named() -> None:
+def test_closed_objects_have_no_properties_that_no_request_named() -> None:
     schema = {"properties": {"a": {"type": "object", "properties": {"b": {}}}, "c": {"additionalProperties": True}}}
     matcher = schema_matcher(schema, disable_additional_properties=True)
     assert allows(matcher, '{"a":{"b":1},"c":{"d":1}}')
