@@ -1,16 +1,14 @@
-"""Write docs/capabilities.md from the table that refusals at start are made from.
+"""Write docs/capabilities.md from the refusals that are raised at start.
 
 python tools/capabilities_page.py
-
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.cli.capabilities import table_of
-from penstock.worker.capabilities import DEVICES, FEATURES
-from penstock.worker.capabilities.arrangements import MEANINGS
+from penstock.cli.capabilities import COLUMNS, rows
 
 PAGE = Path(__file__).parents[1] / "docs/capabilities.md"
 
@@ -19,55 +17,43 @@ _HEAD = """\
 
 <!-- Written by tools/capabilities_page.py. -->
 
-Features by parallelism and executor ([parallel.md](parallel.md)), in two tables per device. A parallelism and an
-executor together support the features that both support. A cell with "no" has the number of the reason: the engine
-refuses that combination at start with this text. The tests go through every cell of the tables for CPUs: supported
-combinations give the tokens of one worker, the others are refused. The tables for CUDA are what the engine allows; none
-of their cells has been run on a GPU yet.
+Every feature works with every other, with each arrangement of workers ([parallel.md](parallel.md)) and on each device,
+except the combinations below. An engine that is asked for one of them ends at start with an error that says why, and
+what to do instead. Tests start each of them, and run the allowed ones on CPUs, with the tokens of one worker. The code
+for CUDA was not run on a GPU yet.
 
 ```sh
 penstock env --capabilities
 penstock env --capabilities --json
 ```
 
+TP is `tensor_parallel_size`, PP `pipeline_parallel_size`, DCP `decode_context_parallel_size`, SP `enable_sp`; torchrun
+is `distributed_executor_backend='external_launcher'`; a core process is `enable_multiprocessing` or several engines
+(`data_parallel_size`).
+
 """
 _TAIL = """\
+
 ## What depends on sizes and contents
 
-Also refused by name, once the model's sizes and the checkpoint's contents are known:
+Refused by name as well, where a model's sizes or a checkpoint's contents are known:
 
-- heads, features or layers that cannot be divided among the workers; the error says which numbers of workers can;
-- `decode_context_parallel_size` if no two workers have the same KV heads;
+- numbers of heads, features or layers that cannot be divided among so many workers; the error lists possible sizes;
+- `decode_context_parallel_size` where no two workers have the same KV heads;
 - GPTQ and compressed-tensors checkpoints with activation order (`desc_act`, `actorder`), with TP;
-- an int8 KV cache with an attention backend that does not support it;
+- an int8 KV cache with an attention backend that cannot read it;
 - several workers without the C++ kernels.
 """
 
 
 def page() -> str:
-    """Render the page."""
-    meanings = [f"- **{name}**: {meaning}" for name, meaning in MEANINGS.items()]
-    return "\n".join([_HEAD + "\n".join(meanings), *map(_section, DEVICES), _TAIL])
+    """Return the text of the page."""
+    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(row.values()) for row in rows())]
+    return _HEAD + "\n".join(lines) + "\n" + _TAIL
 
 
-def _section(device: str) -> str:
-    found = table_of(device)
-    lines = [f"\n## On {device}\n"]
-    for title, columns in found.columns.items():
-        lines += [_row(title, columns), _row("---", ["---"] * len(columns))]
-        for group, features in FEATURES.items():
-            lines.append(_row(f"**{group}**", [""] * len(columns)))
-            marks = [found.marks[feature.name] for feature in features]
-            lines += [_row(one.name, [of[name] for name in columns]) for one, of in zip(features, marks, strict=True)]
-        lines.append("")
-    lines += [f"Not at all: {name}, {number}." for name, number in found.absent.items()]
-    lines += [""] if found.absent else []
-    lines += [f"{index}. {reason}" for index, reason in enumerate(found.reasons, start=1)]
-    return "\n".join(lines) + "\n"
-
-
-def _row(name: str, row: list[str]) -> str:
-    return f"| {' | '.join([name, *row])} |"
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

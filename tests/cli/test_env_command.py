@@ -91,8 +91,7 @@ def test_the_text_fits_a_screen_and_says_the_same(report: dict[str, dict[str, st
 
 def test_capabilities_are_shown_with_reasons() -> None:
     text = run("--capabilities")
-    assert "Transformers fallback" in text
-    assert "The layers of Transformers have no" in text
-    cells = json.loads(run("--capabilities", "--json"))
-    assert cells["cpu"]["GPT-2"]["PP"] is True
-    assert cells["cuda"]["sampling"]["TP"].endswith("Use device='cpu', or tensor_parallel_size=1.")
+    assert "TP + Transformers models: Its layers are those of Transformers" in text
+    rows = json.loads(run("--capabilities", "--json"))
+    (row,) = (row for row in rows if row["combination"] == "TP")
+    assert (row["device"], row["instead"]) == ("cuda", "Use device='cpu', or tensor_parallel_size=1.")

@@ -138,7 +138,7 @@ def test_the_last_stage_guesses_for_all_in_every_arrangement(
     models: Path, method: str, ranks: dict[str, Any], options: dict[str, Any]
 ) -> None:
     if method == "eagle3" and "enable_sp" in ranks:
-        with pytest.raises(UnsupportedArgument, match="it reads auxiliary hidden states"):
+        with pytest.raises(UnsupportedArgument, match="it reads auxiliary hidden states of all tokens"):
             drafting(models, method, "target", (1, 3), **ranks, **options)
     else:
         assert_as_of_one_worker(models, method, "target", (1, 3), ranks, **options)

@@ -1,4 +1,4 @@
-"""Trials of the features in the table of capabilities, whose results must not depend on the arrangement of workers."""
+"""Features that are tried with each arrangement of workers, which must not change their results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FORCED = 9
 
 @dataclasses.dataclass
 class Engine:
-    """Engine under trial and its options. folder: for its files."""
+    """An engine that is tried, with the options that it was started with. folder: where it may write."""
 
     llm: LLM
     core: Any
@@ -51,7 +51,7 @@ class Engine:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks whose results a worker call returns: all engines' workers, or this process's only under torchrun."""
+        """Whose answers a call brings: those of all engines' workers, or of this process's, which torchrun started."""
         sizes = "tensor_parallel_size", "pipeline_parallel_size"
         world_size = math.prod(self.options.get(name, 1) for name in sizes)
         if self.options.get("distributed_executor_backend") == "external_launcher":
@@ -76,7 +76,7 @@ def started(model: Path, folder: Path, options: dict[str, Any]) -> Iterator[Engi
 
 
 def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """Write a model with a tokenizer and one KV head, which two workers replicate."""
+    """With one KV head, which two workers both have, and a tokenizer."""
     tiny_checkpoint(
         folder, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1, num_hidden_layers=LAYERS, seed=seed
     )
@@ -85,7 +85,7 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
 
 
 def arranged(arrangement: dict[str, Any]) -> dict[str, Any]:
-    """Options of an arrangement, with a KV cache of 208 tokens, too small for all requests, or of 160 tokens for each
+    """Its options, and room for 208 positions whatever it is, which is too little for all requests, or for 160 of each
     of several engines, which is too little for half of them.
     """
     num_engines = arrangement.get("data_parallel_size", 1)
@@ -103,14 +103,14 @@ def arranged(arrangement: dict[str, Any]) -> dict[str, Any]:
 
 
 class Extension:
-    """Worker extension (`worker_extension_cls`)."""
+    """What `worker_extension_cls` adds."""
 
     def times(self: Any, number: int) -> int:
         return number * (self.rank + 1)
 
 
 class Liked(LogitsProcessor):
-    """Logits processor that makes a token more likely."""
+    """Makes a token likelier."""
 
     name = "liked"
 
@@ -129,7 +129,7 @@ def sampled(seed: int, **fields: Any) -> SamplingParams:
 
 
 def plain(value: Any) -> Any:
-    """Convert results to lists and dictionaries for comparison."""
+    """Results as lists and dictionaries, to compare."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Logprob):
@@ -178,7 +178,7 @@ def logprobs(engine: Engine) -> Any:
 
 
 def prompt_logprobs(engine: Engine) -> Any:
-    """Prompt log-probabilities, also of a prompt of several chunks."""
+    """Of a prompt of several chunks, among others."""
     outputs = engine.generate([_LONG, PROMPTS[2]], [greedy(3, prompt_logprobs=2), sampled(1, prompt_logprobs=0)])
     assert [len(out.prompt_logprobs or []) for out in outputs] == [len(_LONG), len(PROMPTS[2])]
     return [out.prompt_logprobs for out in outputs]
@@ -211,7 +211,7 @@ def custom_processors(engine: Engine) -> Any:
 
 
 def cached_and_preempted(engine: Engine) -> Any:
-    """Run all requests at once, with preemption and chunked prefill, and again with prefix-cache hits."""
+    """All requests at once, which has no room and takes chunks, and once more with what is cached."""
     first, again = (run(engine.core, PROMPTS, PARAMS) for _ in range(2))
     assert sum(result.num_preemptions for result in first) > 0
     assert sum(result.num_cached_tokens for result in again) > 0
@@ -220,7 +220,7 @@ def cached_and_preempted(engine: Engine) -> Any:
 
 
 def priorities(engine: Engine) -> Any:
-    """Run requests by priority: the last runs first, so it is not preempted."""
+    """The last comes first, so it is not what makes room for others."""
     core = engine.core
     for index, prompt in enumerate(PROMPTS):
         add(core, f"r{index}", prompt, greedy(16), priority=-index)
@@ -259,7 +259,7 @@ def profiles(engine: Engine) -> Any:
 
 
 def sharded_state(engine: Engine) -> Any:
-    """Save a sharded state, and load it into another engine of the same arrangement."""
+    """Written by this engine, and read by another one, which is arranged alike."""
     expected = engine.tokens(PROMPTS[:2], greedy(8))
     saved = engine.folder / "saved"
     engine.core.collective_rpc("save_sharded_state", args=(str(saved),))
@@ -281,7 +281,7 @@ def new_weights(engine: Engine) -> Any:
 
 
 def prompt_in_parts(engine: Engine) -> Any:
-    """Stream a prompt in parts, and close the engine."""
+    """Closes the engine at its end."""
 
     async def parts() -> AsyncGenerator[StreamingInput, None]:
         for prompt in (PROMPTS[1], PROMPTS[0]):
@@ -304,30 +304,30 @@ def prompt_in_parts(engine: Engine) -> Any:
 TRIED_TOGETHER: dict[str, Callable[[Engine], Any]] = {
     "sampling": sampling,
     "penalties": penalties,
-    "bad words, logit bias, allowed tokens, min_tokens": wanted_and_unwanted_tokens,
+    "bad words, logit bias, allowed tokens, least numbers of tokens": wanted_and_unwanted_tokens,
     "thinking budgets": thinking_budget,
     "log-probabilities": logprobs,
-    "prompt log-probabilities": prompt_logprobs,
-    "parallel sampling (n > 1)": several_outputs,
+    "log-probabilities of prompts": prompt_logprobs,
+    "several outputs of a prompt": several_outputs,
     "beam search": beams,
     "structured outputs": structured_outputs,
     "custom logits processors": custom_processors,
-    "chunked prefill": cached_and_preempted,
-    "prefix caching": cached_and_preempted,
+    "chunked prompts": cached_and_preempted,
+    "cached prefixes": cached_and_preempted,
     "preemption": cached_and_preempted,
     "asynchronous scheduling": cached_and_preempted,
     "priorities": priorities,
-    "Penstock's decoder models": sampling,
-    "collective_rpc, worker extensions": calls,
-    "profiling": profiles,
+    "decoders of Penstock": sampling,
+    "calls of all workers, extensions": calls,
+    "profiles": profiles,
     "sharded state": sharded_state,
-    "weight reloading": new_weights,
-    "AsyncEngine, streaming input": prompt_in_parts,
+    "new weights": new_weights,
+    "AsyncEngine": prompt_in_parts,
 }
 
 
 def options_of_all(folder: Path) -> dict[str, Any]:
-    """Merge the options of features that are tried together."""
+    """What the features ask for that are tried together."""
     return {
         "profiler_dir": str(folder / "traces"),
         "logits_processors": [f"{__name__}:Liked"],

@@ -1,4 +1,4 @@
-"""The table of capabilities, cell by cell: what is allowed gives the results of one worker, the rest is refused."""
+"""Combinations of features and arrangements of workers: the results of one worker, or a refusal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ from penstock import AsyncEngine
 from penstock.config import EngineConfig
 from penstock.engine.dispatcher import start_core
 from penstock.errors import UnsupportedArgument
-from penstock.worker.capabilities import (
-    ARRANGEMENTS,
-    FEATURES,
-    REFUSALS,
-    SERVED,
-    check_options,
-    refusal_of,
-)
+from penstock.worker.capabilities import ASYNC_REFUSALS, REFUSALS, Refusal, check_options
 from support.arrangements import PROMPTS
 from support.checkpoints import edit_config, tiny_checkpoint
 from support.draft_heads import eagle3_weights, eagle_weights, write_head
@@ -67,7 +60,7 @@ CORE = {"enable_multiprocessing": True}
 ENGINES = {"data_parallel_size": 2}
 RAY = {"distributed_executor_backend": "ray"}
 LAUNCHED = {"distributed_executor_backend": "external_launcher", "step_timeout_s": 60.0}
-# How each arrangement is asked for.
+# Options of each arrangement.
 ARRANGED: dict[str, dict[str, Any]] = {
     "uni": {},
     "TP": TENSOR,
@@ -94,8 +87,12 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "Ray x PP": {**RAY, **STAGES},
 }
 SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 16, "num_key_value_heads": 1}
-ALL_FEATURES = {feature.name: feature for group in FEATURES.values() for feature in group}
-BY_NAME = {arrangement.name: arrangement for arrangement in ARRANGEMENTS}
+# How options of refusals are asked for that are not in `ARRANGED` or `WAYS`.
+OTHERS = {
+    "core process": "core",
+    "int8 and int4 weights": "int8 weights",
+    "quantised checkpoints": "GPTQ checkpoints",
+}
 
 
 @dataclass(frozen=True)
@@ -169,10 +166,10 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 INT8_OF_TORCHAO = torchao_config("Int8WeightOnlyConfig", group_size=None)
 WAYS = {
     "GPT-2": Way(model=gpt2),
-    "Transformers fallback": Way(model=of_transformers),
+    "Transformers models": Way(model=of_transformers),
     "bfloat16 weights": Way(always(dtype="bfloat16")),
-    "int8 quantization": Way(always(quantization="int8"), off_by=0.15),
-    "int4 quantization": Way(always(quantization="int4"), off_by=0.7),
+    "int8 weights": Way(always(quantization="int8"), off_by=0.15),
+    "int4 weights": Way(always(quantization="int4"), off_by=0.7),
     "int4 with GPTQ calibration": Way(for_texts, off_by=1.0),
     "GPTQ checkpoints": quantized(gptq_layer(32, desc_act=False), GPTQ),
     "AWQ checkpoints": quantized(awq_layer(32), AWQ),
@@ -180,32 +177,41 @@ WAYS = {
     "torchao checkpoints": quantized(torchao_int8_layer, INT8_OF_TORCHAO),
     "int8 KV cache": Way(always(kv_cache_dtype="int8"), off_by=0.01),
     "KV cache of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), off_by=0.01),
-    "n-gram speculation": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
+    "n-gram drafts": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
     "suffix decoding": Way(drafting("suffix")),
-    "draft models": Way(with_draft_model),
-    "EAGLE and MTP heads": Way(with_head, of_vocabulary_of_heads),
+    "draft model": Way(with_draft_model),
+    "EAGLE": Way(with_head, of_vocabulary_of_heads),
     "EAGLE-3": Way(with_head_on_layers, of_vocabulary_of_heads),
-    "adaptive draft length": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
+    "adaptive draft lengths": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
 }
 # Those that are tried in one engine, where none of them is refused.
 SETS = (
-    ("int8 quantization", "int8 KV cache", "adaptive draft length"),
-    ("int4 quantization", "KV cache of another dtype than the model's"),
+    ("int8 weights", "int8 KV cache", "adaptive draft lengths"),
+    ("int4 weights", "KV cache of another dtype than the model's"),
     ("int4 with GPTQ calibration", "suffix decoding"),
-    ("bfloat16 weights", "draft models"),
+    ("bfloat16 weights", "draft model"),
     *((name,) for name in WAYS if name.endswith("checkpoints")),
-    ("GPT-2", "n-gram speculation"),
-    ("Transformers fallback",),
-    ("EAGLE and MTP heads",),
+    ("GPT-2", "n-gram drafts"),
+    ("Transformers models",),
+    ("EAGLE",),
     ("EAGLE-3",),
 )
 
 
-def allowed(names: Iterable[str], options: dict[str, Any]) -> tuple[str, ...]:
-    """Those that no arrangement refuses which these options ask for."""
+def refused_on_cpus(name: str, options: dict[str, Any]) -> bool:
+    """Whether a refusal names the feature, beside options that are given."""
     config = EngineConfig.create("demo", device="cpu", **options)
-    asked = [one for one in ARRANGEMENTS if one.asked(config) is not None]
-    return tuple(name for name in names if not any(refusal_of(ALL_FEATURES[name], one, "cpu") for one in asked))
+    return any(
+        name in [option.name for option in refusal.options]
+        and all(option.name == name or option.given(config) for option in refusal.options)
+        for refusal in (*ASYNC_REFUSALS, *REFUSALS)
+        if refusal.device is None
+    )
+
+
+def allowed(names: Iterable[str], options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the features that are not refused with these options."""
+    return tuple(name for name in names if not refused_on_cpus(name, options))
 
 
 # Each set as far as an arrangement allows it, and the models that TP does not allow.
@@ -359,20 +365,12 @@ def launched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
 
 
-def test_every_cell_can_be_asked_for() -> None:
-    assert set(ARRANGED) == set(BY_NAME)
-    assert sorted({*TRIED_TOGETHER, *WAYS}) == sorted(ALL_FEATURES)
+def test_every_feature_is_tried() -> None:
     assert sorted(name for names in SETS for name in names) == sorted(WAYS)
-    for name, options in ARRANGED.items():
-        assert BY_NAME[name].asked(EngineConfig.create("demo", device="cpu", **options)) is not None, name
-    # What requests and calls ask for could not be refused at start, unless it takes another kind of engine.
-    assert all(one.feature in (None, SERVED) or one.feature.asked is not None for one in REFUSALS)
 
 
-def test_the_plain_engine_asks_for_nothing_that_is_refused() -> None:
+def test_the_plain_engine_is_not_refused() -> None:
     config = EngineConfig.create("demo", device="cpu")
-    assert [name for name, arrangement in BY_NAME.items() if arrangement.asked(config) is not None] == ["uni"]
-    assert [name for name, one in ALL_FEATURES.items() if one.asked is not None and one.asked(config) is not None] == []
     check_options(config)
     check_options(config, "cuda")
 
@@ -434,28 +432,44 @@ def test_processes_of_torchrun_give_what_one_worker_gives(
         assert_as_of_one_worker(found[names], names, LAUNCHED_ALONE[names], alone)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_table_is_what_starting_goes_by(device: str, tmp_path: Path) -> None:
-    for number, feature in enumerate(ALL_FEATURES.values()):
-        way = WAYS.get(feature.name, Way())
-        options = way.options(tmp_path) if feature.name in WAYS else options_of_all(tmp_path)
+@pytest.mark.parametrize(
+    "refusal",
+    [*ASYNC_REFUSALS, *REFUSALS],
+    ids=lambda refusal: " & ".join(option.name for option in refusal.options),
+)
+def test_each_refusal_is_raised_at_start_with_its_text(refusal: Refusal, tmp_path: Path) -> None:
+    names = [OTHERS.get(option.name, option.name) for option in refusal.options]
+    ways = [WAYS[name] for name in names if name in WAYS]
+    model = (ways or [Way()])[0].model(tmp_path / "model")
+    options = {name: value for way in ways for name, value in way.options(tmp_path).items()}
+    arrangement = {key: value for name in names for key, value in ARRANGED.get(name, {}).items()}
+    config = EngineConfig.create(str(model), **{**arranged(arrangement), "device": refusal.device or "cpu", **options})
+    with pytest.raises(UnsupportedArgument) as caught:
+        start_or_serve(config, is_served="AsyncEngine" in names)
+    assert str(caught.value) == refusal.message(config)
+    assert str(caught.value).endswith(f": {refusal.why}. {refusal.instead}")
+    assert all(str(option.given(config)) in str(caught.value) for option in refusal.options)
+
+
+def test_nothing_else_is_refused_on_cpus(tmp_path: Path) -> None:
+    for number, (name, way) in enumerate(WAYS.items()):
+        options = way.options(tmp_path)
         folder = way.model(tmp_path / str(number))
-        for arrangement in ARRANGEMENTS:
-            asked = {**arranged(ARRANGED[arrangement.name]), "device": device, **options}
-            config = EngineConfig.create(str(folder), **asked)
-            refusal = refusal_of(feature, arrangement, device)
-            if refusal is None:
-                check_options(config, device)
+        for arrangement, given in ARRANGED.items():
+            if " x " in arrangement and arrangement.startswith("torchrun"):
                 continue
-            with pytest.raises(UnsupportedArgument) as caught:
-                start_or_serve(config, is_served=feature is SERVED)
-            assert str(caught.value).endswith(f": {refusal.why}. {refusal.instead}")
-            asking = [
-                one.asked(config) if one.asked else one.name
-                for one in (refusal.feature, refusal.arrangement)
-                if one is not None
-            ]
-            assert all(str(option) in str(caught.value) for option in asking)
+            config = EngineConfig.create(str(folder), **{**arranged(given), "device": "cpu", **options})
+            if refused_on_cpus(name, given):
+                with pytest.raises(UnsupportedArgument):
+                    check_options(config, "cpu")
+            else:
+                check_options(config, "cpu")
+
+
+def test_float_models_are_not_refused_on_one_gpu(tmp_path: Path) -> None:
+    for name in ("n-gram drafts", "draft model", "bfloat16 weights", "GPT-2", "Transformers models"):
+        folder = WAYS[name].model(tmp_path / name)
+        check_options(EngineConfig.create(str(folder), **WAYS[name].options(tmp_path)), "cuda")
 
 
 def start_or_serve(config: EngineConfig, *, is_served: bool) -> None:

@@ -38,7 +38,7 @@ _CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "a
 def env(
     json: Annotated[bool, typer.Option("--json", help="Write JSON instead of text")] = False,
     capabilities: Annotated[
-        bool, typer.Option("--capabilities", help="Show which features work with which parallelism instead")
+        bool, typer.Option("--capabilities", help="Show refused combinations of options instead")
     ] = False,
 ) -> None:
     """Show versions, machine and limits, to paste into a report.
@@ -55,9 +55,9 @@ def _report(*, as_json: bool) -> str:
 
 
 def _capabilities(*, as_json: bool) -> str:
-    from penstock.cli.capabilities import as_text, cells
+    from penstock.cli.capabilities import as_text, rows
 
-    return json_module.dumps(cells(), indent=2) if as_json else as_text()
+    return json_module.dumps(rows(), indent=2) if as_json else as_text()
 
 
 def collect() -> Sections:

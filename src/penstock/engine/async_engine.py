@@ -37,7 +37,7 @@ from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging
-from penstock.worker.capabilities import SERVED, check_feature
+from penstock.worker.capabilities import check_async_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ class AsyncEngine(RefusesMethods):
 
     def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None) -> None:
         refuse_at_exit()
-        check_feature(SERVED, config)
+        check_async_engine(config)
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged tokenizer is found before the weights are loaded, or while a process starts to load them.
         tokenizer = cache(lambda: _load_for_event_loops(config.model.tokenizer_folder))

@@ -1,0 +1,250 @@
+"""Combinations of options that an engine refuses at start, and worker methods that are not implemented yet.
+
+Everything else works with everything. `penstock env --capabilities` and docs/capabilities.md show the refusals;
+`tests/worker/test_capabilities.py` starts each of them, and runs what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.config import EngineConfig
+from penstock.config.quantized_checkpoint import quantization_of_checkpoint
+from penstock.errors import UnsupportedArgument, UnsupportedFeature
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Option of an engine. name: for tables. given: the option as the user wrote it; None if the engine lacks it."""
+
+    name: str
+    given: Callable[[EngineConfig], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Refused combination of options. why: a clause. instead: a sentence. device: "cuda", or None for all devices."""
+
+    options: tuple[Option, ...]
+    why: str
+    instead: str
+    device: str | None = None
+
+    def message(self, config: EngineConfig) -> str | None:
+        """Return the error text, whatever the device; None if the configuration lacks one of the options."""
+        given = [option.given(config) for option in self.options]
+        if None in given:
+            return None
+        on = "" if self.device is None else f" on {self.device}"
+        return f"{' with '.join(map(str, given))}{on}: {self.why}. {self.instead}"
+
+
+def _size(name: str, option: str) -> Option:
+    def given(config: EngineConfig) -> str | None:
+        value = getattr(config.parallel, option)
+        return None if value == 1 else f"{option}={value}"
+
+    return Option(name, given)
+
+
+def _method(name: str, method: str) -> Option:
+    text = f"speculative_config={{'method': {method!r}}}"
+    return Option(name, lambda config: text if config.speculative.method == method else None)
+
+
+def _core_process(config: EngineConfig) -> str | None:
+    if not config.parallel.has_core_process:
+        return None
+    is_several = config.parallel.num_engines_here > 1
+    return f"data_parallel_size={config.parallel.data_parallel_size}" if is_several else "enable_multiprocessing=True"
+
+
+def _adaptive(config: EngineConfig) -> str | None:
+    is_given = config.speculative.method is not None and config.speculative.adaptive
+    return "speculative_config={'adaptive': True}" if is_given else None
+
+
+def _transformers(config: EngineConfig) -> str | None:
+    from penstock.models.registry import runs_through_transformers
+
+    return f"{config.model.architecture} of Transformers" if runs_through_transformers(config.model) else None
+
+
+def _calibration(config: EngineConfig) -> str | None:
+    path = config.model.calibration_file
+    return None if path is None else f"quantization_calibration={str(path)!r}"
+
+
+def _quantization(config: EngineConfig) -> str | None:
+    option = config.model.quantization
+    return None if option is None else f"quantization={option!r}"
+
+
+def _quantized_checkpoint(config: EngineConfig) -> str | None:
+    method = quantization_of_checkpoint(config.model.hf_config)
+    return None if method is None else f"quant_method={method!r}"
+
+
+def _cache_dtype(config: EngineConfig) -> str | None:
+    """Return a KV cache dtype other than the compute dtype of a GPU."""
+    wanted = config.cache.kv_cache_dtype
+    if wanted == "auto":
+        return None
+    from penstock.device.dtypes import choose_cuda_dtype
+
+    computed_in = choose_cuda_dtype(config.model.dtype, config.model.checkpoint_dtype).name
+    return None if wanted == computed_in else f"kv_cache_dtype={wanted!r}"
+
+
+def _torchrun(config: EngineConfig) -> str | None:
+    is_given = config.parallel.executor == "external_launcher"
+    return "distributed_executor_backend='external_launcher'" if is_given else None
+
+
+TP = _size("TP", "tensor_parallel_size")
+PP = _size("PP", "pipeline_parallel_size")
+DCP = _size("DCP", "decode_context_parallel_size")
+SP = Option("SP", lambda config: "enable_sp" if config.parallel.enable_sp else None)
+TORCHRUN = Option("torchrun", _torchrun)
+CORE_PROCESS = Option("core process", _core_process)
+ASYNC_ENGINE = Option("AsyncEngine", lambda _: "AsyncEngine")
+TRANSFORMERS = Option("Transformers models", _transformers)
+GPT2 = Option("GPT-2", lambda config: name if (name := config.model.architecture) == "GPT2LMHeadModel" else None)
+CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
+QUANTIZATION = Option("int8 and int4 weights", _quantization)
+QUANTIZED_CHECKPOINT = Option("quantised checkpoints", _quantized_checkpoint)
+CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
+SUFFIX = _method("suffix decoding", "suffix")
+EAGLE3 = _method("EAGLE-3", "eagle3")
+ADAPTIVE = Option("adaptive draft lengths", _adaptive)
+
+_NO_NCCL = "workers of one model exchange tensors in the memory of CPUs so far"
+_BETWEEN_STEPS = "requests would reach the ranks' engines between different steps"
+_NO_INTEGERS = "quantised kernels are written for CPUs so far"
+_FLOAT = "Use device='cpu', or weights in floating point."
+
+# Checked when an `AsyncEngine` is created.
+ASYNC_REFUSALS = (Refusal((TORCHRUN, ASYNC_ENGINE), _BETWEEN_STEPS, "Use LLM."),)
+# Checked for every engine.
+REFUSALS = (
+    Refusal((TP,), _NO_NCCL, "Use device='cpu', or tensor_parallel_size=1.", "cuda"),
+    Refusal((PP,), _NO_NCCL, "Use device='cpu', or pipeline_parallel_size=1.", "cuda"),
+    Refusal(
+        (TP, TRANSFORMERS),
+        "its layers are those of Transformers, which are not split over workers",
+        "Use tensor_parallel_size=1.",
+    ),
+    Refusal(
+        (PP, TRANSFORMERS),
+        "its layers are those of Transformers, which are not split into pipeline stages",
+        "Use pipeline_parallel_size=1.",
+    ),
+    Refusal(
+        (DCP, GPT2),
+        "each of its query heads has a KV head of its own, so no two workers have the same KV heads",
+        "Leave decode_context_parallel_size out.",
+    ),
+    Refusal((SP, GPT2), "its residual stream is not split by tokens yet", "Leave enable_sp out."),
+    Refusal((SP, EAGLE3), "it reads auxiliary hidden states of all tokens", "Leave enable_sp out."),
+    Refusal(
+        (PP, CALIBRATED),
+        "calibration runs all layers, and a pipeline stage has some of them",
+        "Use quantization_calibration='none', or pipeline_parallel_size=1.",
+    ),
+    Refusal(
+        (TORCHRUN, PP),
+        "every rank's engine schedules by the sampled tokens, which only the last stage has",
+        "Use tensor_parallel_size.",
+    ),
+    Refusal((TORCHRUN, CORE_PROCESS), _BETWEEN_STEPS, "Leave enable_multiprocessing out, and data_parallel_size too."),
+    Refusal(
+        (TORCHRUN, ADAPTIVE),
+        "draft lengths follow measured times, which differ between ranks",
+        "Use 'adaptive': False in speculative_config.",
+    ),
+    Refusal((QUANTIZATION,), _NO_INTEGERS, _FLOAT, "cuda"),
+    Refusal((QUANTIZED_CHECKPOINT,), _NO_INTEGERS, _FLOAT, "cuda"),
+    Refusal(
+        (CACHE_DTYPE,),
+        "there the KV cache has the model's dtype",
+        "Use kv_cache_dtype='auto', or device='cpu'.",
+        "cuda",
+    ),
+    Refusal(
+        (SUFFIX,),
+        "it reads tokens on the host, which a GPU does not copy there in time",
+        "Use speculative_config={'method': 'ngram', ...}, or device='cpu'.",
+        "cuda",
+    ),
+)
+
+
+def check_options(config: EngineConfig, device: str | None = None) -> None:
+    """Raise UnsupportedArgument for a refused combination of options.
+
+    device: "cpu" or "cuda"; None detects it if it matters.
+    """
+    _check(REFUSALS, config, device)
+
+
+def check_async_engine(config: EngineConfig) -> None:
+    """Raise UnsupportedArgument for options that an `AsyncEngine` refuses."""
+    _check(ASYNC_REFUSALS, config, None)
+
+
+def allows_options(config: EngineConfig) -> bool:
+    """Whether the options pass `check_options`."""
+    try:
+        check_options(config)
+    except UnsupportedArgument:
+        return False
+    return True
+
+
+def _check(refusals: Iterable[Refusal], config: EngineConfig, device: str | None) -> None:
+    for refusal in refusals:
+        message = refusal.message(config)
+        if message is None:
+            continue
+        if refusal.device is None or refusal.device == (device or _device_of(config)):
+            raise UnsupportedArgument(message)
+
+
+def _device_of(config: EngineConfig) -> str:
+    if config.device.device != "auto":
+        return config.device.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Feature that no worker implements yet. methods: worker methods that raise UnsupportedFeature."""
+
+    feature: str
+    methods: tuple[str, ...]
+    instead: str
+
+
+MISSING = (
+    Missing("sleep mode", ("sleep", "wake_up"), "Close the engine and create it again."),
+    Missing(
+        "LoRA adapters", ("add_lora", "remove_lora", "pin_lora", "list_loras"), "Merge the adapter into a checkpoint."
+    ),
+    Missing(
+        "weight transfer",
+        ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+        "Save a checkpoint, and call reload_weights with its folder.",
+    ),
+    Missing("saving tensorised models", ("save_tensorized_model",), "Use save_sharded_state."),
+    Missing("multimodal inputs", ("reset_mm_cache", "reset_encoder_cache"), "Use a text model."),
+)
+
+
+def require(method: str) -> None:
+    """Raise UnsupportedFeature for a method of a missing feature."""
+    for missing in MISSING:
+        if method in missing.methods:
+            raise UnsupportedFeature(f"{method}: {missing.feature} is not supported yet. {missing.instead}")
