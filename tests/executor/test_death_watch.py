@@ -1,4 +1,4 @@
-"""Who is told of an end may stop the watch that tells it."""
+"""The callback of a death watch may stop the watch."""
 
 from __future__ import annotations
 

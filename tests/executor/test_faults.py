@@ -227,7 +227,7 @@ def pid_of(worker: WorkerBase) -> int:
 
 
 def pid_of_last(worker: WorkerBase) -> Any:
-    """Of the others, something that cannot be sent."""
+    """Process id on the last rank; a value that cannot be serialised on the others."""
     return os.getpid() if worker.rank == worker.parallel.world_size - 1 else (worker for _ in ())
 
 

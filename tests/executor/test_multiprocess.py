@@ -180,7 +180,7 @@ def test_a_worker_that_is_busy_reads_a_long_message_when_it_is_done(
 def test_workers_must_be_replaced_after_ctrl_c_in_a_call(
     start: Callable[[], MultiprocessExecutor], tmp_path: Path
 ) -> None:
-    """Who has heard of the call does it nevertheless."""
+    """Workers that received the call run it nevertheless."""
     executor = start()
     timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
@@ -235,7 +235,7 @@ def fork_in_c(worker: WorkerBase) -> int:
 
 
 def ends_of_processes(worker: WorkerBase) -> list[int]:
-    """Of another program and of a fork, which are asked to end."""
+    """End a child process and a fork by signals; return how they ended."""
     program = subprocess.Popen(["sleep", "600"])
     program.terminate()
     heard, said = os.pipe()

@@ -173,7 +173,7 @@ def noted(worker: WorkerBase) -> tuple[list[int], list[int]]:
 def test_ranks_of_a_stage_send_each_their_rows(
     is_scattered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is scattered between layers goes on so; what is not, and goes by gloo, is put together where it arrives."""
+    """Scattered rows are sent as they are; replicated ones over gloo in shards, and gathered on arrival."""
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=2)
     prompts, params = PROMPTS[2:4], PARAMS[2:4]
     expected = run(make(tmp_path, (2,)), prompts, params)

@@ -1,4 +1,4 @@
-"""How steps reach workers in processes of their own: whole, in order with calls, with no more waiting than need be."""
+"""Steps reach workers in other processes whole, in order with calls, and without needless waits."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def refused(folder: Path, error: type[Exception], *words: str, **options: Any) -
 
 
 def place(folder: Path, name: str) -> Path:
-    """Where a file goes, without the one that it takes the place of."""
+    """Path of a file, after removing the one that it replaces."""
     if name in (INDEX, BIN):
         (folder / WEIGHTS).unlink()
     (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which positions lie on which rank, against a list of them."""
+"""Positions of each decode-context-parallel rank, against a list of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.parallel.context_share import ContextShare, context_share
 
 @dataclass(frozen=True)
 class Place:
-    """What is asked of a group here."""
+    """Fake group: rank and size."""
 
     rank: int
     size: int

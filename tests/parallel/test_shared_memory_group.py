@@ -1,4 +1,4 @@
-"""What ranks do together in shared memory is what their tensors say as a whole, and who takes no part is named."""
+"""Collectives in shared memory equal the operation on whole tensors; a missing rank is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of any machines do together is what their tensors say as a whole, and who takes no part is named."""
+"""Collectives over gloo equal the operation on whole tensors; a missing rank is named."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_sums_have_the_bits_of_ranks_that_share_memory(dtype: torch.dtype) -> No
 
 
 class GlooForNccl:
-    """What `NcclGroup` asks of torch's NCCL, done by its gloo."""
+    """Fake of torch's NCCL process group, over gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self._gloo = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
@@ -312,11 +312,11 @@ def test_ranks_in_different_calls_are_told_with_the_step(
 def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for 2, and 0 for 1."""
     give_grace(monkeypatch, 2.0)
-    everybody = threading.Barrier(3)
+    all_ranks = threading.Barrier(3)
 
     def run(group: TorchGroup) -> None:
         if group.rank == 2:
-            everybody.wait(PATIENCE_S)
+            all_ranks.wait(PATIENCE_S)
             return
         begin = time.monotonic()
         with pytest.raises(WaitTimeout, match=rf"Rank {group.rank} waited 1.5 s in receive from .* for rank 2, which"):
@@ -324,7 +324,7 @@ def test_a_rank_that_does_not_come_is_named_by_those_that_wait_for_others_too(mo
         assert time.monotonic() - begin >= 1.3
         with pytest.raises(RanksDisagree, match=rf"cannot go on in broadcast .*, after this: Rank {group.rank} waited"):
             group.broadcast(torch.zeros(3))
-        everybody.wait(PATIENCE_S)
+        all_ranks.wait(PATIENCE_S)
 
     assert together(3, run, timeout_s=1.5) == [None] * 3
 

@@ -38,7 +38,7 @@ def new_blocks(output: SchedulerOutput, manager: KVCacheManager) -> set[int]:
 
 
 def check_repetition(steps: list[SchedulerOutput], output: SchedulerOutput) -> None:
-    """What a step promises that says it repeats one of those before it, whose numbers are their places."""
+    """Check the promises of a step that repeats an earlier one."""
     assert output.repeats_step_id is not None
     before = steps[output.repeats_step_id]
     for between in steps[output.repeats_step_id + 1 :]:

@@ -89,7 +89,7 @@ def next_token(fingerprint: int) -> int:
 
 
 def pooled_vector(token_ids: list[int], salt: str | None, *, is_misled: bool = False) -> ArrayBytes:
-    """What a request that pools ends with."""
+    """Pooled result of a request."""
     return ArrayBytes.of([float(fingerprints(token_ids, salt)[-1] % 1000 + is_misled), 0.5])
 
 
@@ -318,7 +318,7 @@ class FakeWorker:
                 yield group_id, group.spec.block_size, getattr(group.spec, "sliding_window", self.max_model_len)
 
     def _encoder_positions(self, req_id: str, request: FakeRequest) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """Where the encoder's positions are, and what belongs there."""
+        """Slots of encoder positions, with their content."""
         for group_id, group in enumerate(self.config.groups):
             if isinstance(group.spec, CrossAttentionSpec):
                 size, num_positions = group.spec.block_size, self.num_encoder_tokens[req_id]
@@ -337,7 +337,7 @@ class FakeWorker:
             assert self.contents[block_id, offset] == content, f"{req_id}: the encoder's positions"
 
     def _states(self, request: FakeRequest) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Where the recurrent states are, and what belongs there once something is computed."""
+        """Blocks of recurrent states, with their content once something is computed."""
         for group_id, group in enumerate(self.config.groups):
             if isinstance(group.spec, RecurrentStateSpec):
                 block_id = request.tables[group_id][0]

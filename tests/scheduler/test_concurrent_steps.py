@@ -1,4 +1,4 @@
-"""Where workers have use for several steps at once, requests that decode are spread over them, and take turns."""
+"""With concurrent steps, decoding requests are split into microbatches that take turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many drafts are verified, where it is known what would pay: a model of an engine in numbers."""
+"""Draft lengths against a simulated engine whose best lengths are known."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Engine:
                 self.budget.note_drafts()
 
     def share(self, start: int) -> float:
-        """Of drafts that there might have been since a step."""
+        """Share of the possible draft tokens since a step."""
         counts = self.counts[start:]
         return sum(map(sum, counts)) / (len(counts) * MOST * len(self.requests))
 

@@ -1,4 +1,4 @@
-"""What results do to a request: stops, errors, log-probabilities, and results that fit nothing."""
+"""Results of steps: stops, errors, log-probabilities, and results that fit no step."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_the_oracle_of_these_tests_stops_for_each_reason() -> None:
 @pytest.mark.parametrize("when", ["running", "preempted"])
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_blocks_of_a_request_whose_logits_were_not_finite_are_not_shared(is_finite: bool, when: str) -> None:
-    """Of what it read as a cached prefix too; of a request that fails otherwise they are."""
+    """Its prefix-cache hits are evicted too; blocks of a request that fails otherwise stay."""
     prompt = [token % 9 + 1 for token in range(14)]
     driver = Driver(max_num_batched_tokens=4, max_num_seqs=2)
     driver.add("before", prompt[:6], max_tokens=1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What runs in which step, and who must wait."""
+"""Requests and tokens of each step, and waiting requests."""
 
 from __future__ import annotations
 

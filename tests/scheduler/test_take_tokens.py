@@ -1,4 +1,4 @@
-"""Which token ends a request, one or several at once, against the rules written out."""
+"""End tokens of a request, among one or several new tokens, against the rules written out."""
 
 from __future__ import annotations
 

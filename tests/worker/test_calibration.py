@@ -41,7 +41,7 @@ def bare_demo(tmp_path: Path) -> Path:
 
 
 def log_likelihood(llm: LLM) -> float:
-    """Of conversations that were not rounded for."""
+    """Log-likelihood of conversations outside the calibration data."""
     lines = (DEMO / "calibration.jsonl").read_text().splitlines()[100:130]
     tokenizer = llm.get_tokenizer()
     texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in lines]

@@ -97,7 +97,7 @@ OTHERS = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a feature is asked for that takes an engine of its own.
+    """Options and model of a feature that needs an engine of its own.
 
     off_by: how far log-probabilities with TP may be from those of one worker, in the mean, since each worker rounds its
     own share of weights or inputs; tokens may differ then. One worker is as far from unrounded ones; those of another
@@ -220,7 +220,7 @@ ALONE += [(names, "mp") for names in SETS if not allowed(names, TENSOR)]
 
 
 def continuations(engine: Engine) -> Any:
-    """Of requests of each kind, twice, so that prefixes are found; and how likely the prompts are."""
+    """Tokens of requests of each kind, twice, for prefix-cache hits; and log-probabilities of prompts."""
     params = [greedy(12), sampled(1, presence_penalty=0.5), greedy(12, logprobs=1), sampled(2, top_k=9)]
     tokens = [engine.tokens(PROMPTS[:4], params) for _ in range(2)]
     outputs = engine.generate(PROMPTS[1:4], greedy(1, prompt_logprobs=0))
@@ -247,7 +247,7 @@ def assert_near(found: Any, expected: Any, where: str = "") -> None:
 def try_together(
     model: Path, folder: Path, arrangement: dict[str, Any], *, without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """What comes of each feature that needs no engine of its own, by the name of the function that tries it."""
+    """Results of features that need no engine of their own, by name of the function that tries them."""
     results: dict[str, Any] = {}
     failures = {}
     with started(model, folder, {**arranged(arrangement), **options_of_all(folder)}) as engine:
@@ -304,7 +304,7 @@ def assert_as_of_one_worker(found: Any, names: tuple[str, ...], arrangement: dic
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models are that are tried alone."""
+    """Folder of models that are tried alone."""
     return tmp_path_factory.mktemp("alone")
 
 
@@ -357,7 +357,7 @@ def try_launched(model: str, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def launched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What both processes have found."""
+    """Results of both processes."""
     folder = tmp_path_factory.mktemp("launched")
     with torchrun(folder, PROGRAM, model, folder, beside=Path(__file__)) as processes:
         said, _ = processes.communicate(timeout=500)

@@ -31,7 +31,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def options_for(folder: Path, method: str) -> dict[str, Any]:
-    """What drafts with random weights, for `target`."""
+    """Options of drafters with random weights, for `target`."""
     drafter = folder / method
     if method == "draft_model":
         tiny_checkpoint(drafter, "qwen3", seed=7, head_dim=16, num_key_value_heads=4)

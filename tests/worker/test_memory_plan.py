@@ -91,7 +91,7 @@ def test_a_plan_that_does_not_work_out_is_refused_with_the_table(changes: dict[s
 
 
 def test_a_share_that_is_not_free_is_the_default_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    """Where others take and give memory all the time; a GPU's is refused by its plan."""
+    """Other processes share a CPU's memory; on a GPU the plan refuses."""
     sizes = {"total": 80 * GIB, "available": 40 * GIB}
     assert affordable_fraction(None, "cpu", **sizes) == affordable_fraction(0.9, "cpu", **sizes) == (0.5, True)
     (record,) = caplog.records

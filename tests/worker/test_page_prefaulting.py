@@ -44,7 +44,7 @@ def threads() -> Callable[[], list[threading.Thread]]:
 
 
 def num_waits(thread: threading.Thread) -> int:
-    """How often a thread has given up its processor to wait."""
+    """Voluntary context switches of a thread."""
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches")]
     return int(line.split()[1])
@@ -56,7 +56,7 @@ def new_cache(device: Device) -> tuple[BlockTables, PagedKVCache]:
 
 
 def share_handed_out(memory: Tensor) -> float:
-    """Of the pages that lie wholly in this memory, what share the system has handed out."""
+    """Share of resident pages among those that lie wholly in this memory."""
     start = -(-memory.data_ptr() // PAGE) * PAGE
     count = (memory.data_ptr() + memory.nbytes - start) // PAGE
     found = np.zeros(count, dtype=np.uint8)

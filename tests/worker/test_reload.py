@@ -52,7 +52,7 @@ def tokens_of_new(new: Path) -> list[list[int]]:
 
 
 def fresh_tokens(folder: Path, **options: Any) -> list[list[int]]:
-    """What an engine gives that never had other weights."""
+    """Tokens of an engine that never had other weights."""
     core = make_core(folder, **options)
     expected = tokens(core)
     core.close()

@@ -1,4 +1,4 @@
-"""What an engine plans with is what its process takes: when it is ready, for full steps, and in all."""
+"""Planned memory covers the process's memory: when it is ready, for full steps, and in all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the C++ attention keeps of split contexts is never more than is reserved for it."""
+"""Partial results of split-KV attention never need more than their reserved memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model takes without memory is what it takes with it, as torch's allocator counts its tensors."""
+"""Memory measured on meta tensors equals that of real ones, as torch's allocator counts it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_rounded_weights(tmp_path: Path, family: str, changes: dict[str, Any], o
 @pytest.mark.parametrize("max_logprobs", [0, 20, -1])
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(100, 900), (600, 4)], ids=["sampling", "prompt"])
 def test_logits(tmp_path: Path, num_tokens: int, num_rows: int, max_logprobs: int) -> None:
-    """Where sampling takes the most, in parts, and where the log-probabilities of a prompt do."""
+    """With the peak in sampling, in chunks, and with the peak in prompt log-probabilities."""
     tiny_checkpoint(tmp_path, **SIZES)
     sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": num_tokens}
     compare(tmp_path, max_logprobs=max_logprobs, **sizes)

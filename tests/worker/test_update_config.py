@@ -1,4 +1,4 @@
-"""Which options change while an engine runs; everything else is refused by name."""
+"""Options that can change while an engine runs; all others are refused by name."""
 
 from __future__ import annotations
 

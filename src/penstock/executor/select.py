@@ -1,4 +1,4 @@
-"""From the `distributed_executor_backend` option to an executor."""
+"""Executor of the `distributed_executor_backend` option."""
 
 from __future__ import annotations
 

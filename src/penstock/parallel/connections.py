@@ -30,7 +30,7 @@ _TIMED_OUT = "timed out"
 
 
 class RankConnections:
-    """One rank's connections to all others.
+    """Connections of one rank to all others.
 
     store: a store of these ranks alone. address: this machine's address for the other ranks. timeout_s: timeout of a
     message.
