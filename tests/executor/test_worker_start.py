@@ -17,7 +17,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.startup import start_engine
 from penstock.errors import ConfigError, ModelError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import ranks
-from penstock.executor.startup_phases import describe_phases
+from penstock.executor.base import describe_phases
 from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, make_core

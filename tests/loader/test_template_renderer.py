@@ -77,7 +77,7 @@ def test_a_template_that_exceeds_a_limit_ends_with_its_name(
 
 def test_a_template_without_end_is_given_up(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_renderer, "CPU_TIME_S", 0.2)
-    with pytest.raises(ChatTemplateError, match="took more than 0.2 s of processor time"):
+    with pytest.raises(ChatTemplateError, match="took more than 0.2 s of CPU time"):
         renderer.render(ENDLESS, {}, name=NAME)
     assert renderer.render(FAST, {"number": 3}, name=NAME) == ("3", [])
 

@@ -13,7 +13,7 @@ from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache, specs_of_all, whole_kv_cache_bytes
 from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
-from penstock.executor.startup_phases import PhaseTime, describe_phases
+from penstock.executor.base import PhaseTime, describe_phases
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency
 from penstock.worker.memory_plan import MemoryPlan

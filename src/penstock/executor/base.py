@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -19,11 +20,26 @@ from penstock.contract import (
     SchedulerOutput,
 )
 from penstock.errors import ConfigError
-from penstock.executor.startup_phases import PhaseTime
 from penstock.worker.memory_plan import MemoryPlan
 
 # Default timeout of a step's result.
 STEP_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Duration of a startup phase on the slowest rank, `rank`."""
+
+    phase: str
+    seconds: float
+    rank: int
+
+
+def describe_phases(times: list[PhaseTime], num_ranks: int) -> str:
+    """Describe the phases in a line, such as "processes 2.1 s (rank 1), model 0.4 s (rank 0)"."""
+    return ", ".join(
+        f"{time.phase} {time.seconds:.1f} s" + (f" (rank {time.rank})" if num_ranks > 1 else "") for time in times
+    )
 
 
 class StepHandle(Protocol):

@@ -171,7 +171,7 @@ class _Process:
         except subprocess.TimeoutExpired:
             return f"its process {self._process.pid} closed its connection"
         if exit_code == -signal.SIGPROF:
-            return f"it took more than {CPU_TIME_S:g} s of processor time"
+            return f"it took more than {CPU_TIME_S:g} s of CPU time"
         how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
         return f"its process {self._process.pid} {how}"
 
