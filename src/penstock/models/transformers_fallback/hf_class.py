@@ -53,7 +53,7 @@ def _find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:
             f"{model_config.model} has the architecture {architecture!r} "
             f"(model_type={model_config.hf_config.get('model_type')!r}), which is not implemented here, nor in "
             f"Transformers {transformers.__version__}.{remote} "
-            f"Implemented here: {', '.join(supported_architectures())}."
+            f"Implemented here, with those of loaded plugins: {', '.join(supported_architectures())}."
         )
     return found
 
