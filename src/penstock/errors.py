@@ -140,7 +140,7 @@ class ProcessLost(PenstockError, RuntimeError):
 
 
 class RemoteError(PenstockError, RuntimeError):
-    """An exception of another process that is no error of Penstock's; the message has its type and text."""
+    """An exception of another process that is not an error of Penstock's; the message has its type and text."""
 
 
 def is_for_the_program(error: BaseException) -> bool:
@@ -159,7 +159,7 @@ class ErrorData(TypedDict):
     """An exception as plain data, for another process.
 
     types: full names of its class and bases, nearest first, that are Penstock's; else of its class only.
-    fields: attributes; those that are no plain data as text.
+    fields: attributes; those that are not plain data as text.
     """
 
     types: list[str]

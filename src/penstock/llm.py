@@ -102,8 +102,8 @@ class LLM(RefusesMethods):
         )
         if config.model.pools:
             raise UnsupportedFeature(
-                f"output_head={config.model.output_head!r} pools, and LLM generates text. Use AsyncEngine, whose outputs "
-                "have `pooled`, or leave it out."
+                f"output_head={config.model.output_head!r} pools, and LLM generates text. Use AsyncEngine, whose "
+                "outputs have `pooled`, or leave it out."
             )
         self._config = config
         self._session = Session(config)

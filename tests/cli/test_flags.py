@@ -47,7 +47,7 @@ FLAGS = Flags(
         ),
         ("max_model_len='fp8' asks for it", "--max-model-len fp8 asks for it"),
         ("spec_config={'a': {'b': 1}} asks for it", "--spec-config asks for it"),
-        # What is no option of the engine's, or no mention of one.
+        # What is not an option of the engine's, or no mention of one.
         ("the model runs on this device", "the model runs on this device"),
         ("has no meaning for quantization=None", "has no meaning for quantization=None"),
         ("max_model_length=3 and my_max_model_len=3", "max_model_length=3 and my_max_model_len=3"),

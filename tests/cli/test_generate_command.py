@@ -158,7 +158,7 @@ def test_stop_texts_end_the_output(command: Command) -> None:
 def test_a_prompt_of_broken_text_is_refused(command: Command) -> None:
     assert "no UTF-8 text" in command.run(stdin=b"\xff", exit_code=2)[1]
     process = command.start(os.fsdecode(b"\xff"))
-    assert b"is no character" in process.communicate(timeout=60)[1]
+    assert b"is not a character" in process.communicate(timeout=60)[1]
     assert process.returncode == 2
 
 

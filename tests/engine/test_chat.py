@@ -182,7 +182,7 @@ def test_a_tool_call_without_arguments_has_an_empty_object(tokenizer: Tokenizer,
         ("word=fox", r"messages\[2\]\.tool_calls\[0\]\.function\.arguments='word=fox' is not JSON"),
         ("[" * 5000, r"messages\[2\]\.tool_calls\[0\]\.function\.arguments=.* is not JSON"),
         ("9" * 5000, r"messages\[2\]\.tool_calls\[0\]\.function\.arguments=.* is not JSON"),
-        ("[1]", r"messages\[2\]\.tool_calls\[0\]\.function\.arguments='\[1\]' is no object"),
+        ("[1]", r"messages\[2\]\.tool_calls\[0\]\.function\.arguments='\[1\]' is not an object"),
     ],
 )
 def test_arguments_that_are_no_object_are_refused_by_message(

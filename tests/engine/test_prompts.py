@@ -54,7 +54,10 @@ NOT_IDS: list[tuple[Any, str]] = [
     ({"prompt_token_ids": {5, 6}}, "is a set"),
     ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data={'image': 1} asks for images"),
     ({"prompt_embeds": torch.zeros(2, 3)}, "prompt_embeds=tensor.* asks for prompt embeddings"),
-    (UserDict(input_ids=[5]), "'input_ids'. A tokenizer's result is no prompt; give its input_ids as prompt_token_ids"),
+    (
+        UserDict(input_ids=[5]),
+        "'input_ids'. A tokenizer's result is not a prompt; give its input_ids as prompt_token_ids",
+    ),
     (
         {"role": "user", "content": "x"},
         "'role'. Messages are for chat. Allowed: prompt, prompt_token_ids, cache_salt, parts",

@@ -144,7 +144,7 @@ DAMAGED_TEXTS: dict[str, tuple[str, str]] = {
     "a little too deep": ('{"b":' * 65 + "1" + "}" * 65, "b.b.b"),
     "huge integer": ('{"a": {"b": [1, ' + "9" * 5000 + "]}}", "a.b[1] is a number of 5,000 digits"),
     "half a surrogate pair": ('{"a": {"b": "\\ud800"}}', "a.b is '\\ud800', which holds half a surrogate pair"),
-    "a name that is no text": ('{"a": {"\\ud800": 1}}', "a has the name '\\ud800', which is no text"),
+    "a name that is not text": ('{"a": {"\\ud800": 1}}', "a has the name '\\ud800', which is not text"),
     "a list": ("[]", "it holds a list, not an object"),
     "no JSON": ("\0", "is damaged"),
     "a byte order mark": ("\ufeff{}", "is damaged: Unexpected UTF-8 BOM"),

@@ -168,7 +168,7 @@ def _check_and_read(fields: dict[str, Any], max_bytes: int) -> None:
         ({"regex": "a(?!b)"}, "regex: 'a(?!b)' has a negative lookahead"),
         ({"grammar": "root ::= ("}, "is not valid GBNF"),
         ({"grammar": 'start: %json {"uniqueItems": true}'}, "/uniqueItems"),
-        ({"grammar": "start: %json {"}, "with what is no JSON"),
+        ({"grammar": "start: %json {"}, "invalid JSON after"),
         ({"grammar": 'start: a\na[max_tokens=5]: "x"'}, "max_tokens="),
         ({"grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "%llguidance"),
         ({"grammar": "start: a0\n" + "\n".join(f'a{n}: "x" a{n + 1}' for n in range(1000))}, "has 1,001 rules"),

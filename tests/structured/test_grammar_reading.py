@@ -99,7 +99,7 @@ def test_gbnf_means_what_llama_cpp_reads_in_it(grammar: str, matches: list[str],
         (r'root ::= "\q"', "an escape that is not known"),
         ("root ::= *", "nothing to repeat"),
         ("root ::= )", "closes nothing"),
-        (r'root ::= "\ud800"', "no character"),
+        (r'root ::= "\ud800"', "not a character"),
     ],
 )
 def test_what_is_no_gbnf_is_refused_with_its_place(grammar: str, said: str) -> None:

@@ -109,7 +109,7 @@ def test_where_dialects_differ_it_matches_what_all_of_them_do(pattern: str, text
         (r"\p{L}", r"\p"),
         (r"\cA", r"\c"),
         (r"\ud800", "half of a surrogate pair"),
-        (r"[]a]", "']' right behind '['"),
+        (r"[]a]", "']' right after '['"),
         (r"[z-a]", "wrong order"),
         (r"[\d-z]", "a range from or to a class"),
         (r"[a", "not closed"),

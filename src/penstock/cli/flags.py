@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 # A list, a dictionary, a string, or a word.
 _VALUE = r"""\[[^\]]*\]|\{[^}]*\}|'[^']*'|"[^"]*"|[^\s()]*[^\s().,;:]"""
-# Option names behind it stay as they are.
+# Option names after it stay as they are.
 _LIST = "Known options:"
 _REFUSED = re.compile(r"^(?P<name>\w+)=(?P<value>.+?)(?= asks for )")
 # Flags of commands whose outputs may be constrained.
@@ -63,7 +63,7 @@ def _in_flags(message: str, flags: Mapping[str, str]) -> str:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]
-        # None has no flag; and an ordinary word without a value is no option.
+        # None has no flag; and an ordinary word without a value is not an option.
         if value == "None" or (value is None and "_" not in name and not match["said"]):
             return match[0]
         if value is None or value == "True":

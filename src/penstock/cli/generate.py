@@ -28,7 +28,7 @@ def generate(
         Path | None, typer.Option("--input", "-i", help="JSONL, a request per line; - reads standard input")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSONL to this file")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the answers of an earlier run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip requests answered earlier")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSONL instead of text")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens to generate  [default: 128]")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy  [default: 1.0]")] = None,
@@ -55,8 +55,8 @@ def generate(
 ) -> None:
     """Generate text that continues a prompt.
 
-    One prompt is streamed. JSONL has a request per line, in Penstock's format ("prompt" or "messages",
-    parameters) or OpenAI's. Results are in OUTPUT.partial until complete.
+    One prompt's output is streamed. A JSONL line is a request: Penstock's format ("prompt" or "messages",
+    parameters) or OpenAI's. Partial results are in OUTPUT.partial.
     """
     sampling = {
         "max_tokens": max_tokens,

@@ -29,7 +29,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "quantization": (str | None, None, typer.Option(help="int8, int4: quantize the weights")),
     "num_threads": (int | None, None, typer.Option("--threads", help="CPU threads  [default: one per physical core]")),
     "load_format": (str, "auto", typer.Option(help="auto, safetensors, pt, sharded_state, dummy")),
-    "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Longest context  [default: the model's]")),
+    "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Context length  [default: the model's]")),
     "block_size": (int, 16, typer.Option(help="Tokens per block of the KV cache")),
     "max_num_seqs": (int, 256, typer.Option(help="Running requests")),
     "max_num_batched_tokens": (

@@ -117,7 +117,7 @@ class EngineConfig:
 
     @property
     def constraints_wait_for(self) -> ReasoningMarkers | None:
-        """Markers of the reasoning behind which constraints begin; None if they begin with the output."""
+        """Markers of the reasoning after which constraints begin; None if they begin with the output."""
         has_reasoning = self.structured.reasoning_parser is not None and not self.structured.enable_in_reasoning
         return self.reasoning_markers if has_reasoning else None
 

@@ -140,7 +140,7 @@ def _unusable(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield clipped(field), f"is a number of {len(value):,} digits (allowed: {MAX_DIGITS})"
         elif isinstance(value, str):
             if not _is_text(value):
-                yield clipped(field), f"is {shown(value)}, which holds half a surrogate pair and is no text"
+                yield clipped(field), f"is {shown(value)}, which holds half a surrogate pair and is not text"
         elif isinstance(value, (dict, list)):
             if depth == MAX_DEPTH:
                 yield clipped(field), f"is nested deeper than {MAX_DEPTH} levels"
@@ -148,7 +148,7 @@ def _unusable(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
             if isinstance(value, dict):
                 for name, one in value.items():
                     if not _is_text(name):
-                        yield clipped(field) or "a field", f"has the name {shown(name)}, which is no text"
+                        yield clipped(field) or "a field", f"has the name {shown(name)}, which is not text"
                     waiting.append((one, f"{field}.{name}" if field else name, depth + 1))
             else:
                 waiting.extend((one, f"{field}[{index}]", depth + 1) for index, one in enumerate(value))

@@ -12,7 +12,7 @@ class ReasoningMarkers(NamedTuple):
     """start, end: texts around the reasoning.
     starts_in_reasoning: whether the output begins within reasoning, without a start marker, unless the prompt has ended
         it. Other models write `start` in the prompt or in the output, or do not reason.
-    implied_ends: texts that end reasoning too where the constraint behind it may begin with them, such as a tool call.
+    implied_ends: texts that end reasoning too where the constraint after it may begin with them, such as a tool call.
     """
 
     start: str

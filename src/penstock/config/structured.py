@@ -20,7 +20,7 @@ class StructuredOutputsConfig:
     max_grammar_compile_s: timeout of compiling a grammar, in seconds; its requests end with an error.
     max_grammar_bytes: maximum size of a constraint as text.
     max_cached_grammars: size of the cache of compiled grammars.
-    reasoning_parser: format of the model's reasoning, behind which constraints begin. "custom" is reasoning between
+    reasoning_parser: format of the model's reasoning, after which constraints begin. "custom" is reasoning between
         `reasoning_start_str` and `reasoning_end_str`. None for models without reasoning.
     enable_in_reasoning: constrain the reasoning too.
     """

@@ -1,4 +1,4 @@
-"""Codec of messages: msgpack behind a version header."""
+"""Codec of messages: msgpack after a version header."""
 
 from __future__ import annotations
 

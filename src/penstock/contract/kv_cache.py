@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Self, TypeAlias
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-# The int8 KV cache has a float32 scale per position and head, behind its block.
+# The int8 KV cache has a float32 scale per position and head, after its block.
 SCALE_BYTES = {"int8": 4}
 # Block size of state kept once per request: more positions than any request has.
 WHOLE_REQUEST = 1 << 30
@@ -56,7 +56,7 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.block_size // self.num_ranks
 
     def with_pages_of(self, page_size_bytes: int) -> Self | None:
-        """Return the spec with a block size for pages of this size; None if it is no multiple."""
+        """Return the spec with a block size for pages of this size; None if it is not a multiple."""
         ratio, rest = divmod(page_size_bytes, self.page_size_bytes)
         return None if rest else msgspec.structs.replace(self, block_size=self.block_size * ratio)
 

@@ -48,7 +48,7 @@ def check_sendable(fields: Mapping[str, Any]) -> None:
                 except UnicodeEncodeError as error:
                     wrong = part[error.start : error.end]
                     raise InvalidParameter(
-                        f"{path} has {wrong!r} at position {error.start}, which is no character. "
+                        f"{path} has {wrong!r} at position {error.start}, which is not a character. "
                         "Allowed: text without lone surrogates."
                     ) from None
                 except (ValueError, OverflowError, TypeError, RecursionError):

@@ -15,7 +15,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     prefill_token_ids: the prompt and every token generated so far; at least as long as the prompt.
     block_ids: whole block table of the request, one list per KV cache group.
     num_computed_tokens: positions whose KV is already in those blocks (a prefix-cache hit).
-    sampling_params: with a seed, drawn by the front end if the user gave none.
+    sampling_params: always with a seed; the front end draws one if unset.
     parts: data of features for the request.
     """
 
@@ -56,14 +56,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         `scheduled_new_reqs` and `scheduled_cached_reqs`.
     scheduled_spec_decode_tokens: draft tokens, the last of the request's scheduled tokens; -1 for tokens that only the
         device knows.
-    num_drafts_wanted: maximum draft length of the worker's speculator after this step; 0 for none.
+    num_drafts_wanted: maximum number of drafts per request to propose after this step.
     finished_req_ids: ended since the last step; may name requests that the worker never saw.
-    preempted_req_ids: removed like finished ones.
-    repeats_step_id: an earlier step that this one repeats: the last step of these requests, with the same order, one
-        token each, no draft tokens, and no request new, finished or preempted in between. Only computed tokens and new
-        blocks differ. The worker may reuse its inputs of that step, or ignore this field.
-    clears_blocks: whether new blocks of this step may hold NaN of earlier requests, so that workers clear them, except
-        prefix-cache hits.
+    preempted_req_ids: also removed by the worker.
+    repeats_step_id: id of an earlier decode step with the same requests in the same order, one token each, no draft
+    tokens, and no request added, finished or preempted since. Only num_computed_tokens and new blocks differ; the
+    worker may reuse that step's batch.
+    clears_blocks: whether workers zero this step's new blocks, except prefix-cache hits, since they may hold NaN.
     parts: data of features from the scheduler to the workers.
     """
 
@@ -99,7 +98,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 class GrammarOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Grammar bitmasks of a step, sent between its forward pass and sampling.
 
-    structured_output_request_ids: requests with structured outputs that get a token in this step, in any order.
+    structured_output_request_ids: requests with structured outputs that sample in this step, in row order.
     grammar_bitmask: little-endian int32 words, row-major: per request one row, and one more per draft token; a set bit
         allows the token. num_words: words per row, ceil(vocabulary / 32).
     num_rows: rows per request; empty if each has one.

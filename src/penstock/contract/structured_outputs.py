@@ -38,7 +38,7 @@ class StructuredOutputsParams(
     regex: a regular expression that the whole output matches.
     choice: the output is one of these texts.
     grammar: a context-free grammar, in Lark's notation or in GBNF.
-    structural_tag: free text with parts that follow schemas, each behind its trigger:
+    structural_tag: free text with parts that follow schemas, each after its trigger:
         {"structures": [{"begin": "<f>", "schema": {...}, "end": "</f>"}], "triggers": ["<f"]}. Kept as text.
     json_object: the output is any JSON object.
 
@@ -144,7 +144,7 @@ def _check_encodable(name: str, text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         wrong = text[error.start : error.end]
-        raise InvalidParameter(f"{name} has {wrong!r}, which is no character. Allowed: text without it.") from None
+        raise InvalidParameter(f"{name} has {wrong!r}, which is not a character. Allowed: text without it.") from None
 
 
 def _choices(value: Any) -> tuple[str, ...]:
@@ -216,4 +216,4 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")

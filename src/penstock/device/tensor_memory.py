@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorMemory(TorchDispatchMode):
-    """Inside the mode, counts the memory of operators' results until their last reference is gone.
+    """Dispatch mode that tracks live and peak bytes of operator outputs, by storage.
 
-    Exact, unlike resident memory, which includes pages and the allocator's cache. Temporaries inside an operator, and
+    Exact, unlike RSS, which includes whole pages and the allocator's cache. Temporaries inside an operator, and
     memory of other objects, are not counted.
     """
 
@@ -26,7 +26,7 @@ class TensorMemory(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return True: nothing is compiled here, and dynamo would be imported otherwise, which takes seconds."""
+        """Return False: for modes that skip dynamo, torch imports it, which takes seconds."""
         return False
 
     def __torch_dispatch__(
@@ -59,5 +59,5 @@ class TensorMemory(TorchDispatchMode):
 
 
 def _has_storage(leaf: object) -> TypeGuard[Tensor]:
-    """Whether the tensor has an accessible storage: oneDNN's packed weights have none; steps make no such tensors."""
+    """Whether it is a tensor with a storage. Opaque oneDNN tensors (packed weights) have none; steps make none."""
     return isinstance(leaf, Tensor) and not leaf.is_mkldnn

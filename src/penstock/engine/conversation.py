@@ -65,7 +65,7 @@ def _variables(given: Any) -> dict[str, Any]:
         raise InvalidParameter(f"chat_template_kwargs={shown(given)} is not valid. Allowed: a dictionary.")
     for name in given or {}:
         if not isinstance(name, str):
-            raise InvalidParameter(f"chat_template_kwargs has {shown(name)}, which is no name of a variable.")
+            raise InvalidParameter(f"chat_template_kwargs has {shown(name)}, which is not a name of a variable.")
         if name in _OWN_ARGUMENTS:
             raise InvalidParameter(f"chat_template_kwargs has {name!r}, which is an argument of its own. Give {name}=.")
     return dict(given or {})
@@ -127,7 +127,7 @@ def _arguments(text: str, name: str) -> dict[str, Any]:
             f"{name}={shown(text)} is not JSON: {error}. Allowed: an object, or JSON of one."
         ) from None
     if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{name}={shown(text)} is no object. Allowed: an object, or its JSON.")
+        raise InvalidRequest(f"{name}={shown(text)} is not an object. Allowed: an object, or its JSON.")
     return arguments
 
 

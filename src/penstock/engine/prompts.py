@@ -16,7 +16,7 @@ from penstock.errors import InvalidRequest
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
 _HINTS = {
-    "input_ids": "A tokenizer's result is no prompt; give its input_ids as prompt_token_ids",
+    "input_ids": "A tokenizer's result is not a prompt; give its input_ids as prompt_token_ids",
     "role": "Messages are for chat",
     "messages": "Messages are for chat",
 }
@@ -70,7 +70,7 @@ Prompts: TypeAlias = Prompt | Iterable[Prompt]
 def as_list(value: Any) -> list[Any] | None:
     """Copy an array, a sequence, a view of values or an iterator to a list; None for anything else.
 
-    Arrays become nested lists. Texts, bytes, dictionaries and sets are no lists.
+    Arrays become nested lists. Texts, bytes, dictionaries and sets are not lists.
     """
     if isinstance(value, (list, tuple)):
         return list(value)

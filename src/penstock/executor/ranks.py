@@ -206,7 +206,7 @@ class RanksExecutor(Executor):
         return [loads(rank.answers[call_id].result) for rank in replying]
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:
-        """Return the draft tokens, behind the step in flight, with its timeouts."""
+        """Return the draft tokens, after the step in flight, with its timeouts."""
         self._step_limit_s = timeout_s
         try:
             return super().take_draft_token_ids()

@@ -28,10 +28,10 @@ class SlotTensors(NamedTuple):
 
 
 class DraftTensors(NamedTuple):
-    """Drafts of a step's actual requests; int64 [requests] each.
+    """Draft counts of a step's requests, unpadded; tensors are int64 [requests].
 
-    num_drafts_R: draft tokens, the last of the request's tokens. num_checked_R: drafts that may be accepted; the
-    request has one logits row more. first_row_R: its first logits row. max_drafts: maximum of num_drafts_R.
+    num_drafts_R: draft tokens, scheduled last. num_checked_R: drafts to verify; the request has num_checked + 1
+    logits rows, from first_row_R on. max_drafts: maximum of num_drafts_R.
     """
 
     num_drafts_R: Tensor
@@ -60,7 +60,7 @@ class LayoutTensors(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """input_ids_T int32. positions_T int64. seq_lens_R int32.
+    """Inputs of a step: int32, but positions_T int64.
 
     Per KV-cache group: block_tables_RB int32, slot_mappings_T int64.
     """
@@ -86,8 +86,8 @@ class StepTensors(NamedTuple):
 class StepOutcome(NamedTuple):
     """Outcome of a step for each of its requests.
 
-    table_RX: int64, sampled tokens, in as many columns as a request may sample, then their number, the number of
-    rejected drafts, and the failure. Token columns beyond the number of sampled tokens are undefined.
+    table_RX: int64; columns: 1 + max_drafts sampled tokens (undefined from num_sampled on), num_sampled,
+    num_rejected, failure code.
     """
 
     table_RX: Tensor
@@ -119,11 +119,10 @@ class BoundStep(ABC):
 
     @abstractmethod
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
-        """Gather the next step's inputs, with its drafts written behind the known tokens.
+        """Gather the next step's inputs, with its drafts written after the known tokens.
 
         num_columns: per KV-cache group, block table columns that the step's requests use.
-        The results are views of the bound buffers. The same object is returned as for the step before, where its views
-        fit.
+        The results are views of the bound buffers. Returns the same object until num_columns changes.
         """
 
     @abstractmethod
@@ -131,8 +130,7 @@ class BoundStep(ABC):
         """Compute the step's outcome from the tokens of its logits rows (`kernels.step_state.verify_drafts`).
 
         sampled_token_ids_L: int64. failures_L: bool or int64, nonzero where the row has no token.
-        TokensOnHost is returned where the host can read the outcome at once; only then may the next outcome overwrite
-        the table.
+        Returns TokensOnHost too if the outcome is in host memory; the next outcome may overwrite the table only then.
         """
 
     @abstractmethod

@@ -91,7 +91,7 @@ def write_drafts(
     num_drafts_R: Tensor,
     max_drafts: int,
 ) -> None:
-    """Write each request's drafts behind its known tokens, in place, where the step and the sampler read them.
+    """Write each request's drafts after its known tokens, in place, where the step and the sampler read them.
 
     all_token_ids_SL, draft_token_ids_SD: int32. num_drafts_R: int64, at most max_drafts. A draft of -1 (none) is
     replaced by a token that `verify_drafts` does not accept.

@@ -60,7 +60,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     strange = [str(name) for name, value in content.items() if not isinstance(name, str) or not _is_plain(value)]
     if strange:
         raise CheckpointError(
-            f"{path} holds entries that are no tensors: {few(strange)} ({len(strange)} in all). It must hold the "
+            f"{path} holds entries that are not tensors: {few(strange)} ({len(strange)} in all). It must hold the "
             "model's tensors by name, all of them with values and dense, and nothing else."
         )
     return content
@@ -70,7 +70,9 @@ def _check_archive(path: Path) -> None:
     """Raise CheckpointError unless the file is a zip archive whose content is no larger than the file."""
     try:
         if not is_zipfile(path):
-            raise BadZipFile("it is no zip archive, as torch.save has written since PyTorch 1.6 (or it is truncated)")
+            raise BadZipFile(
+                "it is not a zip archive, as torch.save has written since PyTorch 1.6 (or it is truncated)"
+            )
         with ZipFile(path) as archive:
             num_bytes = sum(member.file_size for member in archive.infolist())
     except (BadZipFile, NotImplementedError, OSError, ValueError) as error:

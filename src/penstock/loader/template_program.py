@@ -29,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# Length of the message behind it, in both directions.
+# Length of the message after it, in both directions.
 HEADER = struct.Struct("<Q")
 # Interval of checks for a living parent: forks of the parent keep the connection open.
 _LONGEST_WAIT_S = 5.0

@@ -135,7 +135,9 @@ def _read_index(path: Path) -> dict[Path, frozenset[str]]:
     tensors_of: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not _is_file_name(file):
-            raise damaged(path, f"weight_map names {shown(file)} for {clipped(tensor)}, which is no file of the folder")
+            raise damaged(
+                path, f"weight_map names {shown(file)} for {clipped(tensor)}, which is not a file of the folder"
+            )
         tensors_of.setdefault(file, set()).add(tensor)
     missing = tensors_of.keys() - set(os.listdir(path.parent))
     if missing:

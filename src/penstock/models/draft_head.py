@@ -71,9 +71,9 @@ class DraftHead(CausalLM):
         parallel: ParallelState,
         *,
         has_embedding: bool = False,
-        head_size: int | None = None,
+        head_vocab_size: int | None = None,
     ) -> None:
-        """has_embedding: an own embedding. head_size: vocabulary of an own LM head; None shares the target's."""
+        """has_embedding: an own embedding. head_vocab_size: vocabulary of an own LM head; None shares the target's."""
         super().__init__()
         self.name = model_config.model
         self.config = config
@@ -82,8 +82,8 @@ class DraftHead(CausalLM):
         if has_embedding:
             self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.lm_head: LMHead | None = None
-        if head_size is not None:
-            self.lm_head = LMHead(head_size, config.hidden_size, parallel=parallel)
+        if head_vocab_size is not None:
+            self.lm_head = LMHead(head_vocab_size, config.hidden_size, parallel=parallel)
         # In a tuple, since a module's attributes become its children.
         self._target: tuple[DecoderForCausalLM, ...] = ()
 

@@ -1,5 +1,5 @@
-"""EAGLE (Li et al. 2024, https://arxiv.org/abs/2401.15077): a draft head of one decoder layer on the target's last
-hidden states. Suffixes: T tokens of the step, D hidden size.
+"""EAGLE (Li et al. 2024, https://arxiv.org/abs/2401.15077): a draft head on the target's last hidden states,
+usually one layer. Suffixes: T tokens of the step, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.parallel import ParallelState
 
 
 class EagleLlamaForCausalLM(DraftHead):
-    """fc([token, hidden]), then Llama's layers. The first has an input norm only if the checkpoint has one."""
+    """fc(cat(embedding, hidden)), then Llama layers; layer 0 has an input norm only if the checkpoint does."""
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
@@ -30,7 +30,7 @@ class EagleLlamaForCausalLM(DraftHead):
             config,
             parallel,
             has_embedding=stored.has("embed_tokens.weight"),
-            head_size=config.vocab_size if stored.has("lm_head.weight") else None,
+            head_vocab_size=config.vocab_size if stored.has("lm_head.weight") else None,
         )
         self.fc = LinearLayer(2 * config.hidden_size, config.hidden_size, bias=stored.has("fc.bias"))
 

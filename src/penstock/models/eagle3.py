@@ -85,7 +85,7 @@ class Eagle3LlamaForCausalLM(DraftHead):
             config,
             parallel,
             has_embedding=stored.has("embed_tokens.weight"),
-            head_size=num_tokens if has_head else None,
+            head_vocab_size=num_tokens if has_head else None,
         )
         self._named_layers = _read_aux_layers(fields)
         self._target_size = fields.integer("target_hidden_size", default=config.hidden_size)

@@ -459,7 +459,7 @@ class Scheduler:
         return False
 
     def _admit(self, request: Request, step: StepBuilder) -> bool:
-        """Admit the first waiting request to the step; False if it must wait, and all others behind it."""
+        """Admit the first waiting request to the step; False if it must wait, and all others after it."""
         # After a preemption, tokens in flight belong to what must be computed again.
         if request.status is RequestStatus.PREEMPTED and self._in_flight.holds(request):
             return False

@@ -171,7 +171,7 @@ class StepBuilder:
         hit: PrefixHit,
         shared: Sequence[KVCacheBlock],
     ) -> None:
-        """Add a request that is new to the worker, behind its prefix-cache hit.
+        """Add a request that is new to the worker, after its prefix-cache hit.
 
         block_ids: all its blocks.
         """

@@ -23,7 +23,7 @@ class StepFeature(ABC):
     def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
         """Whether the feature's budget admits a waiting request to a step with these requests so far.
 
-        A request that is not admitted waits, and so do those behind it.
+        A request that is not admitted waits, and so do those after it.
         """
         return True
 

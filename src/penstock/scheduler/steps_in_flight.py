@@ -126,7 +126,7 @@ class StepsInFlight:
         self._requests.finished_req_ids.add(request.req_id)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Allocate blocks for the first tokens of a waiting request, behind its prefix-cache hit; False if it fails.
+        """Allocate blocks for the first tokens of a waiting request, after its prefix-cache hit; False if it fails.
 
         Requires room for all its tokens, as admission does.
         """

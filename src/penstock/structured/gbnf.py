@@ -105,7 +105,7 @@ def _lark_names(rules: Mapping[str, list[BodyToken]], terminals: set[str]) -> di
 
 
 def _skip_lines(text: str, at: int) -> int:
-    """Position behind blanks and comments."""
+    """Position after blanks and comments."""
     while at < len(text):
         found = _TOKEN.match(text, at)
         assert found is not None, "its last alternative matches any character"
@@ -177,7 +177,7 @@ class _Body:
     def _repetition(self, found: re.Match[str], begin: int) -> BodyToken:
         least, comma, most = found.group("least"), found.group("comma"), found.group("most")
         if len(least) > _DIGITS or len(most) > _DIGITS or not (least or most) or (most and not comma):
-            raise self._error(f"{found.group()!r}, which is no repetition,", begin)
+            raise self._error(f"{found.group()!r}, which is not a repetition,", begin)
         at_least = int(least or 0)
         at_most = int(most) if most else at_least + 1 if comma else at_least
         if at_most < max(at_least, 1):
@@ -213,7 +213,7 @@ class _Body:
             yield char
 
     def _character(self, at: int) -> tuple[str, int]:
-        """Read a character, which may be escaped; return it and the position behind it."""
+        """Read a character, which may be escaped; return it and the position after it."""
         found = _CHARACTER.match(self._text, at)
         if found is None:
             raise self._error(f"{self._text[at : at + 2]!r}, an escape that is not known,", at)
@@ -222,7 +222,7 @@ class _Body:
         if number is not None:
             code = int(number, 16)
             if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF:
-                raise self._error(f"{found.group()!r}, which is no character,", at)
+                raise self._error(f"{found.group()!r}, which is not a character,", at)
             return chr(code), found.end()
         return _LETTERS[letter] if letter else punctuation or plain, found.end()
 

@@ -1,4 +1,4 @@
-"""Tokeniser and reader of grammars in Lark's notation, as llguidance has it."""
+"""Tokeniser and parser of llguidance's dialect of Lark grammars."""
 
 from __future__ import annotations
 
@@ -70,10 +70,8 @@ def lark_tokens(text: str) -> Iterator[LarkToken]:
         if kind == "other":
             char = found.group()
             if char in '"/':
-                raise GrammarTextError(
-                    f"a {char} that is not closed" + (" on its line" if char == '"' else ""), text, at
-                )
-            raise GrammarTextError(f"{char!r}, which means nothing there,", text, at)
+                raise GrammarTextError("an unterminated " + ("string" if char == '"' else "regex"), text, at)
+            raise GrammarTextError(f"an unexpected character {char!r}", text, at)
         at = found.end()
         if kind != "blank":
             yield LarkToken(kind, found.group(), found.start())
@@ -83,14 +81,14 @@ def lark_tokens(text: str) -> Iterator[LarkToken]:
             try:
                 value, at = json.JSONDecoder().raw_decode(text, begin)
             except (ValueError, RecursionError) as error:
-                raise GrammarTextError(f"{found.group()} with what is no JSON ({error})", text, begin) from error
+                raise GrammarTextError(f"invalid JSON after {found.group()} ({error})", text, begin) from error
             yield LarkToken("json", text[begin:at], begin, value)
 
 
 def lark_rules(tokens: Sequence[LarkToken]) -> list[dict[str, list[BodyToken]]]:
     """Read the rules of a grammar, and those of each inner grammar (`%lark {…}`).
 
-    Grammars that llguidance refuses are read somehow. Conditions of parametric rules are ignored.
+    For grammars that llguidance rejects, the result is unspecified. %if conditions are ignored.
     """
     whole, inner = _without_inner(tokens)
     return [_rules(whole), *(rules for part in inner for rules in lark_rules(part))]
@@ -151,13 +149,13 @@ def _body(tokens: list[LarkToken]) -> Iterator[BodyToken]:
         number += 1
         if token.text in ("->", "%if"):
             # Aliases and conditions match nothing.
-            number = _first(tokens, number, lambda other: other.text == "|")
+            number = _find(tokens, number, lambda other: other.text == "|")
         elif (
             token.text in ("{", "~") and following is not None and (following.kind == "number" or following.text == ",")
         ):
-            may_be_left_out = following.text == "," or set(following.text) <= set("+-0")
-            yield BodyToken(Kind.ZERO_OR_MORE if may_be_left_out else Kind.REPEAT, token.text)
-            number = _first(tokens, number, lambda other: other.kind != "number" and other.text not in (",", ".."))
+            is_optional = following.text == "," or set(following.text) <= set("+-0")
+            yield BodyToken(Kind.ZERO_OR_MORE if is_optional else Kind.REPEAT, token.text)
+            number = _find(tokens, number, lambda other: other.kind != "number" and other.text not in (",", ".."))
             number += token.text == "{"
         elif token.kind == "name":
             yield BodyToken(Kind.NAME, token.text.lstrip("!?"))
@@ -167,6 +165,6 @@ def _body(tokens: list[LarkToken]) -> Iterator[BodyToken]:
             yield BodyToken(_MARKS[token.text], token.text)
 
 
-def _first(tokens: list[LarkToken], begin: int, is_meant: Callable[[LarkToken], bool]) -> int:
-    """Index of the first such token from an index on; the number of tokens if there is none."""
-    return next((number for number in range(begin, len(tokens)) if is_meant(tokens[number])), len(tokens))
+def _find(tokens: list[LarkToken], begin: int, matches: Callable[[LarkToken], bool]) -> int:
+    """Index of the first token from `begin` on that matches; len(tokens) if none does."""
+    return next((index for index in range(begin, len(tokens)) if matches(tokens[index])), len(tokens))

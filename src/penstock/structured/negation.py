@@ -55,7 +55,7 @@ def _any_of(branches: list[Any]) -> Any:
 def _not_of_types(types: str | list[str]) -> Any:
     unwanted = {types} if isinstance(types, str) else set(types)
     if "integer" in unwanted:
-        # Types cannot tell a number that is no integer.
+        # Types cannot tell a number that is not an integer.
         return None
     rest = [name for name in _TYPES if name not in unwanted]
     return {"type": rest} if rest else False

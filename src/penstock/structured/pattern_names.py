@@ -129,7 +129,7 @@ class _Probe:
         return found
 
     def _matcher(self, of_names: dict[str, Any]) -> LLMatcher:
-        """Matcher behind the opening brace of an object. Raises _NotEnforced."""
+        """Matcher after the opening brace of an object. Raises _NotEnforced."""
         schema = {"additionalProperties": False, **of_names, "type": "object", "minProperties": 1}
         source = f"start: %json {json.dumps({**schema, 'x-guidance': self._options})}"
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(verbose_errors=False))

@@ -190,7 +190,7 @@ class _Translation:
         negated = self.pattern[self.at : self.at + 1] == "^"
         self.at += negated
         if self.pattern[self.at : self.at + 1] == "]":
-            raise self._error("']' right behind '[', which dialects read in different ways")
+            raise self._error("']' right after '[', which dialects read in different ways")
         members: list[str] = []
         while self.pattern[self.at : self.at + 1] != "]":
             if self.at >= len(self.pattern):

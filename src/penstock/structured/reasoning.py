@@ -1,4 +1,4 @@
-"""Constraints that begin behind the model's reasoning, which is unconstrained up to its end marker."""
+"""Constraints that begin after the model's reasoning, which is unconstrained up to its end marker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from penstock.contract import StructuredOutputsParams
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 
-# Limit of the blank tokens that a chat template writes behind the end of reasoning.
+# Limit of the blank tokens that a chat template writes after the end of reasoning.
 _MOST_BLANK_TOKENS = 16
 
 
@@ -47,9 +47,9 @@ class ReasoningTokens:
         return (self.end, *self.other_ends)
 
     def state_after(self, prompt_token_ids: Sequence[int]) -> tuple[_State, tuple[int, ...]]:
-        """Return the state of an output behind a prompt, and the last prompt tokens of reasoning that has begun.
+        """Return the state of an output after a prompt, and the last prompt tokens of reasoning that has begun.
 
-        An end marker with text behind it belongs to an earlier answer, and does not count.
+        An end marker with text after it belongs to an earlier answer, and does not count.
         """
         reasons_from, ended_at, implied_at = (
             max((after_last(prompt_token_ids, marker) for marker in markers), default=-1)
@@ -72,7 +72,7 @@ class ReasoningTokens:
 
 
 class ReasoningBackend:
-    """Grammar backend whose constraints begin behind reasoning. eos_token_ids: not allowed within reasoning."""
+    """Grammar backend whose constraints begin after reasoning. eos_token_ids: not allowed within reasoning."""
 
     def __init__(
         self, backend: GrammarBackend, tokens: ReasoningTokens, vocab_size: int, eos_token_ids: Iterable[int]
@@ -90,7 +90,7 @@ class ReasoningBackend:
 
 
 class ReasoningGrammar:
-    """Compiled constraint that begins behind reasoning."""
+    """Compiled constraint that begins after reasoning."""
 
     def __init__(
         self,
@@ -222,21 +222,21 @@ class ReasoningMatcher:
 
 
 def other_spellings(encode: Callable[[str], Sequence[int]], marker: str) -> tuple[tuple[int, ...], ...]:
-    """Token ids of a marker whose first or last token includes a character before it or whitespace behind it.
+    """Token ids of a marker whose first or last token includes a character before it or whitespace after it.
 
     Only markers that are not special tokens have them. encode: tokenises a text.
     """
     found = {tuple(encode(marker)): None}
     for before in ("", *string.punctuation, " ", "\n"):
-        for behind in ("", " ", "\n", "\n\n"):
-            token_ids = tuple(encode(f"{before}{marker}{behind}"))
+        for after in ("", " ", "\n", "\n\n"):
+            token_ids = tuple(encode(f"{before}{marker}{after}"))
             if all(after_last(token_ids, known) < 0 for known in found):
                 found[token_ids] = None
     return tuple(found)[1:]
 
 
 def after_last(token_ids: Sequence[int], marker: Sequence[int]) -> int:
-    """Return the position behind the last occurrence of a marker; -1 if there is none."""
+    """Return the position after the last occurrence of a marker; -1 if there is none."""
     wanted = list(marker)
     for position in range(len(token_ids), len(wanted) - 1, -1):
         if token_ids[position - 1] == wanted[-1] and list(token_ids[position - len(wanted) : position]) == wanted:

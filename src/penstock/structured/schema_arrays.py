@@ -13,7 +13,7 @@ def _items(walk: Walk, value: Any, place: Place) -> None:
         place.out["items"] = walk.inner(value, place)
         return
     if walk.draft == NEWEST_DRAFT:
-        walk.refuse(place.at, "a list of schemas belongs to older drafts; use prefixItems")
+        walk.refuse(place.at, "an array of schemas is for older drafts; use prefixItems")
     place.out["prefixItems"] = [walk.inner(item, place, index) for index, item in enumerate(value)]
     if "additionalItems" in place.schema:
         place.out["items"] = walk.inner(place.schema["additionalItems"], place)
@@ -23,9 +23,9 @@ def _prefix_items(walk: Walk, value: Any, place: Place) -> None:
     if walk.draft not in (None, NEWEST_DRAFT):
         walk.refuse(place.at, f"prefixItems is not known in {walk.draft}; use a list under items")
     if isinstance(place.schema.get("items"), list):
-        walk.refuse(place.at, "prefixItems together with a list under items")
+        walk.refuse(place.at, "prefixItems conflicts with an array in items")
     if not isinstance(value, list) or not value:
-        walk.refuse(place.at, f"{shown(value)} is no list of schemas with at least one")
+        walk.refuse(place.at, f"{shown(value)} is not a non-empty array of schemas")
         return
     place.out["prefixItems"] = [walk.inner(item, place, index) for index, item in enumerate(value)]
 
@@ -52,9 +52,9 @@ def _count(walk: Walk, value: Any, place: Place) -> None:
 def _unique_items(walk: Walk, value: Any, place: Place) -> None:
     most: Any = place.schema.get("maxItems")
     if not isinstance(value, bool):
-        walk.refuse(place.at, f"{shown(value)} is neither true nor false")
+        walk.refuse(place.at, f"{shown(value)} is not a boolean")
     elif value and not (is_number(most) and most <= 1):
-        walk.refuse(place.at, "uniqueItems: items cannot be compared with each other")
+        walk.refuse(place.at, "uniqueItems: grammars cannot compare items")
 
 
 HANDLERS: dict[str, Handler] = {

@@ -29,7 +29,7 @@ def _reference(walk: Walk, value: Any, place: Place) -> None:
 def _type(walk: Walk, value: Any, place: Place) -> None:
     types = value if isinstance(value, list) else [value]
     if not types or any(not isinstance(name, str) or name not in _TYPES for name in types):
-        walk.refuse(place.at, f"{shown(value)} is no type; types are {', '.join(_TYPES)}")
+        walk.refuse(place.at, f"{shown(value)} is not a type; types are {', '.join(_TYPES)}")
         return
     if "number" in types:
         types = [name for name in types if name != "integer"]
@@ -38,7 +38,7 @@ def _type(walk: Walk, value: Any, place: Place) -> None:
 
 def _enum(walk: Walk, value: Any, place: Place) -> None:
     if not isinstance(value, list) or not value:
-        walk.refuse(place.at, f"{shown(value)} is no list of values with at least one")
+        walk.refuse(place.at, f"{shown(value)} is not a non-empty array")
         return
     why_not = check_constants(value)
     if why_not:
@@ -55,7 +55,7 @@ def _const(walk: Walk, value: Any, place: Place) -> None:
 
 def _branches(walk: Walk, value: Any, place: Place) -> None:
     if not isinstance(value, list) or not value:
-        walk.refuse(place.at, f"{shown(value)} is no list of schemas with at least one")
+        walk.refuse(place.at, f"{shown(value)} is not a non-empty array of schemas")
         return
     branches = [walk.inner(branch, place, index) for index, branch in enumerate(value)]
     if place.name == "allOf":

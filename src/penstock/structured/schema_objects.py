@@ -23,7 +23,7 @@ _CANNOT_BE_WRITTEN = "a name with control characters cannot be written"
 
 def _properties(walk: Walk, value: Any, place: Place) -> None:
     if not isinstance(value, dict):
-        walk.refuse(place.at, f"{shown(value)} is no dictionary of schemas")
+        walk.refuse(place.at, f"{shown(value)} is not an object of schemas")
         return
     for name in value:
         if not can_be_written(name):
@@ -33,7 +33,7 @@ def _properties(walk: Walk, value: Any, place: Place) -> None:
 
 def _pattern_properties(walk: Walk, value: Any, place: Place) -> None:
     if not isinstance(value, dict):
-        walk.refuse(place.at, f"{shown(value)} is no dictionary of schemas")
+        walk.refuse(place.at, f"{shown(value)} is not an object of schemas")
         return
     walk.num_patterns += len(value)
     if walk.num_patterns > _MAX_PATTERNS:
@@ -59,7 +59,7 @@ def _unevaluated_properties(walk: Walk, value: Any, place: Place) -> None:
     if "additionalProperties" in place.schema:
         return
     if value is True or value == {}:
-        # Kept, since objects without additionalProperties are closed.
+        # Explicit, since schema_narrowing makes the default false.
         place.out["additionalProperties"] = True
     else:
         unevaluated(walk, value, place, "additionalProperties", also="propertyNames")
@@ -87,7 +87,7 @@ def _property_names(walk: Walk, value: Any, place: Place) -> None:
 
 def _required(walk: Walk, value: Any, place: Place) -> None:
     if not is_list_of_texts(value):
-        walk.refuse(place.at, f"{shown(value)} is no list of names")
+        walk.refuse(place.at, f"{shown(value)} is not an array of strings")
         return
     if not all(map(can_be_written, value)):
         walk.refuse(place.at, _CANNOT_BE_WRITTEN)
@@ -95,14 +95,14 @@ def _required(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _min_properties(walk: Walk, value: Any, place: Place) -> None:
-    """Check minProperties: a duplicate name would be counted twice, so only 0 and 1 can be counted."""
+    """Check minProperties: a repeated name counts twice, so above 1 only required names suffice."""
     if not count(walk, value, place.at):
         return
     num_required = len(_names_required(place))
     if value <= num_required:
         return
     if value > 1:
-        walk.refuse(place.at, f"minProperties: more than 1, and more than the {num_required} that are required")
+        walk.refuse(place.at, f"minProperties: at most 1, or the number of required names, {num_required}")
     place.out["minProperties"] = int(value)
 
 
@@ -114,7 +114,7 @@ def _max_properties(walk: Walk, value: Any, place: Place) -> None:
 def _dependencies(walk: Walk, value: Any, place: Place) -> None:
     """Rewrite dependencies of required properties as required properties."""
     if not isinstance(value, dict):
-        walk.refuse(place.at, f"{shown(value)} is no dictionary")
+        walk.refuse(place.at, f"{shown(value)} is not an object")
         return
     for trigger, needed in value.items():
         if needed in ([], {}) or needed is True:
@@ -123,7 +123,7 @@ def _dependencies(walk: Walk, value: Any, place: Place) -> None:
             place.out["required"] = list(dict.fromkeys([*place.out.get("required", []), *needed]))
         else:
             at = f"{place.at}/{escaped(trigger)}"
-            walk.refuse(at, f"{place.name}: a property that depends on another; use anyOf with a branch for each case")
+            walk.refuse(at, f"{place.name} cannot be enforced; use anyOf with a branch for each case")
 
 
 def _names_required(place: Place) -> set[str]:

@@ -41,7 +41,7 @@ class References:
     def resolve(self, reference: Any) -> tuple[str | None, str]:
         """Resolve a reference to a JSON pointer; or None and the reason."""
         if not isinstance(reference, str):
-            return None, f"{reference!r} is no reference"
+            return None, f"{reference!r} is not a reference"
         address, _, fragment = reference.partition("#")
         if address and address != self._address:
             return None, f"{reference!r} is in another document; put it under $defs"

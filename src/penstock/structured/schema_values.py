@@ -14,14 +14,14 @@ def count(walk: Walk, value: Any, at: str) -> bool:
     """Whether a value is a valid count; refuses it otherwise."""
     if is_number(value) and 0 <= value <= LARGEST_INTEGER and value == int(value):
         return True
-    walk.refuse(at, f"{shown(value)} is no number of things")
+    walk.refuse(at, f"{shown(value)} is not a non-negative integer")
     return False
 
 
 def translated(walk: Walk, pattern: Any, at: str) -> str:
     """Translate a regular expression for llguidance; refuse one that cannot be enforced."""
     if not isinstance(pattern, str):
-        walk.refuse(at, f"{shown(pattern)} is no regular expression")
+        walk.refuse(at, f"{shown(pattern)} is not a regular expression")
         return ""
     try:
         return translate_search(pattern)
@@ -54,7 +54,7 @@ def _bound(walk: Walk, value: Any, place: Place) -> None:
     if name.startswith("exclusive") and isinstance(value, bool):
         _old_exclusive_bound(walk, value, place)
     elif not is_number(value):
-        walk.refuse(place.at, f"{shown(value)} is no number")
+        walk.refuse(place.at, f"{shown(value)} is not a number")
     elif abs(value) > LARGEST_INTEGER:
         walk.refuse(place.at, f"{name}: numbers beyond {LARGEST_INTEGER} are not exact")
     elif place.schema.get(f"exclusive{name.title()}") is True:
@@ -74,7 +74,7 @@ def _old_exclusive_bound(walk: Walk, value: bool, place: Place) -> None:
 
 def _multiple_of(walk: Walk, value: Any, place: Place) -> None:
     if not is_number(value) or value <= 0:
-        walk.refuse(place.at, f"{shown(value)} is no number above 0")
+        walk.refuse(place.at, f"{shown(value)} is not a number above 0")
     elif not is_binary_fraction(value):
         walk.refuse(place.at, "multipleOf: validators round fractions such as 0.1 and do not agree; use whole numbers")
     else:

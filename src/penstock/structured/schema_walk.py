@@ -100,7 +100,7 @@ class Walk:
         elif name not in ANNOTATIONS:
             meant = meant_instead_of(name)
             if meant is not None:
-                self.refuse(at, f"{name!r} is no keyword; did you mean {meant}? Names with x- may be anything")
+                self.refuse(at, f"{name!r} is not a keyword; did you mean {meant}? Names with x- may be anything")
 
 
 Handler: TypeAlias = Callable[[Walk, Any, Place], None]

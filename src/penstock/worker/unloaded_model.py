@@ -1,6 +1,6 @@
-"""Memory of a model without loading it: build it on the meta device and run its largest steps there.
+"""Measure a model's memory without its weights: run its largest steps on the meta device.
 
-The model's own code runs on tensors without values; live tensors are counted.
+The model's own code runs; bytes of live tensors are counted.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from penstock.worker.profile import measure_step_memory
 
 
 class NeedsValues(UnsupportedFeature):
-    """Model that cannot run on meta tensors."""
+    """The model cannot run on meta tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadedModel:
     """Sizes of a model.
 
-    num_parameters: number of parameters. weights: bytes of weights in their final form, and of buffers. lookups: bytes
-    of embeddings among them, of which a step reads single rows. step: bytes of tensors. specs: KV cache spec by layer.
-    num_heads: maximum of query heads in a layer. num_aux_received: auxiliary hidden states per token that a pipeline
+    num_parameters: including the drafter. weights: bytes of parameters and buffers after packing. lookups: bytes
+    of untied embeddings among them. step: peak memory of a step. specs: KV cache spec by layer.
+    num_heads: maximum query heads of a layer. num_aux_received: auxiliary hidden states per token that a pipeline
     stage receives for a speculator.
     """
 
@@ -98,7 +98,7 @@ def measure_unloaded(
             )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values
         raise NeedsValues(
-            f"{config.model.architecture} does not run without the values of its weights, so its memory is known only "
+            f"{config.model.architecture} cannot run on meta tensors, so its memory is measured only "
             f"when an engine starts: {type(error).__name__}: {error}"
         ) from error
     return UnloadedModel(

@@ -63,7 +63,7 @@ class WorkerWrapperBase:
     def init_worker(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
         """Load plugins and construct the worker of `worker_cls`, with its extension.
 
-        Raises ConfigError when a class does not exist, is no worker, or clashes with its extension.
+        Raises ConfigError when a class does not exist, is not a worker, or clashes with its extension.
         """
         load_plugins()
         worker_class = resolve_class(config.parallel.worker_cls, "worker_cls")

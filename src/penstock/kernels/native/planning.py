@@ -72,7 +72,7 @@ def plan_buffers(
 ) -> BufferPlan:
     """Plan the places of all cells.
 
-    output: hidden states in the caller's memory; None for none. further: other outputs, behind them. inputs: numbers of
+    output: hidden states in the caller's memory; None for none. further: other outputs, after them. inputs: numbers of
     step inputs, by their cells.
     """
     uses = _uses(operations, output)

@@ -152,7 +152,7 @@ class TracedTensor(Tensor):
             return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         traced = _TRACED.get(function)
         if traced is None or kwargs or not isinstance(args[0], TracedTensor):
-            raise Untraceable(f"torch's {getattr(function, '__name__', function)} of a step's tensor is no kernel")
+            raise Untraceable(f"torch's {getattr(function, '__name__', function)} of a step's tensor is not a kernel")
         return traced(*args)
 
 

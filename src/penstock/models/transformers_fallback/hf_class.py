@@ -122,5 +122,5 @@ def _media(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str:
 def _other_purpose(class_name: str) -> str:
     for table, purpose in _OTHER_PURPOSES.items():
         if class_name in getattr(modeling_auto, table).values():
-            return f"it is no causal language model: {purpose}"
-    return "it is no causal language model"
+            return f"it is not a causal language model: {purpose}"
+    return "it is not a causal language model"

@@ -29,13 +29,13 @@ _FIELDS = {"budget", "start_token_ids", "end_token_ids"}
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Its argument: {"budget": tokens, "start_token_ids": [...], "end_token_ids": [...]}, optionally with
-    {"implied_end_token_ids": [[...], ...]}, further end markers, and {"starts_in_thinking": True} where an output
-    thinks from its first token on without a start marker.
+    """Argument keys: budget (tokens), start_token_ids, end_token_ids; optional: implied_end_token_ids (further end
+    markers, a list of lists), starts_in_thinking (True if outputs think from the first token, without a start
+    marker).
 
-    The device keeps the position at which thinking began, per slot. The host searches the prompt; from then on every
-    step looks at the last tokens on the device only: as many as the step before may have sampled, and a row's drafts.
-    State excludes drafts.
+    The device keeps, per slot, the position at which thinking began. The host scans the prompt; each step then scans,
+    on the device, the tokens that the previous step may have sampled and the row's drafts. The kept position ignores
+    drafts.
     """
 
     name: ClassVar[str] = THINKING_BUDGET
@@ -57,7 +57,7 @@ class ThinkingBudget(LogitsProcessor):
         if argument is None:
             return
         if not isinstance(argument, dict) or set(argument) - {_IMPLIED_ENDS, _STARTS_IN_THINKING} != _FIELDS:
-            raise ValueError(f"extra_args[{cls.name!r}]={argument!r} is not valid. Allowed: a dictionary of {_FIELDS}")
+            raise ValueError(f"extra_args[{cls.name!r}]={argument!r} is not valid. Required keys: {sorted(_FIELDS)}")
         budget, implied_ends = argument["budget"], argument.get(_IMPLIED_ENDS, [])
         if not isinstance(implied_ends, (list, tuple)):
             raise ValueError(f"{_IMPLIED_ENDS}={implied_ends!r} is not valid. Allowed: a list of lists of token ids")
@@ -69,7 +69,7 @@ class ThinkingBudget(LogitsProcessor):
             raise ValueError(f"budget={budget!r} is not valid. Allowed: an integer of at least 0")
         for marker in markers:
             if not marker or not isinstance(marker, (list, tuple)) or any(type(token) is not int for token in marker):
-                raise ValueError(f"{marker!r} is not valid. Allowed: a list of token ids that is not empty")
+                raise ValueError(f"marker {marker!r} is not valid. Allowed: a non-empty list of token ids")
 
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -80,9 +80,7 @@ class ThinkingBudget(LogitsProcessor):
         start = tuple(argument["start_token_ids"])
         ends = tuple(map(tuple, [argument["end_token_ids"], *argument.get(_IMPLIED_ENDS, [])]))
         if max(max(marker) for marker in (start, *ends)) >= self.context.vocab_size:
-            raise ValueError(
-                f"The tokens {start} and {ends} are not all in the vocabulary of {self.context.vocab_size}"
-            )
+            raise ValueError(f"The token ids {start} and {ends} exceed the vocabulary size {self.context.vocab_size}")
         known = [*prompt_token_ids, *output_token_ids]
         starts_at = len(prompt_token_ids) if argument.get(_STARTS_IN_THINKING, False) else _NOT_THINKING
         self._markers[slot] = (start, ends)
@@ -113,7 +111,7 @@ class ThinkingBudget(LogitsProcessor):
         slots, positions = rows.slots, rows.positions
         num_known = self._num_known.tensor.index_select(0, slots)
         began_at = self._began_at.tensor.view(-1).index_select(0, slots)
-        for back in range(2 * self._most_drafts, -1, -1):
+        for back in range(2 * self._most_drafts, -1, -1):  # sampled by the previous step, then drafts
             last = positions - back
             tail = self._last_tokens(slots, last, max(map(len, (start, *ends))))
             is_new = last >= num_known
@@ -126,9 +124,9 @@ class ThinkingBudget(LogitsProcessor):
         is_over = (began_at != _NOT_THINKING) & (num_thought >= self._budget.tensor.index_select(0, slots))
         end = ends[0]
         next_token = torch.full_like(positions, end[0])
-        for num_said in range(1, len(end)):
-            has_said = _ends_with(tail, end[:num_said]) & (num_thought >= num_said)
-            next_token = torch.where(has_said, end[num_said], next_token)
+        for matched in range(1, len(end)):
+            has_prefix = _ends_with(tail, end[:matched]) & (num_thought >= matched)
+            next_token = torch.where(has_prefix, end[matched], next_token)
         part = logits.index_select(0, index)
         forced = torch.full_like(part, float("-inf")).scatter_(1, next_token.unsqueeze(-1), 0.0)
         logits.index_copy_(0, index, torch.where(is_over.unsqueeze(-1), forced, part))
@@ -160,7 +158,7 @@ def _thinking_since(
 ) -> int:
     """Return the position at which thinking began; _NOT_THINKING if it did not, or has ended.
 
-    It begins behind the last start marker. starts_at: start without a marker, or _NOT_THINKING.
+    It begins after the last start marker. starts_at: start without a marker, or _NOT_THINKING.
     """
     last_start, last_end = after_last(token_ids, start), max(after_last(token_ids, end) for end in ends)
     if last_start > last_end:

@@ -46,7 +46,7 @@ EXACT = Verification()
 
 
 class _OfDrafts(Verification):
-    """Base of the rules that change tokens of rows with a draft behind them."""
+    """Base of the rules that change tokens of rows with a draft after them."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -65,7 +65,7 @@ class DraftModel(ModelDrafter):
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         request_of = np.repeat(np.arange(len(counts)), counts)
-        # Counted back from each request's last token, so that no token lies behind its end.
+        # Counted back from each request's last token, so that no token lies after its end.
         offsets = np.arange(starts[-1]) - starts[1:][request_of] + 1
         parts = (starts, request_of, offsets)
         starts_R, request_of_T, offsets_T = self.device.upload(np.concatenate(parts)).split([*map(len, parts)])

@@ -1,7 +1,7 @@
 """Suffix decoding: drafts from matches in the request's own tokens and in earlier outputs.
 
-Oliaro et al., "SuffixDecoding", arXiv:2411.04975. Counts equal those of its suffix trees; instead of trees it keeps
-the token sequences and an index of n-grams.
+Oliaro et al., "SuffixDecoding", arXiv:2411.04975. Token sequences and an n-gram index replace the paper's suffix trees;
+counts are equal up to MAX_PLACES.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _follow_one(
     return Continuation(drafts, score)
 
 
-# Capacity in tokens. The arrays hold twice as many; their pages are allocated as they fill.
+# Capacity in tokens. Arrays are twice as large, to compact rarely; paged in on use.
 MAX_TOKENS = 1 << 20
 # Maximum number of candidate positions per n-gram length, the latest ones.
 MAX_PLACES = 64
@@ -211,7 +211,7 @@ class SuffixSpeculator(HostSpeculator):
         self._min_prob = config.suffix_decoding_min_token_prob
         self._max_outputs = config.suffix_decoding_max_cached_requests
         self.earlier = EarlierOutputs(self._max_outputs)
-        # Start of the request's output by slot.
+        # Length of prefill_token_ids, by slot.
         self._prompt_lengths: dict[int, int] = {}
 
     def bind(self, parts: RunnerParts) -> None:
@@ -221,7 +221,7 @@ class SuffixSpeculator(HostSpeculator):
 
     def add(self, slot: int, request: NewRequestData) -> None:
         super().add(slot, request)
-        # The output before a preemption is in the cache already.
+        # Output before a preemption is in `earlier` already.
         self._prompt_lengths[slot] = len(request.prefill_token_ids)
 
     def remove(self, slot: int) -> None:
