@@ -60,5 +60,5 @@ def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, le
 
 def test_models_that_keep_all_rows_refuse_by_name(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, "gpt2", vocab_size=VOCAB_SIZE)
-    with pytest.raises(UnsupportedFeature, match="enable_sp with GPT2LMHeadModel: what is between its layers"):
+    with pytest.raises(UnsupportedFeature, match="enable_sp with GPT2LMHeadModel: its residual stream is not split"):
         make(tmp_path, 2, enable_sp=True)

@@ -167,12 +167,12 @@ def test_two_owners_of_one_name_are_refused() -> None:
         make_runner(owners=[factory, factory])
 
 
+def make_shifts(device: object, num_slots: int, model: object) -> Shifts:
+    return Shifts(num_slots)
+
+
 def test_plugins_register_owners_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runner.slot_owners._registered", [])
-
-    def factory(device: object, num_slots: int, model: object) -> Shifts:
-        return Shifts(num_slots)
-
-    register_slot_owner(factory)
-    register_slot_owner(factory)
-    assert registered_slot_owners() == (factory,)
+    register_slot_owner(make_shifts)
+    register_slot_owner(make_shifts)
+    assert registered_slot_owners() == (make_shifts,)

@@ -149,10 +149,11 @@ def test_a_request_waits_while_a_budget_of_a_feature_does_not_admit_it() -> None
     assert [new.req_id for new in steps_with(Counting(), 1)[0].scheduled_new_reqs] == ["a", "b"]
 
 
-def test_plugins_register_features_once() -> None:
-    def factory(scheduler: Scheduler) -> StepFeature:
-        return Counting()
+def make_counting(scheduler: Scheduler) -> StepFeature:
+    return Counting()
 
-    register_step_feature(factory)
-    register_step_feature(factory)
-    assert registered_step_features() == (factory,)
+
+def test_plugins_register_features_once() -> None:
+    register_step_feature(make_counting)
+    register_step_feature(make_counting)
+    assert registered_step_features() == (make_counting,)

@@ -35,17 +35,20 @@ class Noting(SlotOwner):
         self.num_commits += 1
 
 
+created: list[Noting] = []
+
+
+def create(device: Device, num_slots: int, model: LanguageModel) -> Noting:
+    created.append(Noting(device))
+    return created[-1]
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Noting]:
     monkeypatch.setattr("penstock.runner.slot_owners._registered", [])
-    owners: list[Noting] = []
-
-    def factory(device: Device, num_slots: int, model: LanguageModel) -> Noting:
-        owners.append(Noting(device))
-        return owners[-1]
-
-    register_slot_owner(factory)
-    return owners
+    created.clear()
+    register_slot_owner(create)
+    return created
 
 
 @pytest.mark.one_path(reason="counts an owner's steps, of which either path has as many")
