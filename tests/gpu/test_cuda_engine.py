@@ -47,7 +47,7 @@ def test_tokens_equal_transformers_in_float32(
 def test_asynchronous_scheduling_is_the_default_and_nothing_waits_between_steps(model: tuple[Any, Path]) -> None:
     _, folder = model
     core = make_core(folder, device="cuda", dtype="float32")
-    assert core._max_steps_in_flight == 2
+    assert core._max_in_flight == 2
     results: dict[str, Result] = {}
     for index, prompt in enumerate(random_prompts(LENGTHS, VOCAB_SIZE)):
         add(core, f"r{index}", prompt, greedy(30))

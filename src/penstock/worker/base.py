@@ -59,7 +59,7 @@ class WorkerBase(ABC):
 
     @abstractmethod
     def compile_or_warm_up_model(self) -> None:
-        """Warm up, so that the first request is as fast as later ones."""
+        """Warm up: run dummy steps, so that caches and kernels are initialised before the first request."""
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         """Measure decode steps: (tokens, seconds), by rising number of tokens, equal numbers on all ranks.
