@@ -79,12 +79,12 @@ def test_prefill_has_no_time_per_output_token(tmp_path: Path) -> None:
     assert "time per output token" not in table
 
 
-def test_startup_is_the_sum_of_its_stages(tmp_path: Path) -> None:
+def test_startup_is_the_sum_of_its_phases(tmp_path: Path) -> None:
     report, table = figures(tmp_path, "startup", "--num-iters=1")
     results = report["results"]
-    stages = [stage["median"] for stage in results["stages_s"].values()]
-    assert all(seconds > 0 for seconds in stages)
-    assert sum(stages) == pytest.approx(results["startup_s"]["median"])
+    phases = [phase["median"] for phase in results["phases_s"].values()]
+    assert all(seconds > 0 for seconds in phases)
+    assert sum(phases) == pytest.approx(results["startup_s"]["median"])
     assert "process start to first token" in table
 
 
@@ -118,7 +118,7 @@ def test_long_contexts_are_as_long_as_the_model_takes_when_none_is_asked_for(tmp
         (["latency", "--model", "/nowhere"], 2, "there is no such folder"),
         (["latency", "--input-len", "1020", "--output-len", "9"], 2, "do not fit into a context of 1,024 tokens"),
         (["long-context", "--input-len", "1020"], 2, "do not fit into a context of 1,024 tokens"),
-        (["startup", "--kv-cache-memory-bytes", "1000"], 1, "A fresh process came to no first token"),
+        (["startup", "--kv-cache-memory-bytes", "1000"], 1, "A fresh process generated no first token"),
         ([], 2, "Missing argument"),
     ],
 )

@@ -68,8 +68,8 @@ _RATE_UNITS = {"output_tokens_per_s": "tok/s", "input_tokens_per_s": "tok/s", "r
 
 
 def _startup_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any], float, str]]:
-    stages = [(f"of which {stage}", figures, 1.0, "s") for stage, figures in results["stages_s"].items()]
-    return [("process start to first token", results["startup_s"], 1.0, "s"), *stages]
+    phases = [(f"of which {phase}", figures, 1.0, "s") for phase, figures in results["phases_s"].items()]
+    return [("process start to first token", results["startup_s"], 1.0, "s"), *phases]
 
 
 def _figures_table(title: str, rows: list[tuple[str, dict[str, Any], float, str]], caption: str | None = None) -> Table:

@@ -13,7 +13,7 @@ from penstock.bench.statistics import summary
 from penstock.bench.workloads import Settings
 from penstock.errors import EngineDead
 
-_STAGES = ("python", "imports", "engine", "first token")
+_PHASES = ("python", "imports", "engine", "first token")
 
 
 def measure(model: str, options: dict[str, Any], prompts: Prompts, settings: Settings, tick: Tick) -> dict[str, Any]:
@@ -21,11 +21,11 @@ def measure(model: str, options: dict[str, Any], prompts: Prompts, settings: Set
     input_len = settings.input_len
     assert input_len is not None
     runs = repeat(settings, tick, lambda: _start(model, options, prompts.one(input_len)))
-    totals = [sum(stages.values()) for stages in runs]
+    totals = [sum(phases.values()) for phases in runs]
     return {
         "seconds": totals,
         "startup_s": summary(totals),
-        "stages_s": {stage: summary([stages[stage] for stages in runs]) for stage in _STAGES},
+        "phases_s": {phase: summary([phases[phase] for phases in runs]) for phase in _PHASES},
     }
 
 
@@ -37,9 +37,9 @@ def _start(model: str, options: dict[str, Any], prompt: list[int]) -> dict[str, 
     )
     if result.returncode != 0:
         lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-        raise EngineDead(f"A fresh process came to no first token: {lines[-1]}")
+        raise EngineDead(f"A fresh process generated no first token: {lines[-1]}")
     moments = json.loads(result.stdout.splitlines()[-1])
     if "error" in moments:
-        raise EngineDead(f"A fresh process came to no first token: {moments['error']}")
+        raise EngineDead(f"A fresh process generated no first token: {moments['error']}")
     ends = [moments["started"], moments["imported"], moments["loaded"], moments["first_token"]]
-    return {stage: end - start for stage, start, end in zip(_STAGES, [begin, *ends], ends, strict=False)}
+    return {phase: end - start for phase, start, end in zip(_PHASES, [begin, *ends], ends, strict=False)}

@@ -107,13 +107,13 @@ class Sampler(SlotOwner):
         """
         params, prompt = request.sampling_params, request.prompt_token_ids
         output = request.prefill_token_ids[len(prompt) :]
-        for stage in (*self.shaping, *self.truncating):
-            stage.add_request(slot, params, prompt, output)
+        for transform in (*self.shaping, *self.truncating):
+            transform.add_request(slot, params, prompt, output)
         self._draw.add_request(slot, params)
         self._logprobs.add_request(slot, params)
         slots_np = np.array([slot])
         self._shaped_slots.discard(slot)
-        if any(stage.is_needed(slots_np) for stage in self.shaping):
+        if any(transform.is_needed(slots_np) for transform in self.shaping):
             self._shaped_slots.add(slot)
         self._demanding_slots.discard(slot)
         if slot in self._shaped_slots or not params.is_greedy or params.logprobs is not None:
@@ -124,8 +124,8 @@ class Sampler(SlotOwner):
         self._demanding_slots.discard(slot)
         self._draw.remove_request(slot)
         self._logprobs.remove_request(slot)
-        for stage in (*self.shaping, *self.truncating):
-            stage.remove_request(slot)
+        for transform in (*self.shaping, *self.truncating):
+            transform.remove_request(slot)
 
     def is_plain_greedy(self, rows: LogitsRows) -> bool:
         """Whether these requests want the argmax of each row and nothing else."""
@@ -151,9 +151,9 @@ class Sampler(SlotOwner):
         return torch.cat(tokens)
 
     def _guess(self, logits: Tensor, rows: LogitsRows, probs: Tensor | None) -> Tensor:
-        for stage in self.truncating:
-            if stage.is_needed(rows.slots_np):
-                logits = stage.apply(logits, rows)
+        for transform in self.truncating:
+            if transform.is_needed(rows.slots_np):
+                logits = transform.apply(logits, rows)
         if probs is not None:
             torch.softmax(logits, dim=-1, out=probs)
         return self._draw.sample(logits, rows).token_ids_R
@@ -183,10 +183,10 @@ class Sampler(SlotOwner):
 
     def _sample(self, logits: Tensor, rows: LogitsRows, num_logprobs: int | None) -> SamplerOutput:
         shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
-        stages = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
-        processed = logits.clone() if stages else logits
-        for stage in stages:
-            processed = stage.apply(processed, rows)
+        transforms = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
+        processed = logits.clone() if transforms else logits
+        for transform in transforms:
+            processed = transform.apply(processed, rows)
         drawn = self._draw.sample(processed, rows)
         if rows.drafts is not None:
             greedy = self._draw.is_greedy(rows)
@@ -210,15 +210,15 @@ class Sampler(SlotOwner):
         if self._shaped_slots:
             # The next step may overwrite the outcome, and a transform may read it later.
             kept, layout = StepOutcome(outcome.table_RX.clone()), frame.batch.layout
-            for stage in self.shaping:
-                stage.advance(layout.slots, layout.slots_np, kept)
+            for transform in self.shaping:
+                transform.advance(layout.slots, layout.slots_np, kept)
 
     def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
         """Do nothing: only the last stage samples."""
 
     @staticmethod
-    def _needed(stages: list[LogitsTransform], rows: LogitsRows) -> list[LogitsTransform]:
-        return [stage for stage in stages if stage.is_needed(rows.slots_np)]
+    def _needed(transforms: list[LogitsTransform], rows: LogitsRows) -> list[LogitsTransform]:
+        return [transform for transform in transforms if transform.is_needed(rows.slots_np)]
 
 
 def _join(parts: list[SamplerOutput], rows_per_part: int) -> SamplerOutput:
