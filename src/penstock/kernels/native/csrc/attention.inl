@@ -1,71 +1,71 @@
 // Causal attention over the paged cache, with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), and
-// long contexts shared among the threads (split-KV, as in Flash-Decoding: Dao, Haziza, Massa and Sizov 2023).
+// long contexts split among threads (split-KV, as in Flash-Decoding: Dao, Haziza, Massa and Sizov 2023).
 //
-// An item is one KV head and a few queries, whose rows are the query heads that share the KV head: queries of one
-// request, or of several that begin with the same blocks, which are then read once for all of them. The unit of work is
-// an item, or those of a few KV heads, over all of its context or over a part. Positions are taken in chunks and tiles
-// that begin at fixed multiples. Each chunk is summed up by itself and then merged into those before it, whoever
-// computed it: a row's result has the same bits however its request was cut into steps, and whatever else runs.
+// An item is one KV head and a few queries; its rows are the query heads of that KV head (GQA group). The queries
+// belong to one request, or to several with a common block prefix, whose shared blocks are then read once. A work unit
+// is an item, or the items of a few KV heads, over the whole context or one split of it. Positions are taken in chunks
+// and tiles aligned to fixed multiples. Each chunk is accumulated by itself and merged in order of position, on any
+// thread: a row's result is bit-exact for any prefill chunking and any batch.
 //
-// Positions are those of the cache, but for the ones that are said to be of the whole request (see `kept`).
+// Positions index the KV cache of this rank; whole-request positions are named so (see `kept`).
 
 namespace PENSTOCK_NAMESPACE {
 
-// Work below which waking other threads costs more than it saves: elements of keys and values times rows.
+// Work below which waking other threads costs more than it saves: KV elements times query rows.
 constexpr int64_t kAloneAttention = 16 * 1024;
 
 struct AttentionJob {
   const AttentionArgs* args;
   const AttentionPlan* plan;
-  int64_t next_unit;  // counted down by the threads
-  bool has_failed;    // a thread found no memory to work in
+  int64_t next_unit;  // units not taken yet; threads count it down
+  bool has_failed;    // scratch allocation failed on a thread
 };
 
 // Queries of one request in an item.
 struct Part {
   int64_t request, first_token, num_tokens;
-  int64_t whole_position;  // of the first token
-  int64_t begin, end;      // the tokens' own positions, as far as they are here; the last one sees up to the end
+  int64_t whole_position;  // of the first token, in the whole request
+  int64_t begin, end;      // cache positions of the tokens on this rank; the last token sees up to the end
   int64_t first_row;     // in the item
-  int64_t shared_tiles;  // leading tiles that have the blocks of the part before
+  int64_t shared_tiles;  // leading tiles with the same blocks as the previous part
 };
 
-// Some queries of one KV head, or of a few; and of the positions that any of them sees, those that one thread goes
-// through. The rows of each head follow those of the head before.
+// Query rows of one KV head, or of a few, and the range of visible positions that one thread processes. Rows are
+// grouped by KV head, in order.
 struct Unit {
   const Work* work;
-  int64_t split;               // of an item that is split
-  int64_t kv_head, num_heads;  // the first, and how many
-  int64_t num_parts, rows;     // rows: of each head
-  int64_t begin;               // first position that any query sees
-  int64_t from, to;            // positions to go through; `from` is in the first chunk
+  int64_t split;               // index of the split, for a split item
+  int64_t kv_head, num_heads;  // first KV head, and their number
+  int64_t num_parts, rows;     // rows: per KV head
+  int64_t begin;               // first position visible to any query
+  int64_t from, to;            // range of positions to process; `from` is in the first chunk
   Part parts[kQueryRows];
 };
 
-// Rows of an item that see the same blocks in a tile, and what is gone through after it.
+// Rows of an item with the same blocks in a tile, and the tile to prefetch meanwhile.
 struct Run {
-  const int32_t* blocks;  // a block table that all of them may use
+  const int32_t* blocks;  // a block table valid for all rows
   int64_t first_row, rows;
   int64_t kv_head, begin;
-  const int32_t* next;  // blocks
+  const int32_t* next;  // blocks of the next tile
   int64_t num_next, next_kv_head;
 };
 
 // Buffers of one thread.
 struct AttentionBuffers {
-  float* query;         // [rows][head_size], scaled; of 16 bits each for an int8 cache
-  float* query_scale;   // [rows], what those are to be multiplied with
-  int32_t* seen_from;   // [rows], first position that each sees
-  int32_t* seen_to;     // [rows], and the one after the last
-  float* scores;        // [rows][tile]; as weights of 16 bits each for an int8 cache
-  float* weight_scale;  // [rows], what those are to be multiplied with
-  float* keep;          // [rows], in whole vectors: what a larger peak leaves of the sums
+  float* query;         // [rows][head_size], scaled; quantised to int16 for an int8 cache
+  float* query_scale;   // [rows], quantisation scales of the query
+  int32_t* seen_from;   // [rows], first visible position
+  int32_t* seen_to;     // [rows], end of the visible positions
+  float* scores;        // [rows][tile]; softmax weights quantised to int16 for an int8 cache
+  float* weight_scale;  // [rows], quantisation scales of the weights
+  float* keep;          // [rows], padded to whole vectors: rescale factor of the accumulators when the peak rises
   float* key_scale;     // [tile]
   float* value_scale;   // [tile]
   Sums total, chunk;
 };
 
-// Floats that a row's sums take.
+// Floats of a row's accumulators.
 PENSTOCK_INLINE int64_t sums_size(int64_t size) { return size + kLanes + 1; }
 
 PENSTOCK_INLINE Sums sums_at(float* memory, int64_t rows, int64_t size) {
@@ -82,7 +82,7 @@ PENSTOCK_INLINE void clear(const Sums& sums, int64_t rows, int64_t size) {
   std::memset(sums.values, 0, rows * size * sizeof(float));
 }
 
-// Adds what a later chunk has summed up.
+// Merges the accumulators of a later chunk.
 static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk, int64_t rows, int64_t size) {
   for (int64_t row = 0; row < rows; ++row) {
     const Vec mass = load(chunk.mass + row * kLanes);
@@ -97,13 +97,13 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
   }
 }
 
-// Floats of a head's result.
+// Floats of one head's output.
 PENSTOCK_INLINE int64_t out_size(const AttentionArgs& a) { return a.head_size + (a.num_shares > 1 ? 1 : 0); }
 
-// Tokens ahead of the one that is loaded, whose queries are fetched: they lie too far apart for hardware prefetching.
+// Prefetch distance of queries in tokens: their stride is too large for the hardware prefetcher.
 constexpr int64_t kTokensAhead = 8;
 
-// Meanwhile the places of the results are fetched too.
+// Loads the queries of a unit, and prefetches their output rows.
 template <class T>
 PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, const AttentionBuffers& buffers) {
   const int64_t group = a.num_heads / a.num_kv_heads, size_in_bytes = a.head_size * static_cast<int64_t>(sizeof(float));
@@ -149,13 +149,13 @@ PENSTOCK_INLINE void copy_scales(const AttentionArgs& a, int8_t* block, int64_t 
 template <class T>
 PENSTOCK_INLINE void copy_scales(const AttentionArgs&, T*, int64_t, int64_t, float*) {}
 
-// Rows that go through the registers together.
+// Rows of one register tile.
 PENSTOCK_INLINE int64_t rows_at_once(int64_t rows, int64_t row) {
   const int64_t most = rows <= 2 * kFewRows ? kFewRows : kManyRows;
   return rows - row < most ? rows - row : most;
 }
 
-// What a row sees of the tile start .. stop.
+// Visible positions of a row in the tile start .. stop.
 PENSTOCK_INLINE Visible visible_to(const AttentionBuffers& buffers, int64_t row, int64_t start, int64_t stop) {
   const int64_t seen_from = buffers.seen_from[row], seen_to = buffers.seen_to[row];
   const int64_t from = seen_from > start ? seen_from - start : 0;
@@ -173,7 +173,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   const int32_t* seen_to = buffers.seen_to + run.first_row;
   const float* query = buffers.query + run.first_row * size;
 
-  // Positions outside seen .. stop are not read: what lies there is not this request's, and may not be a number.
+  // Positions outside seen .. stop are not read: they may belong to another request and hold NaN.
   Segment<T> segments[kTilePositions + 1];
   int num_segments = 0;
   const int most_blocks = blocks_at_once<T>(run.rows, block_size);
@@ -192,7 +192,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
       now[count] = {keys, later_keys, buffers.scores + block * block_size - start};
       const int64_t from = block * block_size > seen ? block * block_size : seen;
       const int64_t to = (block + 1) * block_size < stop ? (block + 1) * block_size : stop;
-      const int64_t before = kIsInt8<T> ? from % block_size % 2 : 0;  // the one that the first is interleaved with
+      const int64_t before = kIsInt8<T> ? from % block_size % 2 : 0;  // the position interleaved with the first one
       const int64_t skipped = from % block_size - before;
       segments[num_segments++] = {values + skipped * size, later_values + skipped * size, from - before - start,
                                   to - from + before, (block_size - skipped) / 2 * 2};
@@ -200,7 +200,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
       copy_scales(a, values, from % block_size, from % block_size + to - from, buffers.value_scale + from - start);
     }
     int64_t row = 0;
-    while (row < run.rows && seen_to[row] <= first * block_size) ++row;  // which sees none of it
+    while (row < run.rows && seen_to[row] <= first * block_size) ++row;  // rows that see none of these blocks
     while (row < run.rows) {
       const int64_t rows = rows_at_once(run.rows, row);
       KeyBlock<T> at[kMostBlocks];
@@ -212,7 +212,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   }
   segments[num_segments] = {nullptr, nullptr, stop, 0, 0};
 
-  // All rows at each stage: while one waits for a result, another goes on.
+  // Each softmax phase covers all rows, so that the latencies of rows overlap.
   for (int64_t row = 0; row < run.rows; ++row) {
     const float old_peak = sums.peak[run.first_row + row];
     const float peak = find_peak(a.soft_cap * kLog2e, buffers.scores + row * stride,
@@ -244,7 +244,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   }
 }
 
-// Sets what a run's next tile is: a head's of a part from position `start` on.
+// Sets the next tile of a run: KV head `kv_head` of a part, from position `start` on.
 PENSTOCK_INLINE void set_next(const AttentionArgs& a, const Cut& cut, const Unit& unit, const Part& part,
                               int64_t start, int64_t kv_head, Run& run) {
   const int64_t first = (start > unit.begin ? start : unit.begin) / a.block_size;
@@ -255,7 +255,7 @@ PENSTOCK_INLINE void set_next(const AttentionArgs& a, const Cut& cut, const Unit
   run.next_kv_head = kv_head;
 }
 
-// Finds what comes after part `done` of a tile: another part, the next tile, or another unit.
+// Finds the tile after part `done`: another part's, the next tile's, or the next unit's.
 PENSTOCK_INLINE void find_next(const AttentionArgs& a, const Cut& cut, const Unit& unit, const Unit* next_unit,
                                int64_t start, int64_t done, Run& run) {
   for (; start < unit.to; start += cut.tile, done = -1)
@@ -266,7 +266,7 @@ PENSTOCK_INLINE void find_next(const AttentionArgs& a, const Cut& cut, const Uni
     set_next(a, cut, *next_unit, next_unit->parts[0], next_unit->from / cut.tile * cut.tile, next_unit->kv_head, run);
 }
 
-// What a unit's item sees of one chunk, summed up.
+// Accumulates one chunk of a unit's item.
 template <class T>
 static void attend_chunk(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
                          const Unit& unit, const Unit* next_unit, int64_t chunk) {
@@ -274,7 +274,7 @@ static void attend_chunk(const AttentionArgs& a, const Cut& cut, const Attention
   const int64_t first = chunk * cut.chunk, begin = first > unit.from ? first : unit.from;
   const int64_t end = first + cut.chunk < unit.to ? first + cut.chunk : unit.to;
   const int64_t group = a.num_heads / a.num_kv_heads;
-  if (begin >= end) return;  // none of it is here
+  if (begin >= end) return;  // no position of the chunk is on this rank
   for (int64_t start = begin / cut.tile * cut.tile; start < end; start += cut.tile) {
     for (int64_t p = 0; p < unit.num_parts;) {
       int64_t last = p, stop = unit.parts[p].end;
@@ -302,7 +302,7 @@ static void attend_chunk(const AttentionArgs& a, const Cut& cut, const Attention
   }
 }
 
-// Writes the step's own keys and values of the parts, as far as they are this unit's, unless all are there by now.
+// Writes the step's keys and values of the parts within this unit, unless write_all has written them.
 template <class T>
 PENSTOCK_INLINE void write_parts(const AttentionArgs& a, const Unit& unit, float* key) {
   for (int64_t p = 0; p < unit.num_parts; ++p) {
@@ -326,7 +326,7 @@ static void attend(const AttentionArgs& a, const Cut& cut, const AttentionBuffer
   write_output(a, unit, buffers.total);
 }
 
-// One chunk of an item that is split; who does the last one merges them all.
+// One chunk of a split item; the thread that finishes the last chunk merges all of them.
 template <class T>
 static void attend_split(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Unit& unit,
                          const Unit* next_unit) {
@@ -343,7 +343,7 @@ static void attend_split(const AttentionArgs& a, const Cut& cut, const Attention
   write_output(a, unit, total);
 }
 
-// All keys and values of the step, shared among the threads.
+// Writes all keys and values of the step, shared among the threads.
 template <class T>
 static void write_all(const AttentionArgs& a, int thread, int num_threads, float* key) {
   const int64_t num_tokens = a.query_start[a.num_requests];
@@ -354,7 +354,7 @@ static void write_all(const AttentionArgs& a, int thread, int num_threads, float
     const int64_t to = a.query_start[r + 1] < end ? a.query_start[r + 1] : end;
     const int64_t last = kept(a, to - first_token);
     int64_t position = kept(a, from - first_token), stop;
-    // Block by block, whose heads follow each other in memory, as those of a token do.
+    // Block by block: the KV heads of a block are contiguous, as are those of a token.
     for (; position < last; position = stop) {
       stop = least((position / a.block_size + 1) * a.block_size, last);
       for (int64_t head = 0; head < a.num_kv_heads; ++head) write_positions<T>(a, r, head, position, stop, key);
@@ -362,8 +362,8 @@ static void write_all(const AttentionArgs& a, int thread, int num_threads, float
   }
 }
 
-// Takes the next unit, if there is one. From the last to the first: requests come by rising number of tokens, and the
-// longest should begin first.
+// Takes the next unit; false when none is left. Units go from last to first: requests are sorted by rising number of
+// tokens, and the longest should start first.
 static bool take_unit(AttentionJob& job, Unit& unit) {
   const AttentionArgs& a = *job.args;
   const AttentionPlan& plan = *job.plan;
@@ -375,7 +375,7 @@ static bool take_unit(AttentionJob& job, Unit& unit) {
     (plan.work[middle].first_unit <= number ? low : high) = middle;
   }
   const Work& work = plan.work[low];
-  // The items of the same heads follow each other, so that keys and values are still in the core's own cache.
+  // Items of the same KV heads are adjacent, so that their keys and values are still in the core's private cache.
   const int64_t units_of_heads = work.items_per_head * work.num_splits;
   const int64_t within = (number - work.first_unit) % units_of_heads;
   unit.work = &work;
@@ -422,7 +422,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   const int64_t rows = plan.tokens_per_item * (a.num_heads / a.num_kv_heads), size = a.head_size;
   const int64_t stride = plan.cut.stride();
   static thread_local Scratch scratch;
-  // The scores' memory holds one key head too, while it is written.
+  // The scores' buffer also holds one key head while it is written.
   const int64_t scores = rows * stride > size ? rows * stride : size;
   const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
   float* memory =
@@ -445,7 +445,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
     team.barrier();
   }
   if (memory == nullptr) return;
-  // With many units each thread knows the one after next, which it begins to fetch towards the end of the next one.
+  // With many units, each thread takes its next unit early, to prefetch it towards the end of the current one.
   const bool looks_ahead = plan.work[plan.num_work].first_unit >= 8 * team.num_threads;
   Unit units[2];
   bool has_unit = take_unit(job, units[0]);
@@ -494,7 +494,7 @@ static bool attention(const AttentionArgs& a) {
   int64_t num_elements = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const int64_t tokens = tokens_of(a, r);
-    // A request of few tokens would write its own just before it reads them, but others may read them as well.
+    // A request of few tokens writes its keys just before it reads them, unless other requests may read them too.
     const bool may_be_read = tokens > (a.num_requests > 1 ? 1 : plan.few_tokens);
     plan.writes_first |= may_be_read && a.phase == AttentionPhase::kBoth;
     num_elements += (kept(a, a.seq_lens[r]) - begin_of(a, r)) * tokens * a.num_heads * a.head_size;

@@ -1,17 +1,17 @@
-// The paged cache: how its elements lie, how a step's keys and values are written to it, and how they are read.
+// Paged KV cache: memory layout, writes of a step's keys and values, and element conversion.
 //
-// A block of one KV head holds its keys as [dimension][position], its values as [position][dimension]. Of int8 two rows
-// are interleaved, so that the products of two dimensions, or positions, are made and added at once; the last row of an
-// odd number is as it is. int8 has one scale for each position of a head, float32, behind the block's elements: an
-// element times its scale is the value.
+// A block of one KV head holds its keys as [dimension][position], its values as [position][dimension]. For int8, pairs
+// of rows are interleaved, so that the products of two dimensions, or positions, are computed and added at once; an odd
+// last row is not interleaved. int8 has one float32 scale per position and head, stored after the block's elements:
+// value = element * scale.
 
 namespace PENSTOCK_NAMESPACE {
 
-// Elements as floats.
+// Conversion of elements to float.
 PENSTOCK_INLINE Vec widen(const float* from) { return load(from); }
 PENSTOCK_INLINE Vec widen(const Bfloat16* from) {
 #if defined(__GNUC__) && !defined(__clang__) && PENSTOCK_LANES >= 8
-  // GCC widens each half of the vector by itself and then puts them together: three instructions more.
+  // GCC would widen each half of the vector by itself and join the halves: three instructions more.
   typedef short Halves __attribute__((vector_size(PENSTOCK_LANES * 2)));
   Halves h;
   std::memcpy(&h, from, sizeof h);
@@ -29,7 +29,7 @@ PENSTOCK_INLINE Vec widen(const Bfloat16* from) {
 
 PENSTOCK_INLINE void narrow_one(float x, float, float* to) { *to = x; }
 PENSTOCK_INLINE void narrow_one(float x, float inverse_scale, int8_t* to) {
-  // 1.5 * 2^23: adding it rounds to the nearest integer, to even from halfway.
+  // 1.5 * 2^23: adding it rounds to the nearest integer, ties to even.
   const float magic = 12582912.0f;
   *to = static_cast<int8_t>(static_cast<int32_t>((x * inverse_scale + magic) - magic));
 }
@@ -40,15 +40,15 @@ PENSTOCK_INLINE void narrow_one(float x, float, Bfloat16* to) {
   to->bits = static_cast<uint16_t>(x == x ? rounded : bits >> 16 | 0x40);
 }
 
-// Of a request's positions from 0 on, so many, those that are here: the first ones here, in the same order. Whatever is
-// said of the cache counts these alone.
+// Number of the request's first `length` positions whose KV is on this rank (decode context parallel). They keep their
+// order; cache positions count these alone.
 PENSTOCK_INLINE int64_t kept(const AttentionArgs& a, int64_t length) {
   if (a.num_shares == 1) return length;
   const int64_t round = a.num_shares * a.interleave, rest = length % round - a.share * a.interleave;
   return length / round * a.interleave + (rest < 0 ? 0 : rest < a.interleave ? rest : a.interleave);
 }
 
-// Which position of the request one of these is.
+// Whole-request position of a cache position.
 PENSTOCK_INLINE int64_t whole_position(const AttentionArgs& a, int64_t position) {
   if (a.num_shares == 1) return position;
   return (position / a.interleave * a.num_shares + a.share) * a.interleave + position % a.interleave;
@@ -62,12 +62,12 @@ PENSTOCK_INLINE T* block_at(const AttentionArgs& a, void* cache, int64_t block, 
   return reinterpret_cast<T*>(static_cast<char*>(cache) + (block * a.num_kv_heads + kv_head) * a.head_stride);
 }
 
-// The scales behind a block's elements, which need not be aligned.
+// Scales after a block's elements; not necessarily aligned.
 PENSTOCK_INLINE char* scales_of(const AttentionArgs& a, int8_t* block) {
   return reinterpret_cast<char*>(block + a.block_size * a.head_size);
 }
 
-// The largest magnitude becomes 127, unless it is next to nothing. What is not finite makes the whole vector not a number.
+// The largest magnitude maps to 127, unless it is close to zero. A non-finite element makes the scale NaN.
 PENSTOCK_INLINE float int8_scale(const float* x, int64_t size) {
   float most = 0.0f, poison = 0.0f;
   for (int64_t i = 0; i < size; ++i) {
@@ -78,7 +78,7 @@ PENSTOCK_INLINE float int8_scale(const float* x, int64_t size) {
   return (most > 1e-30f ? most / 127.0f : 1.0f) + poison;
 }
 
-// Where the element of an int8 matrix [rows][columns] lies.
+// Offset of an element of an interleaved int8 matrix [rows][columns].
 PENSTOCK_INLINE int64_t place_in_pairs(int64_t row, int64_t column, int64_t rows, int64_t columns) {
   return row < rows / 2 * 2 ? row / 2 * 2 * columns + 2 * column + row % 2 : row * columns + column;
 }
@@ -94,7 +94,7 @@ PENSTOCK_INLINE void write_value(const AttentionArgs& a, const float* x, T* bloc
   for (int64_t d = 0; d < a.head_size; ++d) narrow_one(x[d], 1.0f, block + offset * a.head_size + d);
 }
 
-// Writes a vector's scale, and returns what its elements are to be multiplied with.
+// Writes a vector's scale and returns its inverse; 0 for NaN.
 PENSTOCK_INLINE float write_scale(const AttentionArgs& a, const float* x, int8_t* block, int64_t offset) {
   const float scale = int8_scale(x, a.head_size);
   std::memcpy(scales_of(a, block) + offset * sizeof(float), &scale, sizeof scale);
@@ -116,7 +116,7 @@ PENSTOCK_INLINE void write_value(const AttentionArgs& a, const float* x, int8_t*
     narrow_one(inverse_scale != 0.0f ? x[d] : 0.0f, inverse_scale, to + d * step);
 }
 
-// A query or key head as input of attention: normalised and rotated if asked for, and times `factor`.
+// Prepares a query or key head: RMS norm and RoPE where configured, then times `factor`.
 PENSTOCK_INLINE void prepare_head(const AttentionArgs& a, const float* x, int64_t head, int64_t token, float factor,
                                   float* out) {
   const int64_t size = a.head_size;
@@ -128,21 +128,21 @@ PENSTOCK_INLINE void prepare_head(const AttentionArgs& a, const float* x, int64_
   for (int64_t d = 0; d < size; ++d) out[d] *= factor;
 }
 
-// Fetches memory that is read or written soon.
+// Prefetches memory that is read or written soon.
 template <bool kIsWritten>
 PENSTOCK_INLINE void fetch_soon(const void* memory, int64_t bytes) {
   const char* from = static_cast<const char*>(memory);
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(from + i, kIsWritten, 2);
 }
 
-// Keys and values of one KV head for the request's positions begin .. end, all of them tokens of this step. Meanwhile those
-// a block later are fetched, and where they will be.
+// Writes keys and values of one KV head for the request's positions begin .. end, all tokens of this step. Prefetches
+// source and destination of those a block later.
 template <class T>
 static void write_positions(const AttentionArgs& a, int64_t request, int64_t kv_head, int64_t begin, int64_t end,
                             float* key) {
   const int32_t* blocks = a.block_table + request * a.block_table_stride;
   const int64_t size = a.head_size, length = kept(a, a.seq_lens[request]);
-  const int64_t first_token = a.query_start[request + 1] - a.seq_lens[request];  // that of position 0
+  const int64_t first_token = a.query_start[request + 1] - a.seq_lens[request];  // token of position 0
   for (int64_t position = begin; position < end; ++position) {
     const int64_t token = first_token + whole_position(a, position), offset = position % a.block_size;
     const int64_t number = position / a.block_size, block = blocks[number];

@@ -1,17 +1,17 @@
-// attention_tiles.inl for an int8 KV cache: in integers, two products at a time.
+// attention_tiles.inl for an int8 KV cache: integer arithmetic, two products per instruction.
 //
-// A row's query, and its weights of a tile, are quantised to int16 by their largest, a hundred times finer than
-// what the cache holds. Their products with it then have sums of 32 bits, which are exact whatever their order.
+// A row's query, and its softmax weights of a tile, are quantised to int16 by their largest magnitude, a hundred times
+// finer than the int8 cache. Their dot products accumulate in int32: exact in any order.
 
 namespace PENSTOCK_NAMESPACE {
 
-// Magnitude up to which numbers may be rounded of which `count` are multiplied with one of 8 bits each and added up.
+// Largest quantised magnitude such that `count` products with int8 cannot overflow an int32 sum.
 PENSTOCK_INLINE float largest_of(int64_t count) {
   const int64_t fitting = INT32_MAX / (128 * count);
   return static_cast<float>(fitting < INT16_MAX ? fitting : INT16_MAX);
 }
 
-// Numbers that narrow() has made: two, or one.
+// Two int16 from narrow() as a pair, or one.
 PENSTOCK_INLINE int32_t two_shorts(const char* from) {
   int32_t pair;
   std::memcpy(&pair, from, sizeof pair);
@@ -24,11 +24,10 @@ PENSTOCK_INLINE int16_t one_short(const char* from) {
   return number;
 }
 
-// Where a row's are.
+// A row's int16 values.
 PENSTOCK_INLINE const char* shorts_of(const float* row) { return reinterpret_cast<const char*>(row); }
 
-// Makes 16-bit numbers of `count` floats, in place, and returns what one of them is worth: not a number if any of the
-// floats is not finite.
+// Quantises `count` floats to int16 in place, and returns their scale: NaN if any of them is not finite.
 static __attribute__((noinline)) float narrow(float* x, int64_t count, float largest) {
   typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
   const int64_t whole = count / kLanes * kLanes;
@@ -58,7 +57,7 @@ static __attribute__((noinline)) float narrow(float* x, int64_t count, float lar
   return (is_nothing ? 1.0f : most / largest) + sick;
 }
 
-// The same of a row's weights in a tile; what it does not see weighs nothing.
+// Quantises a row's softmax weights of a tile; positions not visible get weight 0.
 PENSTOCK_INLINE float narrow_weights(float* weights, const Visible& visible, int64_t length, float largest) {
   for (int64_t i = visible.first(); i < visible.from; ++i) weights[i] = 0.0f;
   for (int64_t i = visible.to; i < length; ++i) weights[i] = 0.0f;

@@ -12,9 +12,9 @@ struct AttentionOutcome {
   int64_t collective_status;
 };
 
-// As `attention` of all positions does it: queries and output are of this rank's heads, and num_shares and share are not
-// read. Every rank attends with the heads of all to the positions that it has, and takes what all have found for its own.
-// Rows of the output follow each other. One rank exchanges nothing.
+// Equals `attention` over all positions: queries and output are of this rank's heads; num_shares and share are ignored.
+// Queries are all-gathered, each rank attends with all heads to its own KV shard, and the partial outputs are merged
+// per rank. Output rows are contiguous. With one rank no collective runs.
 AttentionOutcome attention_of_ranks(const Kernels& kernels, AttentionArgs args, const Ranks& ranks);
 
 }  // namespace penstock

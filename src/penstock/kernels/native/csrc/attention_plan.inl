@@ -1,14 +1,14 @@
-// Who attends to what: the step's requests as units of work for the threads.
+// Attention plan: the step's requests divided into work units for the threads.
 
 namespace PENSTOCK_NAMESPACE {
 
-// Query rows of an item, and of one among so many that every thread still has its share.
+// Query rows of an item, and their maximum when there are enough items for every thread.
 constexpr int64_t kQueryRows = 24;
 constexpr int64_t kMostQueryRows = 96;
 constexpr int64_t kTilePositions = 64;
 constexpr int64_t kChunkPositions = 1024;
 
-// How the positions are cut: a tile is a number of whole blocks, a chunk a number of whole tiles.
+// Division of positions: a tile is a whole number of blocks, a chunk a whole number of tiles.
 struct Cut {
   int64_t tile, chunk, blocks_per_tile;
   Cut() = default;
@@ -17,55 +17,55 @@ struct Cut {
     chunk = tile >= kChunkPositions ? tile : kChunkPositions / tile * tile;
     blocks_per_tile = tile / block_size;
   }
-  // Floats from one row of a tile's scores to the next.
+  // Floats between two rows of a tile's scores.
   int64_t stride() const { return (tile + kLanes - 1) / kLanes * kLanes; }
 };
 
-// A request, in the order in which work is made of them: those that begin with the same blocks follow each other.
+// A request, in planning order: requests with a common block prefix are adjacent.
 struct Member {
   int64_t request;
-  int64_t shared_tiles;  // leading tiles whose blocks are those of the member before
+  int64_t shared_tiles;  // leading tiles with the same blocks as the previous member
 };
 
-// One request, or some of few tokens that share blocks. What has few tokens has one item per KV head, which may be split
-// into its chunks.
+// One request, or several with few tokens that share blocks. Requests with few tokens have one item per KV head, which
+// may be split into its chunks.
 struct Work {
   int64_t first_unit;
   int64_t first_member, num_members;
   int64_t items_per_head;
-  int64_t num_heads;   // KV heads of a unit
-  int64_t num_splits;  // units of an item; 1 for a whole item at once
+  int64_t num_heads;   // KV heads per unit
+  int64_t num_splits;  // units per item; 1 for an unsplit item
   int64_t rows;        // of an item, if it is split
   float* partial;      // [kv heads / num_heads][num_splits][num_heads * rows * sums_size], if it is split
-  int32_t* left;       // [kv heads / num_heads], splits that are not done
+  int32_t* left;       // [kv heads / num_heads], unfinished splits
 };
 
 struct AttentionPlan {
   Cut cut;
-  int64_t few_tokens;       // of a request that is one item per KV head
-  int64_t tokens_per_item;  // of the other requests
+  int64_t few_tokens;       // most tokens of a request with one item per KV head
+  int64_t tokens_per_item;  // for longer requests
   int num_threads;
   Member* members;
   Work* work;  // [num_work + 1]
   int64_t num_work;
-  bool writes_first;  // all keys and values are written before anything is read
+  bool writes_first;  // all keys and values are written before any are read
 };
 
 PENSTOCK_INLINE int64_t tokens_of(const AttentionArgs& a, int64_t request) {
   return a.query_start[request + 1] - a.query_start[request];
 }
 
-// First position here that a query sees, given its own in the request. It may be that of the end of what is here.
+// First cache position visible to a query at `whole_position`; may be the end of the positions on this rank.
 PENSTOCK_INLINE int64_t seen_from(const AttentionArgs& a, int64_t whole_position) {
   return a.window > 0 && whole_position >= a.window ? kept(a, whole_position - a.window + 1) : 0;
 }
 
-// First position that any of a request's queries sees.
+// First position visible to any of a request's queries.
 PENSTOCK_INLINE int64_t begin_of(const AttentionArgs& a, int64_t request) {
   return seen_from(a, a.seq_lens[request] - tokens_of(a, request));
 }
 
-// One, where it sees nothing.
+// Chunks with visible positions; 1 if there are none.
 PENSTOCK_INLINE int64_t chunks_of(const AttentionArgs& a, const Cut& cut, int64_t request) {
   const int64_t begin = begin_of(a, request), end = kept(a, a.seq_lens[request]);
   return end > begin ? (end - 1) / cut.chunk - begin / cut.chunk + 1 : 1;
@@ -79,7 +79,7 @@ PENSTOCK_INLINE const int32_t* table_of(const AttentionArgs& a, int64_t request)
   return a.block_table + request * a.block_table_stride;
 }
 
-// Leading blocks that two requests have in common.
+// Length in blocks of the common prefix of two requests.
 PENSTOCK_INLINE int64_t common_blocks(const AttentionArgs& a, int64_t x, int64_t y) {
   const int64_t of_x = blocks_of(a, x), of_y = blocks_of(a, y), most = of_x < of_y ? of_x : of_y;
   const int32_t *blocks_x = table_of(a, x), *blocks_y = table_of(a, y);
@@ -88,13 +88,13 @@ PENSTOCK_INLINE int64_t common_blocks(const AttentionArgs& a, int64_t x, int64_t
   return count;
 }
 
-// The order of block tables as words of a lexicon have it.
+// Lexicographic order of block tables.
 PENSTOCK_INLINE bool comes_before(const AttentionArgs& a, int64_t x, int64_t y) {
   const int64_t common = common_blocks(a, x, y), of_x = blocks_of(a, x), of_y = blocks_of(a, y);
   return common < of_x && common < of_y ? table_of(a, x)[common] < table_of(a, y)[common] : of_x < of_y;
 }
 
-// Whether a request's rows can be taken together with others': few, and seeing everything from the beginning.
+// Whether a request's rows can join an item of several requests: few tokens, and no sliding window cuts its start.
 PENSTOCK_INLINE bool can_share(const AttentionArgs& a, const AttentionPlan& plan, int64_t request) {
   return tokens_of(a, request) <= plan.few_tokens && begin_of(a, request) == 0 &&
          blocks_of(a, request) >= plan.cut.blocks_per_tile;
@@ -107,7 +107,7 @@ PENSTOCK_INLINE int64_t slots_for(int64_t num_requests) {
   return slots;
 }
 
-// Whether any two requests have the last block of their first tile in common. seen: slots_for(num_requests) numbers.
+// Whether any two requests have the same last block of their first tile. seen: slots_for(num_requests) numbers.
 static bool any_share(const AttentionArgs& a, const AttentionPlan& plan, int32_t* seen) {
   const int64_t slots = slots_for(a.num_requests), column = plan.cut.blocks_per_tile - 1;
   for (int64_t i = 0; i < slots; ++i) seen[i] = -1;
@@ -122,7 +122,7 @@ static bool any_share(const AttentionArgs& a, const AttentionPlan& plan, int32_t
   return false;
 }
 
-// Puts the members in order. They come, and those that share nothing stay, by rising number of tokens.
+// Sorts the members by block prefix. Requests come, and those without a common prefix stay, by rising number of tokens.
 static void order_members(const AttentionArgs& a, const AttentionPlan& plan, int32_t* seen) {
   int64_t count = 0;
   if (a.num_requests > 1 && any_share(a, plan, seen)) {
@@ -149,16 +149,16 @@ static void order_members(const AttentionArgs& a, const AttentionPlan& plan, int
     if (!has_sharers || !can_share(a, plan, r)) plan.members[count++] = {r, 0};
 }
 
-// Tokens that share each read of keys and values, out of so many of requests of more than a few: as many as leave eight
-// items to each thread.
+// Tokens per item of the longer requests, `tokens` in all; they share each read of keys and values. Leaves at least
+// eight items to each thread.
 PENSTOCK_INLINE int64_t tokens_per_item(const AttentionArgs& a, const AttentionPlan& plan, int64_t tokens) {
   const int64_t share = tokens * a.num_kv_heads / (8 * plan.num_threads);
   const int64_t most = kMostQueryRows * a.num_kv_heads / a.num_heads, fitting = share < most ? share : most;
   return fitting > plan.few_tokens ? fitting : plan.few_tokens;
 }
 
-// KV heads that a unit of so many rows for each of them goes through: those of a block follow each other in memory, and
-// what is read in one go comes sooner. As many as leave eight chunks to each thread, and as have room in the buffers.
+// KV heads per unit with `rows` rows each: the heads of a block are contiguous, and one long read is faster. Leaves at
+// least eight chunks to each thread, and fits the buffers.
 PENSTOCK_INLINE int64_t heads_per_unit(const AttentionArgs& a, const AttentionPlan& plan, int64_t rows,
                                        int64_t num_chunks) {
   if (rows > 2 * kFewRows) return 1;
@@ -169,7 +169,7 @@ PENSTOCK_INLINE int64_t heads_per_unit(const AttentionArgs& a, const AttentionPl
   return heads;
 }
 
-// Makes work of the members: as many together as share blocks, while there is enough to do for every thread.
+// Groups the members into work: requests that share blocks together, while there is enough work for every thread.
 static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
   int64_t tokens_of_few = 0, tokens_of_others = 0, num_chunks = 0;
   for (int64_t r = 0; r < a.num_requests; ++r) {
@@ -195,7 +195,7 @@ static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
       work.first_member = i;
       work.num_members = 1;
       work.items_per_head = is_few ? 1 : (tokens + plan.tokens_per_item - 1) / plan.tokens_per_item;
-      // Counted as if all items were small: so what is split, which memory is planned for, follows from lengths alone.
+      // Counted as if all items were small: the splits, which memory is reserved for, then depend on lengths alone.
       const int64_t smallest_items = (tokens + plan.few_tokens - 1) / plan.few_tokens;
       num_chunks += chunks_of(a, plan.cut, member.request) * smallest_items * a.num_kv_heads;
     }
@@ -211,7 +211,7 @@ static void gather_work(const AttentionArgs& a, AttentionPlan& plan) {
     }
     work.rows = tokens * (a.num_heads / a.num_kv_heads);
     work.num_heads = work.items_per_head == 1 ? heads_per_unit(a, plan, work.rows, num_chunks) : 1;
-    // An item is split when a unit of it is more than a quarter of a thread's share; what is split is then few.
+    // An item is split when one unit of it exceeds a quarter of a thread's share; split items have few rows.
     const int64_t share_of_unit = num_chunks / (4 * plan.num_threads * work.num_heads);
     const bool is_split = plan.num_threads > 1 && work.items_per_head == 1 && chunks > share_of_unit + 1;
     work.num_splits = is_split ? chunks : 1;

@@ -1,15 +1,15 @@
-// Products of a few query rows with the keys, and of their weights with the values, of one tile of positions.
+// Dot products of a few query rows with the keys of one tile, and of their softmax weights with its values.
 //
 // Every result is one chain of additions over dimensions or positions in rising order, whatever the shape of the
-// register tile that computes it. Up to kFewRows rows wait for memory more than for arithmetic: while they go through a
-// tile, they fetch the next one.
+// register tile. Up to kFewRows rows are bound by memory rather than arithmetic: they prefetch the next tile while they
+// process one.
 
 namespace PENSTOCK_NAMESPACE {
 
-// Without it, compilers keep a tile's sums in memory before and after the loop that they are in registers for.
+// Without it, compilers keep a tile's accumulators in memory before and after the loop that has them in registers.
 #define PENSTOCK_UNROLL _Pragma("GCC unroll 16")
 
-// Scores are in units of ln 2: their powers are those of 2.
+// Scores are in units of ln 2, so that the softmax takes powers of 2.
 constexpr float kLog2e = 1.44269504f;
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int kFewRows = 4;
@@ -21,27 +21,27 @@ constexpr bool kIsInt8 = false;
 template <>
 constexpr bool kIsInt8<int8_t> = true;
 
-// With 32 registers, four vectors of sums for each row always fit. With 16, for so many rows only, two for more; the
-// products of integers need one register more.
+// With 32 registers, four accumulator vectors per row always fit. With 16: four for at most this many rows, two for
+// more; integer products need one more register.
 constexpr bool kHasManyRegisters = kLanes == 16;
 template <class T>
 constexpr int kRowsOfFourVectors = kHasManyRegisters ? kManyRows : kIsInt8<T> ? 2 : 3;
 
-// Vectors of sums that so many rows may have. A single chain of additions per vector would wait for itself, and more of
-// them share what is loaded.
+// Accumulator vectors per row. A single chain of additions would be bound by latency, and more vectors share each
+// loaded operand.
 template <class T>
 constexpr int vectors_at_once(int64_t rows) {
   return rows <= kRowsOfFourVectors<T> ? 4 : 2;
 }
 
-// Blocks that so many rows are multiplied with at once, by one or two vectors of the positions of each.
+// Blocks per register tile, with one or two vectors of positions each.
 constexpr int kMostBlocks = 4;
 template <class T>
 PENSTOCK_INLINE int blocks_at_once(int64_t rows, int64_t block_size) {
   return vectors_at_once<T>(rows < kManyRows ? rows : kManyRows) / (block_size >= 2 * kLanes ? 2 : 1);
 }
 
-// Keys of a block, and those that come a tile later.
+// Keys of a block, and of the block to prefetch, one tile later.
 template <class T>
 struct KeyBlock {
   const T* keys;
@@ -49,18 +49,18 @@ struct KeyBlock {
   float* scores;  // of the first row
 };
 
-// Positions of a tile that lie one after the other in memory: `count` of them, from `offset` in the tile.
+// Contiguous positions of a tile in memory: `count` of them, from `offset` in the tile.
 template <class T>
 struct Segment {
   const T* values;
   const T* next;
   int64_t offset, count;
-  int64_t paired;  // of int8: those up to the block's end that are interleaved
+  int64_t paired;  // int8: leading positions, up to the block's end, that are interleaved
 };
 
 // Scores of R rows with B blocks, V vectors of positions each: scores[i][.] = sum over d of x[i][d] * keys[d][.].
 //
-// int8 has functions of its own for what the next four do, in attention_int8.inl. scale: of each row, for these.
+// attention_int8.inl overloads this and the next three functions for int8. scale: per row, used only there.
 template <int R, int B, int V, class T>
 static __attribute__((noinline)) void score(const float* x, const float*, const KeyBlock<T>* blocks, int64_t column,
                                             int64_t block_size, int64_t size, int64_t scores_stride) {
@@ -100,8 +100,8 @@ PENSTOCK_INLINE float score_one(const float* x, const float*, const KeyBlock<T>&
   return sum;
 }
 
-// out[i][.] = out[i][.] * keep[i] + sum over positions before `limit` of weights[i][position] * values[position][.], for
-// R rows, V vectors.
+// out[i][.] = out[i][.] * keep[i] + sum over positions before `limit` of weights[i][position] * values[position][.],
+// for R rows, V vectors.
 template <int R, int V, class T>
 static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const float*,
                                             const Segment<T>* segments, int64_t limit, int64_t column, int64_t size,
@@ -137,7 +137,7 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
     for (int v = 0; v < V; ++v) store(out + i * size + column + v * kLanes, sum[i][v]);
 }
 
-// One element.
+// One element of the output.
 template <class T>
 PENSTOCK_INLINE float weigh_one(const float* weights, const float*, const Segment<T>* segments, int64_t limit,
                                 int64_t column, int64_t size, float before) {
@@ -151,7 +151,7 @@ PENSTOCK_INLINE float weigh_one(const float* weights, const float*, const Segmen
 template <int B, int V, class T>
 PENSTOCK_INLINE void score_rows(int64_t rows, const float* x, const float* scale, const KeyBlock<T>* blocks,
                                 int64_t column, int64_t block_size, int64_t size, int64_t scores_stride) {
-  // More rows than have so many vectors never come: see blocks_at_once.
+  // Larger numbers of rows do not occur with this many vectors: see blocks_at_once.
   constexpr auto kFits = [](int of) { return B * V <= vectors_at_once<T>(of) ? of : 1; };
   with_constant<kManyRows>(rows, [&](auto r) {
     score<kFits(r), B, V>(x, scale, blocks, column, block_size, size, scores_stride);
@@ -185,7 +185,7 @@ PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* sca
             score_one(x + i * size, scale + i, blocks[b], from, block_size, size);
 }
 
-// All columns of some rows: in four vectors at once, if there are the registers, then two, then one, then single
+// All columns of some rows: four vectors at once if there are enough registers, then two, then one, then single
 // elements.
 template <class T>
 PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float* scale,
@@ -207,25 +207,25 @@ PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weig
   });
 }
 
-// What a row has summed up: sum of weights times values, sum of weights, and the largest score, which they are relative
-// to.
+// Online-softmax accumulators of a row: sum of weights times values, sum of weights, and the largest score, to which
+// both are relative.
 struct Sums {
   float* values;  // [rows][head_size]
-  float* mass;    // [rows][kLanes], to be added up
+  float* mass;    // [rows][kLanes], lane-wise partial sums
   float* peak;    // [rows]
 };
 
-// Which of a tile's positions a row sees.
+// Range of a tile's positions visible to a row.
 struct Visible {
   int64_t from, to;
-  // Of whole vectors.
+  // Rounded outwards to whole vectors.
   int64_t first() const { return from / kLanes * kLanes; }
   int64_t last() const { return (to + kLanes - 1) / kLanes * kLanes; }
 };
 
-// Hides what is not visible of a row's vectors, and returns the largest score.
+// Masks the invisible positions of a row's vectors with -infinity, and returns the largest score.
 //
-// key_scale: of each position, for int8; nullptr otherwise.
+// key_scale: per position, for int8; nullptr otherwise.
 static __attribute__((noinline)) float find_peak(float soft_cap, float* scores, const Visible& visible,
                                                  const float* key_scale) {
   const int64_t first = visible.first(), last = visible.last();
@@ -245,10 +245,10 @@ static __attribute__((noinline)) float find_peak(float soft_cap, float* scores, 
   return max_lanes(most);
 }
 
-// Scores of a row become weights in place, relative to `peak`, and zero where they are not visible up to `length`.
+// Turns a row's scores into softmax weights in place, relative to `peak`, zero where not visible, up to `length`.
 // Returns `mass` with the weights added.
 //
-// value_scale: of each position, for int8; nullptr otherwise.
+// value_scale: per position, for int8; nullptr otherwise.
 static __attribute__((noinline)) Vec soften(float* scores, const Visible& visible, int64_t length, float peak,
                                             const float* value_scale, Vec mass) {
   const int64_t first = visible.first(), last = visible.last();
