@@ -78,7 +78,7 @@ def test_descriptions_for_logs_hold_no_token() -> None:
         block_ids=([1, 2],),
         num_computed_tokens=0,
     )
-    text = SchedulerOutput(step_id=1, scheduled_new_reqs=[request]).anonymous()
+    text = SchedulerOutput(step_id=1, scheduled_new_reqs=[request]).anon_repr()
     assert "987654" not in text
     assert "123456" not in text
     assert "'a'" in text

@@ -22,7 +22,7 @@ class NotePart(Part, frozen=True, kw_only=True):
     text: str
     numbers: tuple[int, ...] = ()
 
-    def anonymous(self) -> str:
+    def anon_repr(self) -> str:
         return f"NotePart({len(self.text)} characters)"
 
 
@@ -95,7 +95,7 @@ def test_one_name_has_one_type_which_a_plugin_may_register_again() -> None:
 def test_logs_show_of_a_part_what_its_type_says() -> None:
     given_parts = Parts.of([NotePart(text="Kant"), SecretPart(text="Hegel")])
     step = contract.SchedulerOutput(step_id=1, scheduled_new_reqs=[new_request(given_parts)], parts=given_parts)
-    shown = step.anonymous()
+    shown = step.anon_repr()
     assert shown.count("parts=[NotePart(4 characters), SecretPart]") == 2
     assert "Kant" not in shown
     assert "Hegel" not in shown

@@ -31,7 +31,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     feature: ClassVar[str]
     may_repeat: ClassVar[bool] = True
 
-    def anonymous(self) -> str:
+    def anon_repr(self) -> str:
         """Describe the part for logs and recordings, without a user's data."""
         return type(self).__name__
 
@@ -74,9 +74,9 @@ class Parts(dict[str, Part]):
         """Whether all parts allow repeated steps."""
         return all(part.may_repeat for part in self.values())
 
-    def anonymous(self) -> str:
+    def anon_repr(self) -> str:
         """Describe all parts for logs."""
-        return ", ".join(part.anonymous() for part in self.values())
+        return ", ".join(part.anon_repr() for part in self.values())
 
 
 def register_part(part_type: type[_AnyPart]) -> type[_AnyPart]:

@@ -27,9 +27,9 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: int
     parts: Parts | None = None
 
-    def anonymous(self) -> str:
+    def anon_repr(self) -> str:
         """Describe the request for logs, with lengths instead of the user's tokens."""
-        parts = "" if self.parts is None else f", parts=[{self.parts.anonymous()}]"
+        parts = "" if self.parts is None else f", parts=[{self.parts.anon_repr()}]"
         return (
             f"NewRequestData(req_id={self.req_id!r}, prompt={len(self.prompt_token_ids)} tokens, "
             f"prefill={len(self.prefill_token_ids)} tokens, computed={self.num_computed_tokens}, "
@@ -84,10 +84,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the worker has nothing to run or remove, so that the step need not be sent."""
         return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids or self.parts)
 
-    def anonymous(self) -> str:
+    def anon_repr(self) -> str:
         """Describe the step for logs, without users' tokens."""
-        new = ", ".join(request.anonymous() for request in self.scheduled_new_reqs)
-        parts = "" if self.parts is None else f", parts=[{self.parts.anonymous()}]"
+        new = ", ".join(request.anon_repr() for request in self.scheduled_new_reqs)
+        parts = "" if self.parts is None else f", parts=[{self.parts.anon_repr()}]"
         return (
             f"SchedulerOutput(step_id={self.step_id}, new=[{new}], cached={self.scheduled_cached_reqs.req_ids}, "
             f"num_scheduled_tokens={self.num_scheduled_tokens}, finished={sorted(self.finished_req_ids)}, "

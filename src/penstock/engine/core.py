@@ -246,7 +246,7 @@ class EngineCore:
             executor = self._executor
             (executor.execute_model if is_constrained else executor.execute_unconstrained)(output)
         except WorkerError:
-            logger.error("The failed step was %s", output.anonymous())
+            logger.error("The failed step was %s", output.anon_repr())
             raise
         return output
 
@@ -309,7 +309,7 @@ class EngineCore:
         try:
             handle = self._executor.sample_tokens(grammar)
         except WorkerError:
-            logger.error("The failed step was %s", output.anonymous())
+            logger.error("The failed step was %s", output.anon_repr())
             raise
         self._in_flight.append((output, handle))
         self._launched = None

@@ -23,7 +23,7 @@ from penstock.worker.memory_plan import (
 )
 from penstock.worker.profile import measure_logits_processors, measure_step_memory
 from penstock.worker.split_contexts import split_context_bytes
-from penstock.worker.unloaded_model import NeedsValues, measure_unloaded
+from penstock.worker.unloaded_model import NotOnMeta, measure_unloaded
 from penstock.worker.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,6 @@ def _measure_without_memory(
     """Measure full steps on meta tensors, since they take long on a CPU; None if they must be run."""
     try:
         return measure_unloaded(config, parallel, "cpu", dtype, limits).step
-    except NeedsValues as reason:
+    except NotOnMeta as reason:
         logger.info("Full steps are run to measure their memory: %s", reason)
         return None

@@ -35,7 +35,7 @@ from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
 
 
-class NeedsValues(UnsupportedFeature):
+class NotOnMeta(UnsupportedFeature):
     """The model cannot run on meta tensors."""
 
 
@@ -69,7 +69,7 @@ def measure_unloaded(
     """Build, load and run the model on the meta device.
 
     tensors: meta tensors of the checkpoint by name, if its files are not local. Raises what loading raises, and
-    NeedsValues.
+    NotOnMeta.
     """
     parallel = place_for_drafter(config, parallel)
     model, num_parameters = load_without_memory(
@@ -97,7 +97,7 @@ def measure_unloaded(
                 speculator=speculator,
             )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values
-        raise NeedsValues(
+        raise NotOnMeta(
             f"{config.model.architecture} cannot run on meta tensors, so its memory is measured only "
             f"when an engine starts: {type(error).__name__}: {error}"
         ) from error

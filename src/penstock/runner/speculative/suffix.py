@@ -24,7 +24,7 @@ class Continuation(NamedTuple):
     score: float
 
 
-def agreeing(
+def matches(
     text_L: np.ndarray, ends: np.ndarray, last: np.ndarray, length: int = 1
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (match length, positions) for one match length after another, in a text matched with `last`.
@@ -174,7 +174,7 @@ class EarlierOutputs:
         while len(self._starts) > self._max_outputs or self._num_positions - self._starts[0] > self._max_tokens:
             self._starts.popleft()
 
-    def agreeing(self, last: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    def matches(self, last: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (match length, latest positions) for one match length after another, for the tokens `last`."""
         if not self._starts:
             return
@@ -186,7 +186,7 @@ class EarlierOutputs:
             ends = chains.places(last, first + length - 1)
             for back in range(length):
                 ends = ends[text[ends - back] == last[-1 - back]]
-            yield from agreeing(text, ends, last[-most:], length)
+            yield from matches(text, ends, last[-most:], length)
 
     def _drop_forgotten(self) -> None:
         """Compact the arrays: move the retained outputs to the front."""
@@ -212,29 +212,29 @@ class SuffixSpeculator(HostSpeculator):
         self._max_outputs = config.suffix_decoding_max_cached_requests
         self.earlier = EarlierOutputs(self._max_outputs)
         # Length of prefill_token_ids, by slot.
-        self._prompt_lengths: dict[int, int] = {}
+        self._prefill_lengths: dict[int, int] = {}
 
     def bind(self, parts: RunnerParts) -> None:
         super().bind(parts)
         self.earlier = EarlierOutputs(self._max_outputs)
-        self._prompt_lengths.clear()
+        self._prefill_lengths.clear()
 
     def add(self, slot: int, request: NewRequestData) -> None:
         super().add(slot, request)
         # Output before a preemption is in `earlier` already.
-        self._prompt_lengths[slot] = len(request.prefill_token_ids)
+        self._prefill_lengths[slot] = len(request.prefill_token_ids)
 
     def remove(self, slot: int) -> None:
         super().remove(slot)
-        start = self._prompt_lengths.pop(slot, None)
+        start = self._prefill_lengths.pop(slot, None)
         if start is not None:
             self.earlier.add(self._token_ids[slot, start : self._num_tokens[slot]])
 
     def draft(self, slot: int, token_ids_L: np.ndarray, num_drafts: int) -> np.ndarray | None:
         last = token_ids_L[-self._depth :]
         own_ends = np.flatnonzero(token_ids_L[:-1] == token_ids_L[-1])
-        own = self._best(token_ids_L, agreeing(token_ids_L, own_ends, last), num_drafts)
-        earlier = self._best(self.earlier.text, self.earlier.agreeing(last), num_drafts)
+        own = self._best(token_ids_L, matches(token_ids_L, own_ends, last), num_drafts)
+        earlier = self._best(self.earlier.text, self.earlier.matches(last), num_drafts)
         best = own if own.score >= earlier.score else earlier
         return np.array(best.drafts, dtype=np.int32) if best.drafts else None
 
