@@ -83,7 +83,7 @@ static void gate_and_mul(const GateArgs& a) {
                a.activation == Activation::kSilu ? gate_and_mul_thread<Silu> : gate_and_mul_thread<GeluTanh>, &args);
 }
 
-// Turns the first 2 * half dimensions of a head. rotation: its cosines, then its sines.
+// Rotates the first 2 * half dimensions of a head (RoPE). rotation: cosines, then sines.
 PENSTOCK_INLINE void turn(float* head, const float* rotation, int64_t half) {
   const float* cosines = rotation;
   const float* sines = rotation + half;
@@ -116,7 +116,7 @@ static void rotary(const RotaryArgs& a) {
   run_parallel(threads_for(a.num_tokens * a.num_heads * a.half * 2, a.num_tokens, a.num_threads), rotary_thread, &args);
 }
 
-// The largest of a row's values that are numbers, and whether there are others.
+// The largest value of a row except NaN, and whether the row has a NaN.
 PENSTOCK_INLINE void scan(const float* x, int64_t size, float* largest, bool* has_nan) {
   const int64_t whole = size / kLanes * kLanes;
   Vec most = splat(-__builtin_inff());
@@ -135,7 +135,7 @@ PENSTOCK_INLINE void scan(const float* x, int64_t size, float* largest, bool* ha
   }
 }
 
-// Where the largest is that `scan` told of.
+// Index of the first NaN or, without one, of the first `largest`, as `scan` found them.
 PENSTOCK_INLINE int64_t find(const float* x, float largest, bool has_nan) {
   int64_t index = 0;
   if (has_nan)

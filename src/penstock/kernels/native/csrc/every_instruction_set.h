@@ -1,4 +1,4 @@
-// What the sources of every instruction set include before they switch the compiler to it.
+// Headers that each per-instruction-set source includes before it switches the compiler to its instruction set.
 #pragma once
 
 #include <cstddef>

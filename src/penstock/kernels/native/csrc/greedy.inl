@@ -1,13 +1,13 @@
-// The output feature with the largest product, without writing the products down.
+// Greedy sampling fused with the LM head: argmax of a linear layer, without storing its output.
 //
-// Every product is that of `linear`, bit for bit, so the choice is the one that `argmax` makes of them.
+// Every product equals that of `linear` bit for bit, so the index equals that of `argmax` over them.
 
 namespace PENSTOCK_NAMESPACE {
 
-// Panels of products that a thread makes before it looks at them.
+// Panels of products per argmax scan.
 constexpr int64_t kPanelsLookedAt = 8;
 
-// What is known of a row: the first of the largest so far, as what is not a number counts as largest.
+// Running argmax of a row: the first of the largest values; NaN counts as largest.
 struct Best {
   float largest;
   int64_t index;
@@ -15,7 +15,7 @@ struct Best {
 
 constexpr Best kNothing = {-__builtin_inff(), INT64_MAX};
 
-// Panels come in any order, so the first is the one with the lowest number.
+// Panels come in any order; of equal values the lowest index wins.
 PENSTOCK_INLINE void note_largest(const Best& other, Best& best) {
   const bool is_nan = other.largest != other.largest, was_nan = best.largest != best.largest;
   const bool is_larger = is_nan ? !was_nan : other.largest > best.largest;
@@ -30,7 +30,7 @@ struct GreedyJob {
   bool* had_memory;  // [threads]
 };
 
-// Columns that begin at output feature `first`.
+// Updates `best` with columns that begin at output feature `first`.
 static void look_at(const float* products, int64_t columns, int64_t first, Best& best) {
   float largest;
   bool has_nan;
@@ -66,7 +66,7 @@ static void greedy_thread(void* data, int thread, const Team&) {
     bool has_edge;
     const Panels full = turn.panels.without(full_panels, has_edge);
     multiply_panels<W>(part, 0, rows, full, products, kPanel);
-    // Panels next to each other are looked at together.
+    // Adjacent panels are scanned together.
     const int64_t together = full.apart == 1 ? full.count : 1;
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < full.count; i += together)

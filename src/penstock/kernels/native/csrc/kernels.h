@@ -1,6 +1,6 @@
-// The kernels that exist once per instruction set, as plain functions on pointers.
+// Kernels with one build per instruction set, as plain functions on pointers.
 //
-// Sizes count elements, strides too. float everywhere unless a parameter says otherwise.
+// Sizes and strides count elements. float everywhere unless a parameter says otherwise.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace penstock {
 
 enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
-// out[m][n] = sum over k of x[m][k] * weight[n][k], plus bias[n] if there is one.
+// out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].
 //
 // weight: from pack_weight. x and out have contiguous rows, x_stride and out_stride apart.
 struct LinearArgs {
@@ -25,7 +25,7 @@ struct LinearArgs {
 };
 
 enum class CacheType : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
-// The first of each row's largest products, as ArgmaxArgs has it; the product's bias and output are not used.
+// Argmax of each row's products, as in ArgmaxArgs; the product's bias and output are not used.
 struct GreedyArgs {
   LinearArgs product;
   int64_t* index;  // [rows]
@@ -33,20 +33,20 @@ struct GreedyArgs {
   float* largest;  // [rows], or nullptr
 };
 
-// Writes the step's keys and values into the cache, then attends causally.
+// Writes the step's keys and values into the KV cache, then computes causal attention.
 //
 // A block of one KV head holds keys as [dimension][position in block], values as [position in block][dimension], and
-// with int8 the scale of each position behind them; blocks lie as [block][kv head].
-// Requests are those of a step: request r has tokens query_start[r] .. query_start[r + 1], which are the last ones of
-// its seq_lens[r] positions. What a request of more than one token writes, others may read in the same step.
-// window: positions seen, the current one included; 0 for all. soft_cap: 0 for none.
-// Query and key heads are normalised and rotated first if there are a norm weight and a rotary table.
-// phase: only one half of this, where the other half comes, or came, in a call of its own. What only writes reads no
-// query and gives no output.
+// with int8 the scale of each position after them; blocks lie as [block][kv head].
+// Request r of the step has tokens query_start[r] .. query_start[r + 1], the last of its seq_lens[r] positions. Blocks
+// written by a request of more than one token may be read by other requests in the same step.
+// window: sliding window in positions, the current one included; 0 for none. soft_cap: 0 for none.
+// With a norm weight and a rotary table, query and key heads are normalised and rotated first.
+// phase: kWrite or kAttend for one half alone, when a separate call does the other half. kWrite reads no query and has
+// no output.
 // num_shares: decode context parallel ranks, with runs of `interleave` positions each; this one is `share`. Requests,
-// their lengths and windows are of all positions, blocks of those that are here. Queries are the heads of all ranks, equal
-// in number, norms those of this rank's. Where there are several, a vector of the output is an average over what is here,
-// zeros over nothing, and behind it comes the logarithm, to the base 2, of the sum of what it is weighed by.
+// lengths and windows count all positions, blocks those of this rank. Queries are the heads of all ranks, equal in
+// number; norm weights are this rank's. With several ranks, an output vector is the weighted mean over this rank's
+// positions (zeros without any), followed by the base-2 logarithm of the sum of its weights (log-sum-exp).
 enum class AttentionPhase : int { kBoth = 0, kWrite = 1, kAttend = 2 };
 
 struct AttentionArgs {
@@ -58,7 +58,7 @@ struct AttentionArgs {
   int64_t value_stride;
   void* key_cache;
   void* value_cache;
-  int64_t head_stride;  // bytes from one KV head of a block to the next, of which a block has num_kv_heads
+  int64_t head_stride;  // bytes between two of a block's num_kv_heads KV heads
   CacheType cache_type;
   const int32_t* query_start;
   const int32_t* seq_lens;
@@ -79,7 +79,8 @@ struct AttentionArgs {
   int num_threads;
 };
 
-// x / sqrt(mean(x^2) + eps) * weight for the heads of every row; with a residual, x becomes x + residual first, in place.
+// RMS norm: x / sqrt(mean(x^2) + eps) * weight for the heads of every row; with a residual, x becomes x + residual
+// first, in place.
 //
 // x and residual: [rows][heads][size], rows x_stride apart. out: the same, contiguous. weight: [size], weight_stride 0,
 // or [heads][size]. Plain hidden states are one head.
@@ -95,7 +96,7 @@ struct NormArgs {
   int num_threads;
 };
 
-// kGeluTanh: gelu's approximation by tanh.
+// kGeluTanh: tanh approximation of GELU.
 enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
 
 // activation(gate) * up, for rows that hold gate, then up: [rows][2 * size] to [rows][size].
@@ -107,7 +108,7 @@ struct GateArgs {
   int num_threads;
 };
 
-// Turns the first 2 * half dimensions of every head in place: (a, b) becomes (a cos - b sin, b cos + a sin).
+// RoPE of the first 2 * half dimensions of every head, in place: (a, b) becomes (a cos - b sin, b cos + a sin).
 //
 // table: [positions][cosines, then sines; half of each].
 struct RotaryArgs {
@@ -119,7 +120,7 @@ struct RotaryArgs {
   int num_threads;
 };
 
-// Rows of the packed weight, such as a token's embedding: out[i] = weight[ids[i]].
+// Rows of the packed weight, such as token embeddings: out[i] = weight[ids[i]].
 struct RowsArgs {
   const void* weight;
   const int32_t* ids;
@@ -129,7 +130,7 @@ struct RowsArgs {
   int num_threads;
 };
 
-// Rows of a table that is not packed: out[i] = table[ids[i]].
+// Rows of an unpacked table: out[i] = table[ids[i]].
 struct LookupArgs {
   const void* table;  // [num_rows][width]
   const int32_t* ids;
@@ -139,7 +140,7 @@ struct LookupArgs {
   int num_threads;
 };
 
-// The first of each row's largest values; failed where that is not finite, as what is not a number counts as largest.
+// Argmax of each row, the first on ties; NaN counts as largest. failed: the largest value is not finite.
 struct ArgmaxArgs {
   const float* x;  // [rows][size]
   int64_t* index;  // [rows]
@@ -149,8 +150,8 @@ struct ArgmaxArgs {
   int num_threads;
 };
 
-// A token of each row, drawn by softmax(x) with a number from (seed, position). failed: a row that has no distribution,
-// with what is not a number, plus infinity, or nothing but minus infinity.
+// A token of each row sampled from softmax(x), with random bits from (seed, position). failed: a row without a
+// distribution, because of a NaN, plus infinity, or nothing but minus infinity.
 struct DrawArgs {
   const float* x;            // [rows][size]
   const int64_t* seeds;      // [slots]
@@ -162,11 +163,11 @@ struct DrawArgs {
   int num_threads;
 };
 
-// Minus infinity for the tokens of these rows whose bit is not set: bit i of word w is that of token 32 w + i.
+// Sets logits to minus infinity where a token's bit is not set: bit i of word w is token 32 w + i.
 struct AllowArgs {
   float* x;             // rows of `size`
-  const int64_t* rows;  // [num_rows], different ones; nullptr for all, one after the other
-  const int32_t* words;  // [num_rows][num_words], enough of them for `size`
+  const int64_t* rows;  // [num_rows], distinct; nullptr for rows 0 .. num_rows
+  const int32_t* words;  // [num_rows][num_words], at least `size` bits
   int64_t num_rows, size, num_words;
   int num_threads;
 };
@@ -177,7 +178,7 @@ struct Kernels {
   int panel_width;
   void (*pack_weight)(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed);
   void (*unpack_weight)(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight);
-  // These are false when there is no memory to work in; the output is undefined then.
+  // These return false when scratch allocation fails; the output is undefined then.
   bool (*linear)(const LinearArgs&);
   bool (*greedy)(const GreedyArgs&);
   bool (*attention)(const AttentionArgs&);

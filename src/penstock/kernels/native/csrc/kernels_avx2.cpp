@@ -1,5 +1,5 @@
-// AVX2 with fused multiply-add: of 16 registers of 8 floats, a tile of 6 rows by 2 vectors uses 15, and 12 for its sums
-// with quantised weights.
+// AVX2 with FMA: of 16 registers of 8 floats, a tile of 6 rows by 2 vectors uses 15, and 12 for its accumulators with
+// quantised weights.
 #include "every_instruction_set.h"
 
 #if defined(__x86_64__)

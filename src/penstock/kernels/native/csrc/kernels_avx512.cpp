@@ -1,5 +1,5 @@
-// AVX-512: of 32 registers of 16 floats, a tile of 12 rows by 2 vectors uses 27, and 24 for its sums with quantised
-// weights, whose bytes it has no instructions for.
+// AVX-512: of 32 registers of 16 floats, a tile of 12 rows by 2 vectors uses 27, and 24 for its accumulators with
+// quantised weights, for which it has no byte dot products.
 #include "every_instruction_set.h"
 
 #if defined(__x86_64__)

@@ -1,29 +1,30 @@
-// Matrix products with weights packed in panels.
+// Linear layers (GEMM) with weights packed in panels.
 //
-// Every output is one chain of fused multiply-adds over the inner dimension, from its first element to its last,
-// whatever the number of rows, threads or tiles: so a row's result has the same bits alone and in any batch.
+// Every output is one chain of FMAs over the inner dimension, from its first element to its last, whatever the number
+// of rows, threads or tiles: a row's result is bit-exact alone and in any batch.
 
 namespace PENSTOCK_NAMESPACE {
 
 constexpr int kPanel = PENSTOCK_PANEL_VECTORS * kLanes;
 constexpr int kTileRows = PENSTOCK_TILE_ROWS;
-// Inner elements taken at a time: a panel's part of them, at most 32 KB, stays in a near cache while all rows pass over it.
+// Inner elements per block: a panel's part of them, at most 32 KB, stays in the L1 or L2 cache while all rows pass over
+// it.
 template <class W>
 constexpr int64_t kDepth = least(512, 32 * 1024 / (kPanel * sizeof(W)));
-// Bytes between what a single tile of rows multiplies and what it fetches meanwhile. Much more than that would be pushed
-// out of the first-level cache again by what comes after it.
+// Prefetch distance in bytes of a single tile of rows. Lines prefetched much further ahead would be evicted from the L1
+// cache before use.
 constexpr int64_t kFetchedAhead = 8 * 1024;
-// Rows whose products take about as long as their weights take to come from memory: between a few, which do nothing but
-// wait, and many, which never do. What is fetched into the first-level cache holds one of its few places for lines that
-// are on their way until it is there, and what is needed now must wait for one: so it is fetched into the second-level one.
-// Both ends are where that began and ceased to help, with AVX2 and with AVX-512 on a Zen 4 CPU.
+// Numbers of rows for which compute time is about equal to the weights' memory time: fewer rows are bound by memory
+// alone, more rows by compute alone. A prefetch into L1 occupies one of its few line fill buffers until the line
+// arrives, and demand loads must wait for one: so these prefetch into L2. Both limits are where that began and ceased
+// to help, with AVX2 and with AVX-512 on a Zen 4 CPU.
 constexpr bool is_bound_by_both(int64_t rows) { return rows > 6 && rows < 24; }
-// Inner elements between two turns of a loop: branch predictors learn so short a loop.
+// Inner elements per loop iteration: branch predictors learn so short a loop.
 constexpr int kUnroll = 8;
-// Floats of rows that a thread goes over for every panel: they should stay in the second-level cache.
+// Floats of rows that a thread multiplies with every panel: they should stay in the L2 cache.
 constexpr int64_t kRowsInCache = 96 * 1024;
 
-// Panels hold an inner element's weights side by side: the first vector's, then the second's. Those of bfloat16 alternate
+// Panels hold an inner element's weights contiguously: the first vector, then the second. bfloat16 weights alternate
 // between the vectors, so that each pair is one lane, and widening a pair takes a shift and a mask.
 static_assert(PENSTOCK_PANEL_VECTORS == 2, "panels are two vectors wide");
 
@@ -39,7 +40,7 @@ PENSTOCK_INLINE Vec load_one(const Bfloat16* from, int v) {
   return v == 0 ? (Vec)(pairs << 16) : (Vec)(pairs & 0xffff0000u);
 }
 
-// Where the weight of a panel's column lies among those of an inner element.
+// Index of a panel column's weight among the weights of an inner element.
 template <class W>
 constexpr int64_t place_in_panel(int64_t column) {
   return column;
@@ -51,7 +52,7 @@ constexpr int64_t place_in_panel<Bfloat16>(int64_t column) {
 
 // Tiles of R rows by P panels, one below the other: out += x * weight over `depth` inner elements.
 //
-// weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * out_panel_stride; started from
+// weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * out_panel_stride; starts from
 // zero if `is_first`.
 template <class W>
 struct TileColumn {
@@ -66,11 +67,11 @@ struct TileColumn {
   int64_t num_tiles;
 };
 
-// Compilers would else keep every sum of a stride and a step at hand, more of them than there are registers.
+// Otherwise compilers precompute every sum of a stride and a step, more of them than there are registers.
 PENSTOCK_INLINE void keep_apart(const float*& pointer) { asm("" : "+r"(pointer)); }
 
-// Inner elements that go on in one panel before the next one's turn: a cache line of one row's weights, so that lines
-// are read one after the other.
+// Consecutive inner elements of one panel before the next panel: a cache line of weights for a single row, so that
+// lines are read one after the other.
 template <class W>
 constexpr int steps_at_once(int rows, int panels) {
   constexpr int64_t kStepsOfLine = kCacheLine / (kPanel * sizeof(W));
@@ -81,7 +82,7 @@ constexpr int steps_at_once(int rows, int panels) {
 template <int R, int P, int K, class W>
 PENSTOCK_INLINE void multiply_steps(const float* const (&x)[R], int k, const W* weight, int64_t panel_stride,
                                     Vec (&sum)[R][P][2]) {
-  // What there is more of is loaded as it is needed: registers are full of sums.
+  // The more numerous operands are loaded when needed: the accumulators occupy the registers.
   if constexpr (P == 1) {
     static_assert(K == 1, "a panel alone goes from element to element");
     Vec w[2];
@@ -149,7 +150,7 @@ static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
   }
 }
 
-// Few rows take several panels at once: a single chain of additions per vector would wait for itself.
+// Few rows take several panels at once: a single chain of additions per vector would be bound by latency.
 constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
 
 template <class W>
@@ -173,8 +174,7 @@ PENSTOCK_INLINE void multiply_column(const Tiles& tiles, int64_t panels, TileCol
   multiply<W>(tiles.height, panels, t);
 }
 
-// Some panels, all of them full, times a chunk of rows. out: the first panel's, of which the next one's is
-// `out_panel_stride` away.
+// Some panels, all of them full, times a chunk of rows. out: of the first panel; panels are `out_panel_stride` apart.
 template <class W>
 static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
                             int64_t out_panel_stride) {
@@ -189,8 +189,9 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
     for (int64_t k = 0; k < depth; k += block) {
       const int64_t part = least(block, depth - k);
       const W* weight = panel + k * kPanel;
-      // While several tiles pass over one part of a panel, the part after it is fetched; a single one fetches what it comes
-      // to a little later. Several panels are fetched as they are read: that is from several places already.
+      // While several tiles pass over one part of a panel, the next part is prefetched; a single tile prefetches its
+      // own weights kFetchedAhead ahead. Several panels at once are not prefetched: they are several read streams
+      // already.
       const int64_t bytes = part * kPanel * static_cast<int64_t>(sizeof(W));
       const int64_t turns = tiles.count * divided_up(part, kUnroll);
       const char* const fetched = reinterpret_cast<const char*>(weight) + (is_single ? kFetchedAhead : bytes);
@@ -202,7 +203,7 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
   }
 }
 
-// The panel that is not full goes through a buffer: its padding must not reach the output.
+// The partial panel goes through a buffer: its padding must not reach the output.
 template <class W>
 static void multiply_edge(const LinearArgs& a, int64_t first_row, int64_t rows) {
   const int64_t panel = a.out_features / kPanel, columns = a.out_features % kPanel;
@@ -227,26 +228,26 @@ static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, const
   }
 }
 
-// Rows that a thread takes at a time: chunks of nearly the same size, in whole tiles.
+// Rows per chunk: chunks of nearly the same size, in whole tiles.
 static int64_t rows_at_once(const LinearArgs& a) {
   const int64_t fitting = kRowsInCache / a.in_features;
   const int64_t most = fitting < 8 * kTileRows ? 8 * kTileRows : fitting;
   return divided_up(divided_up(a.rows, divided_up(a.rows, most)), kTileRows) * kTileRows;
 }
 
-// Rows a multiple of so many floats apart meet in the same few places of the first-level cache.
+// Rows a multiple of so many floats apart map to the same few sets of the L1 cache.
 constexpr int64_t kCrowdedStride = 1024;
 constexpr int64_t kRowsApart = 16;
 
-// A chunk of rows in places that do not crowd each other. Each thread has a copy of its own: that costs less than waiting
-// for the others, and what a core has written itself is in its cache.
+// Copies a chunk of rows to a stride without cache set conflicts. Each thread has its own copy: that costs less than a
+// barrier, and the copy is in the core's own cache.
 static LinearArgs spread_rows(const LinearArgs& a, int64_t first_row, int64_t rows) {
   static thread_local Scratch scratch;
   LinearArgs spread = a;
   if (a.x_stride % kCrowdedStride != 0 || rows <= 2 * kTileRows) return spread;
   const int64_t stride = a.in_features + kRowsApart;
   float* memory = scratch.get(static_cast<size_t>(rows * stride));
-  if (memory == nullptr) return spread;  // it is only slower
+  if (memory == nullptr) return spread;  // correct, but slower
   for (int64_t row = 0; row < rows; ++row)
     std::memcpy(memory + row * stride, a.x + (first_row + row) * a.x_stride, a.in_features * sizeof(float));
   spread.x = memory - first_row * stride;
@@ -259,20 +260,20 @@ static Function for_type(WeightType type, Function float32, Function bfloat16, F
   return type == WeightType::kFloat32 ? float32 : type == WeightType::kBfloat16 ? bfloat16 : float16;
 }
 
-// Products that a thread should make before it looks for the next ones: a microsecond's worth, many times what looking
-// takes. At the end one waits for the other's turn, half of one on average.
+// Multiply-adds per turn of a thread: a microsecond's worth, many times the cost of taking a turn. At the end a thread
+// waits for half a turn of another thread on average.
 constexpr int64_t kProductsPerTurn = 64 * 1024;
 constexpr int64_t kPanelsPerTurn = 4;
 
-// A product cut into rows that are taken at a time, times panels, the last of which may not be full. Each thread has a
-// share of the panels, for all rows; in streams where several panels are taken at once, which a few rows do.
+// Division of a product into chunks of rows times panels, the last of which may be partial. Each thread has a share of
+// the panels, for all rows; in streams where a few rows take several panels at once.
 struct PanelShares {
   Shares shares;
   int64_t chunk_rows, num_panels, panels_each, num_chunks, panels_per_turn;
   PanelStreams streams{0, 1, 1};
   bool has_streams;
 
-  // most_panels: that a thread takes at a turn. False when there is no memory.
+  // most_panels: per turn of a thread. False when allocation fails.
   bool divide(const LinearArgs& a, int64_t most_panels, Scratch& scratch) {
     float* memory = scratch.get(Shares::floats_for(a.num_threads));
     if (memory == nullptr) return false;
@@ -293,7 +294,7 @@ struct PanelShares {
     Panels panels;
   };
 
-  // Calls run(Turn) for all that this thread takes.
+  // Calls run(Turn) for every turn of this thread.
   template <class Function>
   void take_turns(int thread, const Function& run) {
     Shares::Pieces taken;

@@ -1,4 +1,4 @@
-// Forbidding tokens by a bitmask: one pass over the words, which reads and writes logits only where a word forbids some.
+// Token bitmask: one pass over the words, which reads and writes logits only where a word forbids a token.
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -10,7 +10,7 @@ PENSTOCK_INLINE UintVec bit_of_each_lane() {
   return bits;
 }
 
-// The logits of a word's tokens, `count` of them; all 32 but at a row's end.
+// Masks the logits of one word's tokens, `count` of them; 32 except at a row's end.
 PENSTOCK_INLINE void allow_word(float* x, uint32_t word, int64_t count, UintVec bits) {
   if (word == ~0u) return;
   const Vec forbidden = splat(-__builtin_inff());

@@ -1,4 +1,4 @@
-// Products with weights of 8 or 4 bits, once per instruction set, as plain functions on pointers.
+// Linear layers with int8 or int4 weights, one build per instruction set, as plain functions on pointers.
 //
 // Activations are quantised to int8 per row; sums over the inner dimension are exact integers.
 #pragma once
@@ -7,10 +7,10 @@
 
 namespace penstock {
 
-// A weight as integers: weight[n][k] = (value[n][k] - zero[n][k / group_size]) * scale[n][k / group_size].
+// A quantised weight: weight[n][k] = (value[n][k] - zero[n][k / group_size]) * scale[n][k / group_size].
 //
-// bits: 8 with any values, one group that is the whole row and no zeros; or 4 with values from 0 to 15.
-// group_size: a multiple of 32; the last group need not be full.
+// bits: 8 (any int8 values, one group per row, no zero points), or 4 (values from 0 to 15).
+// group_size: a multiple of 32; the last group may be shorter.
 struct QuantizedShape {
   int bits;
   int64_t out_features, in_features, group_size;
@@ -21,10 +21,10 @@ struct QuantizedPackArgs {
   int8_t* values;  // [out_features][in_features]
   float* scales;   // [out_features][groups]
   uint8_t* zeros;  // [out_features][groups]; unused for 8 bits
-  void* packed;    // packed_bytes of the shape, on a cache line
+  void* packed;    // packed_bytes of the shape, aligned to a cache line
 };
 
-// out[m][n] = sum over k of x[m][k] * weight[n][k], plus bias[n] if there is one.
+// out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].
 struct QuantizedLinearArgs {
   QuantizedShape shape;
   const float* x;
@@ -37,7 +37,8 @@ struct QuantizedLinearArgs {
   int num_threads;
 };
 
-// out[i] = weight[ids[i]], plus rest[ids[i]] if there is one: of the same shape, what rounding has left over.
+// out[i] = weight[ids[i]], plus the optional rest[ids[i]]: of the same shape, the quantised quantisation error of
+// weight.
 struct QuantizedRowsArgs {
   QuantizedShape shape;
   const void* weight;
@@ -53,7 +54,7 @@ struct QuantizedKernels {
   int64_t (*packed_bytes)(const QuantizedShape&);
   void (*pack)(const QuantizedPackArgs&);
   void (*unpack)(const QuantizedPackArgs&);
-  // False when there is no memory to work in; the output is undefined then.
+  // False when scratch allocation fails; the output is undefined then.
   bool (*linear)(const QuantizedLinearArgs&);
   bool (*rows)(const QuantizedRowsArgs&);
 };

@@ -1,14 +1,14 @@
-// All kernels for quantised weights of one instruction set, and their table.
+// All quantised kernels of one instruction set, and their table.
 //
-// The file that includes this defines what simd.h needs, PENSTOCK_TILE_ROWS, PENSTOCK_INT4_TILE_ROWS, and
-// PENSTOCK_DOT_QUADS: whether there is an instruction for four products of bytes.
+// The including file defines the macros of simd.h, PENSTOCK_TILE_ROWS, PENSTOCK_INT4_TILE_ROWS, and PENSTOCK_DOT_QUADS:
+// whether the instruction set has a dot product of four bytes (VNNI).
 
 #include "simd.h"
 #include "tiles.h"
 #include "simd_integers.h"
 #include "quantized_rows.inl"
 
-// How far ahead of its use, in bytes, few rows fetch a weight.
+// Prefetch distance of weights for few rows, in bytes.
 #define PENSTOCK_AHEAD 2048
 
 #include "quantized_int8.inl"
@@ -16,26 +16,26 @@
 
 namespace PENSTOCK_NAMESPACE {
 
-// Bytes of rounded rows that a thread goes over for every panel: they should stay in the second-level cache.
+// Bytes of quantised rows that a thread multiplies with every panel: they should stay in the L2 cache.
 constexpr int64_t kQuantizedRowsInCache = 256 * 1024;
-// So few rows are rounded by every thread for itself, which takes less time than waiting for the others.
+// Up to this many rows every thread quantises its own copy, which takes less time than a barrier.
 constexpr int64_t kFewRows = 2;
 
 constexpr int kWidestPanel = kInt8Panel > kInt4Panel ? kInt8Panel : kInt4Panel;
 constexpr int kMostTileRows = PENSTOCK_TILE_ROWS;
 
-// Products that a thread should make before it looks for the next ones, and panels that this is at most.
+// Multiply-adds per turn of a thread between two looks for work, and the maximum of panels per turn.
 constexpr int64_t kProductsPerTurn = 1024 * 1024;
 constexpr int64_t kMostPanelsPerTurn = 4;
 
 struct QuantizedJob {
   const QuantizedLinearArgs* args;
-  QuantizedRows rows;  // few of them: `rows_at_once` for each thread
+  QuantizedRows rows;  // up to kFewRows: `rows_at_once` for each thread
   int64_t rows_at_once;
   float* memory;  // of the shares
   PanelStreams streams;
   bool has_streams;
-  Shares panels;  // of the rows that are at hand; turns if there are streams
+  Shares panels;  // of the current rows; turns if there are streams
 };
 
 PENSTOCK_INLINE int64_t panel_width(const QuantizedShape& s) { return s.bits == 8 ? kInt8Panel : kInt4Panel; }
@@ -49,7 +49,7 @@ PENSTOCK_INLINE int64_t tile_rows(Form form) {
 PENSTOCK_INLINE int64_t row_units(const QuantizedShape& s, Form form) { return padded(s.in_features) / unit_size(form); }
 PENSTOCK_INLINE int64_t groups_summed(const QuantizedShape& s) { return s.bits == 4 ? num_groups(s) : 0; }
 
-// Memory for `count` rows; values is nullptr when there is none.
+// Scratch memory for `count` rows; values is nullptr when allocation fails.
 static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, Form form, int64_t count) {
   const int64_t units = row_units(s, form);
   int32_t* memory = reinterpret_cast<int32_t*>(scratch.get(static_cast<size_t>(count * (units + groups_summed(s) + 1))));
@@ -62,7 +62,7 @@ static QuantizedRows rows_from(const QuantizedRows& rows, const QuantizedShape& 
           rows.group_sums + first * groups_summed(s)};
 }
 
-// The rows of a tile, from x, whose rows are x_stride apart.
+// Quantises the rows of a tile of x; rows of x are x_stride apart.
 static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_stride, const QuantizedRows& rows,
                           const Tiles::Tile& tile) {
   for (int64_t i = 0; i < tile.height; ++i) {
@@ -83,7 +83,8 @@ PENSTOCK_INLINE int64_t panels_at_once(const QuantizedLinearArgs& a) {
   return a.shape.bits == 8 ? int8_panels_at_once(a.rows) : int4_panels_at_once(a.rows);
 }
 
-// Some panels times a chunk of rows. The last of all may be wider than the output: it goes through a buffer.
+// Some panels times a chunk of rows. The last panel of the weight may be wider than the output: it goes through a
+// buffer.
 static void multiply_quantized_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
                                       int64_t rows, const Panels& panels) {
   const QuantizedShape& s = a.shape;
@@ -140,9 +141,9 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
     if (are_few) {
       for (int64_t tile = 0; tile < tiles.count; ++tile) quantize(tile);
     } else {
-      if (first != 0) team.barrier();  // others may still read the rows before these
+      if (first != 0) team.barrier();  // other threads may still read the previous rows
       if (first != 0 && thread == 0) share_panels(job);
-      // Whole tiles: the rows of one lie side by side, and threads that share cache lines wait for each other.
+      // Whole tiles: rows of a tile are interleaved, and shared cache lines would cause false sharing.
       for (int64_t tile = thread; tile < tiles.count; tile += team.num_threads) quantize(tile);
       team.barrier();
     }
@@ -187,7 +188,7 @@ static void unpack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? unpack_int8
 
 struct QuantizedRowsJob {
   const QuantizedRowsArgs* args;
-  float* rests;  // [threads][in_features], where there are any
+  float* rests;  // [threads][in_features]; nullptr without a rest
 };
 
 static void quantized_rows_thread(void* data, int thread, const Team& team) {

@@ -1,4 +1,4 @@
-// AVX-512 with VNNI, which multiplies bytes four at a time.
+// AVX-512 with VNNI: dot products of four bytes per lane.
 #include "every_instruction_set.h"
 
 #if defined(__x86_64__)

@@ -1,19 +1,19 @@
-// Products with 4-bit weights: a scale and a zero point per output feature and group of inner elements.
+// Linear layers with int4 weights: a scale and a zero point per output feature and group of inner elements.
 //
 // The integer sum of a group is exact; the groups are then added in their order as floats.
-// A panel is its zero points, [group][output], and for every group its scales and [inner eights][output][4 bytes], whose
-// lower halves are the first four elements and upper halves the other four. Products of unsigned halves and signed bytes
-// are small enough that vpmaddubsw cannot saturate, nor eight of its results together.
+// A panel holds its zero points, [group][output], and for every group its scales and [inner eights][output][4 bytes]:
+// low nibbles are the first four elements, high nibbles the other four. Products of unsigned nibbles and signed bytes
+// are small enough that vpmaddubsw cannot saturate, nor the sum of eight of its results.
 
 namespace PENSTOCK_NAMESPACE {
 
 constexpr int kInt4Vectors = 2;
 constexpr int kInt4Panel = kInt4Vectors * kLanes;
 constexpr int kInt4TileRows = PENSTOCK_INT4_TILE_ROWS;
-constexpr int64_t kInt4Header = kInt4Panel * sizeof(float);  // of a group
-// Bytes of a panel's part that stays in the first-level cache while all rows pass over it.
+constexpr int64_t kInt4Header = kInt4Panel * sizeof(float);  // per group
+// Bytes of a panel's part that stays in the L1 cache while all rows pass over it.
 constexpr int64_t kInt4Part = 16 * 1024;
-// Sums of 16 bits hold so many inner elements: 8 * 2 * 15 * 127 < 2^15.
+// Inner elements that fit an int16 sum: 8 * 2 * 15 * 127 < 2^15.
 constexpr int64_t kRun = 32;
 constexpr int64_t kRunLines = kRun * kInt4Panel / 2 / kCacheLine;
 
@@ -43,7 +43,7 @@ struct Int4Column {
   float* out;
   int64_t out_stride, out_panel_stride;
   bool is_first, is_last;
-  // Memory to fetch into the cache meanwhile: a step on for every cache line of weights.
+  // Memory to prefetch meanwhile: next_step bytes per cache line of weights.
   const char* next;
   int64_t next_step;
   int64_t num_tiles;
@@ -86,7 +86,7 @@ PENSTOCK_INLINE void multiply_int4_run(const int32_t* x, const uint8_t* weight, 
 #endif
 }
 
-// A group is done: its exact sums, without what the zero points add, times its scales.
+// Adds a finished group: its exact integer sums, corrected for the zero points, times its scales.
 template <int R>
 PENSTOCK_INLINE void add_int4_group(const Int4Column& t, const int32_t* group_sums, int64_t g, const uint8_t* zeros,
                                     const uint8_t* group, const IntVec (&sum)[R][kInt4Vectors],
@@ -103,7 +103,7 @@ PENSTOCK_INLINE void add_int4_group(const Int4Column& t, const int32_t* group_su
   }
 }
 
-// Several panels go on by turns, group by group.
+// With several panels, they alternate group by group.
 template <int R, int P>
 static __attribute__((noinline)) void run_int4_tiles(const Int4Column& t) {
   const char* next = t.next;
@@ -150,7 +150,7 @@ static __attribute__((noinline)) void run_int4_tiles(const Int4Column& t) {
   }
 }
 
-// A row alone takes several panels at once: a weight is read faster from several places.
+// A single row takes several panels at once: several read streams give more memory bandwidth.
 constexpr int64_t int4_panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
 
 static void multiply_int4(int64_t rows, int64_t panels, const Int4Column& t) {
@@ -172,7 +172,7 @@ static void multiply_int4_panels(const QuantizedLinearArgs& a, const QuantizedRo
     const int64_t part = least(block, depth - k), num_parts = divided_up(part, s.group_size);
     const int64_t bytes = num_parts * kInt4Header + part * kInt4Panel / 2;
     const int64_t above = tiles.rows_of_taller();
-    // Tiles share the fetching of what comes next; a single one fetches what it comes to itself a little later.
+    // Several tiles share the prefetch of the next part; a single tile prefetches its own weights PENSTOCK_AHEAD ahead.
     const bool is_single = tiles.count == 1;
     const char* const next = reinterpret_cast<const char*>(weight) + (is_single ? PENSTOCK_AHEAD : bytes);
     const int64_t next_step = divided_up(kCacheLine, tiles.count);
@@ -192,7 +192,7 @@ static void multiply_int4_panels(const QuantizedLinearArgs& a, const QuantizedRo
   }
 }
 
-// Where an element lies: its byte within the panel after the zero points, and the half of it.
+// Location of an element: its byte within the panel after the zero points, and its nibble.
 struct Int4Place {
   int64_t group, byte;
   int shift;

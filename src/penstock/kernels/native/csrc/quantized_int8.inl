@@ -1,7 +1,7 @@
-// Products with 8-bit weights: one scale per output feature, exact integer sums.
+// Linear layers with int8 weights: one scale per output feature, exact integer sums.
 //
-// A packed weight is a cache line that says how its products are made, then panels. A panel is a header (scales, and what
-// is to be taken off every sum) and [inner steps][output][elements of a step].
+// A packed weight is a cache line with its form (Pairs or Quads), then panels. A panel is a header (scales, and a
+// correction to subtract from every sum) and [inner steps][output][elements of a step].
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -9,16 +9,16 @@ constexpr int kInt8Vectors = 2;
 constexpr int kInt8Panel = kInt8Vectors * kLanes;
 constexpr int64_t kInt8Header = kInt8Panel * (sizeof(float) + sizeof(int32_t));
 
-// Two inner elements at a time, both sides widened to 16 bits: for any weights.
+// Two inner elements at a time, both operands widened to int16: for any weights.
 struct Pairs {
   static constexpr Form kForm = Form::kShort;
   static constexpr int kStep = 2;
   static constexpr int kTileRows = PENSTOCK_TILE_ROWS;
 };
 
-// Four bytes at a time, a third to a half faster. Rows are 128 too large, so that they have no signs. Without an
-// instruction for all four, only for weights of which no two neighbours are together beyond kMostOfNeighbours; and
-// the ones that it then takes to add up what two bytes each gave need room among the registers.
+// Four bytes at a time, a third to a half faster. Activations are offset by 128, which makes them unsigned. Without
+// VNNI, only for weights in which no two neighbours sum to a magnitude above kMostOfNeighbours; adding up the pair sums
+// then needs ones in a register.
 struct Quads {
   static constexpr Form kForm = Form::kOffsetByte;
   static constexpr int kStep = 4;
@@ -28,7 +28,7 @@ struct Quads {
 // 255 * 128 < 2^15.
 constexpr int kMostOfNeighbours = 128;
 
-// Bytes of a panel's part that stays in the first-level cache while all rows pass over it.
+// Bytes of a panel's part that stays in the L1 cache while all rows pass over it.
 constexpr int64_t kInt8Part = 12 * 1024;
 
 PENSTOCK_INLINE int64_t int8_panel_bytes(int64_t in_features) { return kInt8Header + padded(in_features) * kInt8Panel; }
@@ -42,8 +42,8 @@ PENSTOCK_INLINE int int8_step(Form form) { return form == Form::kShort ? Pairs::
 
 // Tiles of R rows by P panels, one after the other, over a part of the inner dimension.
 //
-// x: [step][row], tiles R * row_units apart. header, weight: panels panel_stride apart. out, bias: panels out_panel_stride
-// apart; out holds the integers summed so far until the last part.
+// x: [step][row], tiles R * row_units apart. header, weight: panels panel_stride apart. out, bias: panels
+// out_panel_stride apart; out holds the partial integer sums until the last part.
 struct Int8Column {
   const int32_t* x;
   int64_t row_units;
@@ -55,13 +55,13 @@ struct Int8Column {
   float* out;
   int64_t out_stride, out_panel_stride;
   bool is_first, is_last;
-  // Memory to fetch into the cache meanwhile: a step on for every cache line of weights.
+  // Memory to prefetch meanwhile: next_step bytes per cache line of weights.
   const char* next;
   int64_t next_step;
   int64_t num_tiles;
 };
 
-// Steps between two turns of a loop; they divide those of any part.
+// Steps per loop iteration; divides the steps of any part.
 constexpr int64_t kInt8Unroll = 4;
 
 // One step: sum += x * weight.
@@ -101,7 +101,7 @@ PENSTOCK_INLINE void multiply_int8_step(Pairs, const int32_t* x, const int8_t* w
   }
 }
 
-// The products of a tile's last part: sums times scales, plus the bias.
+// Finishes a tile after the last part: sums times scales, plus the bias.
 template <int R, int P>
 PENSTOCK_INLINE void finish_int8_tile(const Int8Column& t, const float* row_scales,
                                       const IntVec (&sum)[R][P][kInt8Vectors], float* out) {
@@ -157,7 +157,7 @@ static __attribute__((noinline)) void run_int8_tiles(const Int8Column& t) {
   }
 }
 
-// A row alone takes several panels at once: a weight is read faster from several places.
+// A single row takes several panels at once: several read streams give more memory bandwidth.
 constexpr int64_t int8_panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
 
 template <class Way>
@@ -178,8 +178,8 @@ static void multiply_int8_panels(const QuantizedLinearArgs& a, const QuantizedRo
   for (int64_t k = 0; k < depth; k += block) {
     const int64_t part = least(block, depth - k);
     const int8_t* weight = header + kInt8Header + k * kInt8Panel;
-    // While the rows pass over this part, the one after it is fetched, a share by each tile; a single tile fetches what
-    // it comes to itself a little later.
+    // While the rows pass over this part, the next one is prefetched, a share by each tile; a single tile prefetches
+    // its own weights PENSTOCK_AHEAD ahead.
     const char* const next =
         reinterpret_cast<const char*>(weight) + (tiles.count == 1 ? PENSTOCK_AHEAD : part * kInt8Panel);
     const int64_t next_step = divided_up(kCacheLine, tiles.count);
@@ -231,7 +231,7 @@ static void pack_int8(const QuantizedPackArgs& a) {
         sum += values[k];
       }
       std::memcpy(header + n * sizeof(float), a.scales + first + n, sizeof(float));
-      sum *= 128;  // what offset bytes add to every product
+      sum *= 128;  // contribution of the offset 128 to the sum
       if (form == Form::kOffsetByte) std::memcpy(header + (kInt8Panel + n) * sizeof(float), &sum, sizeof sum);
     }
   }

@@ -1,21 +1,21 @@
-// Rows of activations as integers from -127 to 127, with a scale for each: x is about scale * integer.
+// Activation rows quantised to integers from -127 to 127, one scale per row: x is about scale * integer.
 //
-// A row is rounded by itself, so its integers do not depend on the batch.
+// A row is quantised by itself, so its integers do not depend on the batch.
 
 namespace PENSTOCK_NAMESPACE {
 
-// How the integers of a row lie in units of 32 bits: two of 16 bits, four bytes, or four bytes that are 128 too large.
+// Layout of a row's integers in 32-bit units: two int16, four int8, or four bytes offset by 128.
 enum class Form { kShort, kByte, kOffsetByte };
 
 constexpr int unit_size(Form form) { return form == Form::kShort ? 2 : 4; }
 
-// Rows lie in tiles of [unit][row], the last tile with fewer rows, with zeros up to a multiple of kPadding elements.
+// Tiles of [unit][row], the last tile with fewer rows, zero-padded to a multiple of kPadding elements.
 struct QuantizedRows {
   Form form;
   int32_t* values;
-  int64_t units;  // of a row
+  int64_t units;  // per row
   float* scales;
-  // For 4-bit weights, the sum of the integers of every group: [rows][groups].
+  // For int4 weights, the sum of the integers of every group: [rows][groups].
   int32_t* group_sums;
 };
 
@@ -23,7 +23,7 @@ constexpr int64_t kPadding = 32;
 
 PENSTOCK_INLINE int64_t padded(int64_t in_features) { return (in_features + kPadding - 1) / kPadding * kPadding; }
 
-// The largest magnitude in a row, as bits of a float; those of what is not a number are larger than infinity's.
+// The largest magnitude in a row, as bits of a float; the bits of NaN are larger than infinity's.
 static int32_t largest_magnitude(const float* x, int64_t size) {
   IntVec most{};
   int64_t k = 0;
@@ -43,8 +43,8 @@ static int32_t largest_magnitude(const float* x, int64_t size) {
   return largest;
 }
 
-// Elements k .. k + kLanes of a row whose units lie `height` apart. Neighbours are joined by shifts, since compilers make
-// many scalar instructions of conversions to narrower integers.
+// Stores elements k .. k + kLanes of a row whose units are `height` apart. Neighbours are joined by shifts, since
+// compilers turn conversions to narrower integers into many scalar instructions.
 template <Form form>
 PENSTOCK_INLINE void store_integers(int32_t* row, int64_t height, int64_t k, IntVec q) {
   typedef uint64_t PairVec __attribute__((vector_size(kLanes * 4)));
@@ -64,7 +64,7 @@ PENSTOCK_INLINE void store_integers(int32_t* row, int64_t height, int64_t k, Int
   }
 }
 
-// Elements from k on, those beyond the row zero.
+// Elements from k on, zeros beyond the end of the row.
 PENSTOCK_INLINE Vec load_padded(const float* x, int64_t size, int64_t k) {
   if (k + kLanes <= size) return load(x + k);
   float rest[kLanes] = {};
@@ -79,8 +79,8 @@ PENSTOCK_INLINE int32_t sum_int_lanes(IntVec v) {
   return sum;
 }
 
-// group_sums: a sum for every `group_size` elements. Returns the row's scale: not a number where the row holds something
-// that is not finite.
+// Quantises a row. group_sums: one sum for every `group_size` elements. Returns the row's scale: NaN if any element is
+// not finite.
 template <Form form>
 static float quantize_row(const float* x, int64_t size, int32_t* row, int64_t height, int64_t group_size,
                           int32_t* group_sums) {
@@ -88,10 +88,10 @@ static float quantize_row(const float* x, int64_t size, int32_t* row, int64_t he
   float largest, inverse = 0.0f;
   std::memcpy(&largest, &bits, sizeof largest);
   const bool is_finite = bits < 0x7f800000;
-  // Below this the inverse is not finite; such a row is as good as zero.
+  // Below this magnitude the inverse is not finite; such a row counts as zero.
   if (is_finite && largest > 1e-30f) inverse = 127.0f / largest;
   const Vec factor = splat(inverse);
-  // A row that is not finite gets zeros: what else its elements round to is so large that sums of it overflow.
+  // A non-finite row gets zeros: its other elements would convert to integers so large that their sums overflow.
   const int64_t given = is_finite ? size : 0;
   const int64_t end = padded(size);
   for (int64_t first = 0; first < end; first += group_size) {

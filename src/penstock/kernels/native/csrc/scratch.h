@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call, aligned to cache lines.
+// Per-thread scratch memory, kept from call to call and aligned to cache lines.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(memory_); }
 
-  // At least `count` floats, with anything in them; nullptr when there is no memory. Valid until the next call.
+  // At least `count` uninitialised floats; nullptr when allocation fails. Valid until the next call.
   float* get(size_t count) {
     if (count > capacity_) {
       std::free(memory_);

@@ -1,4 +1,4 @@
-// Work of threads that do not all get on at the same speed.
+// Work stealing among threads.
 #pragma once
 
 #include <cstddef>
@@ -6,21 +6,21 @@
 
 namespace penstock {
 
-// Numbered pieces of work. Each thread has a range of them to begin with, which it takes in order; one that has done
-// its own takes over the second half of what another has left. So no thread waits for longer than a few pieces take, where
-// a core is slower than others, or did something else meanwhile; and usually each thread reads its own range in order.
+// Numbered work items. Each thread starts with a range of them and takes it in order; a thread that has finished its
+// range steals the second half of another thread's remaining range. So no thread waits for longer than a few items
+// take, even where a core is slower or was preempted; and usually each thread reads its own range in order.
 //
-// The ranges of threads that never come are done by the others.
+// The ranges of threads that never start are stolen by the other threads.
 class Shares {
  public:
   struct Pieces {
     int64_t begin, end;
   };
 
-  // Of what `divide` needs, aligned to cache lines.
+  // Floats of memory for `divide`, aligned to cache lines.
   static constexpr size_t floats_for(int num_threads) { return num_threads * sizeof(Slot) / sizeof(float); }
 
-  // num_threads ranges of `count` pieces, one after the other; fewer than 2^32 in all.
+  // num_threads ranges of `count` items, one after the other; fewer than 2^32 in all.
   void divide(float* memory, int num_threads, int64_t count) {
     slots_ = reinterpret_cast<Slot*>(memory);
     num_threads_ = num_threads;
@@ -28,7 +28,7 @@ class Shares {
       __atomic_store_n(&slots_[thread].range, packed({thread * count, (thread + 1) * count}), __ATOMIC_RELAXED);
   }
 
-  // Takes up to `most` pieces that are next to each other; false when all are taken.
+  // Takes up to `most` adjacent items; false when none are left.
   bool take(int thread, int64_t most, Pieces& taken) {
     do {
       uint64_t range = __atomic_load_n(&slots_[thread].range, __ATOMIC_RELAXED);
@@ -43,7 +43,7 @@ class Shares {
   }
 
  private:
-  // On a line of its own: usually one thread alone writes to it.
+  // On its own cache line: usually a single thread writes to it.
   struct alignas(64) Slot {
     uint64_t range;
   };
@@ -55,13 +55,13 @@ class Shares {
     return {static_cast<int64_t>(range >> 32), static_cast<int64_t>(range & 0xffffffffu)};
   }
 
-  // `range` becomes what is there if that is something else.
+  // Compare-and-swap of a slot; on failure `range` becomes its current value.
   bool replace(int thread, uint64_t& range, Pieces pieces) {
     return __atomic_compare_exchange_n(&slots_[thread].range, &range, packed(pieces), false, __ATOMIC_RELAXED,
                                        __ATOMIC_RELAXED);
   }
 
-  // Makes the second half of what the slowest thread has left this thread's own; false when no thread has any left.
+  // Steals the second half of the longest remaining range; false when no items are left.
   bool take_over(int thread, int64_t most) {
     while (true) {
       int slowest = -1;
@@ -74,9 +74,9 @@ class Shares {
       }
       if (slowest < 0) return false;
       const Pieces left = unpacked(range);
-      const int64_t kept = longest / 2 / most * most;  // whole turns of the one that has them
+      const int64_t kept = longest / 2 / most * most;  // whole turns of the victim
       if (!replace(slowest, range, {left.begin, left.begin + kept})) continue;
-      // Of an empty range, which this thread's own is, nothing can be taken.
+      // An empty range, as this thread's own is, cannot be stolen from.
       __atomic_store_n(&slots_[thread].range, packed({left.begin + kept, left.end}), __ATOMIC_RELAXED);
       return true;
     }

@@ -1,8 +1,8 @@
-// Vectors of floats as the compiler's own vector types: one source for every instruction set.
+// Float vectors as the compiler's vector types: one source for every instruction set.
 //
-// The file that includes this defines PENSTOCK_LANES (floats per vector) and PENSTOCK_NAMESPACE first, after it has
-// switched the compiler to its instruction set. Nothing in here, or in the kernels, uses a library template: such code
-// could be merged with that of another instruction set by the linker.
+// The including file first switches the compiler to its instruction set and defines PENSTOCK_LANES (floats per vector)
+// and PENSTOCK_NAMESPACE. Neither this file nor the kernels use library templates: the linker could merge such code
+// with that of another instruction set.
 
 #include <cstdint>
 #include <cstring>
@@ -18,12 +18,12 @@ typedef uint16_t HalfVec __attribute__((vector_size(PENSTOCK_LANES * 2)));
 
 #define PENSTOCK_INLINE static inline __attribute__((always_inline))
 
-// In memory a vector may lie anywhere. GCC would move the bytes of a memcpy through the stack.
+// Unaligned loads and stores. GCC would move the bytes of a memcpy through the stack.
 typedef float LooseVec __attribute__((vector_size(PENSTOCK_LANES * 4), aligned(4), may_alias));
 
 PENSTOCK_INLINE Vec load(const float* from) { return *reinterpret_cast<const LooseVec*>(from); }
 
-// Floats of half the size, which widen to float exactly.
+// 16-bit floats, which widen to float exactly.
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -49,16 +49,16 @@ PENSTOCK_INLINE Vec load(const Float16* from) {
 
 PENSTOCK_INLINE void store(float* to, Vec v) { *reinterpret_cast<LooseVec*>(to) = v; }
 
-// Subtracting zero changes nothing, not even the sign of a zero, so compilers leave only the broadcast of it.
+// Subtracting zero changes nothing, not even the sign of a zero, so compilers keep only the broadcast.
 PENSTOCK_INLINE Vec splat(float x) { return x - Vec{}; }
 
-// Where one of the two is not a number, the result is the second.
+// If either operand is NaN, the result is the second.
 PENSTOCK_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 PENSTOCK_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
-// sum + x * w, rounded once where the CPU has an instruction for it: then the very one that leaves the sum where
-// it is. Of expressions, compilers make all forms of it, and a loop over as many sums as there are registers ends with
-// moving them about, through memory in the end: a quarter of the loop's time.
+// sum + x * w, as an FMA (rounded once) where the CPU has one, in the form that accumulates in place. From expressions,
+// compilers choose any of the FMA forms, and a loop with as many accumulators as registers ends with moving them about,
+// finally through memory: a quarter of the loop's time.
 PENSTOCK_INLINE void multiply_add(Vec& sum, Vec x, Vec w) {
 #if defined(PENSTOCK_FMA_REGISTER)
   asm("vfmadd231ps %2, %1, %0" : "+" PENSTOCK_FMA_REGISTER(sum) : PENSTOCK_FMA_REGISTER(x), PENSTOCK_FMA_REGISTER(w));
@@ -67,7 +67,7 @@ PENSTOCK_INLINE void multiply_add(Vec& sum, Vec x, Vec w) {
 #endif
 }
 
-// In a fixed order, so that a sum is the same wherever it is taken.
+// Sum of the lanes, in a fixed order for bit-exactness.
 PENSTOCK_INLINE float sum_lanes(Vec v) {
   float lanes[kLanes];
   store(lanes, v);
@@ -76,7 +76,7 @@ PENSTOCK_INLINE float sum_lanes(Vec v) {
   return lanes[0];
 }
 
-// Of lanes that are all numbers.
+// Largest lane; no lane may be NaN.
 PENSTOCK_INLINE float max_lanes(Vec v) {
   typedef float Four __attribute__((vector_size(16)));
   Four parts[kLanes / 4];
@@ -88,8 +88,8 @@ PENSTOCK_INLINE float max_lanes(Vec v) {
   return low > high ? low : high;
 }
 
-// e^x by the polynomial of Cephes' expf, about one unit in the last place. 0 from -87.3 down, also for -infinity;
-// what is not a number stays so.
+// e^x by the polynomial of Cephes' expf, about one unit in the last place. 0 below -87.3, also for -infinity; NaN stays
+// NaN.
 PENSTOCK_INLINE Vec exp(Vec x) {
   const Vec lowest = splat(-87.33654f);
   const IntVec is_zero = x < lowest;
@@ -113,8 +113,8 @@ PENSTOCK_INLINE Vec exp(Vec x) {
   return (Vec)result;
 }
 
-// 2^x for x up to 0, within 2e-7 of it, by the polynomial of least error that is 1 at 0. 0 below -126, also for -infinity;
-// what is not a number stays so.
+// 2^x for x up to 0, within 2e-7 of it, by the minimax polynomial that is 1 at 0. 0 below -126, also for -infinity; NaN
+// stays NaN.
 PENSTOCK_INLINE Vec exp2_of_negative(Vec x) {
   const IntVec is_zero = x < splat(-126.0f);
   // 1.5 * 2^23: adding it rounds to the nearest integer, which is then in the low bits.

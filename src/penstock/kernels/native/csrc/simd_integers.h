@@ -1,4 +1,4 @@
-// Vectors of small integers, beside those of simd.h: sums of products of neighbours.
+// Vectors of small integers, in addition to simd.h: dot products of adjacent elements.
 #include <cstdint>
 #include <cstring>
 
@@ -21,8 +21,8 @@ PENSTOCK_INLINE void store(int32_t* to, IntVec v) { std::memcpy(to, &v, sizeof v
 
 PENSTOCK_INLINE IntVec splat_int(int32_t x) { return x - IntVec{}; }
 
-// What is computed here is needed now. Compilers would else compute many products before they add the first, and run out
-// of registers, or fuse a multiplication with an addition in one place and not in another, which rounds differently.
+// Forces the value to be computed here. Compilers would otherwise compute many products before they add the first, and
+// spill registers, or contract a multiply-add in one place and not in another, which rounds differently.
 #if defined(__x86_64__)
 #define PENSTOCK_NEEDED_NOW(vector) asm volatile("" : "+x"(vector))
 #elif defined(__aarch64__)
@@ -65,13 +65,13 @@ PENSTOCK_INLINE IntVec widen(QuarterByteVec x) {
 #endif
 }
 
-// To the nearest integer, of two the even one; for magnitudes below 2^22.
+// To the nearest integer, ties to even; for magnitudes below 2^22.
 PENSTOCK_INLINE IntVec round_to_int(Vec x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
   return (IntVec)(x + magic) - (IntVec)splat(magic);
 }
 
-// Each lane: the sum of its two products of 16-bit numbers.
+// Each lane: dot product of two int16 pairs.
 PENSTOCK_INLINE IntVec dot_pairs(ShortVec a, ShortVec b) {
 #if defined(__x86_64__) && PENSTOCK_LANES == 4
   return (IntVec)_mm_madd_epi16((__m128i)a, (__m128i)b);
@@ -84,7 +84,7 @@ PENSTOCK_INLINE IntVec dot_pairs(ShortVec a, ShortVec b) {
 #endif
 }
 
-// Each 16-bit lane: the sum of its two products of an unsigned and a signed byte, which must not exceed 16 bits.
+// Each 16-bit lane: dot product of two unsigned and two signed bytes, which must fit int16.
 PENSTOCK_INLINE ShortVec dot_byte_pairs(ByteVec is_unsigned, ByteVec is_signed) {
 #if defined(__x86_64__) && PENSTOCK_LANES == 8
   return (ShortVec)_mm256_maddubs_epi16((__m256i)is_unsigned, (__m256i)is_signed);
@@ -97,11 +97,11 @@ PENSTOCK_INLINE ShortVec dot_byte_pairs(ByteVec is_unsigned, ByteVec is_signed) 
 #endif
 }
 
-// Whether four products of bytes are made faster than two at a time of 16 bits.
+// Whether dot products of four bytes are faster than those of two int16.
 constexpr bool kHasQuads = PENSTOCK_LANES > 4;
 
-// Each lane: sum, plus its four products of an unsigned and a signed byte. Without an instruction for all four, those of
-// two neighbours must not exceed 16 bits together.
+// Each lane: sum, plus the dot product of four unsigned and four signed bytes. Without VNNI, the sum of two adjacent
+// products must fit int16.
 PENSTOCK_INLINE IntVec add_dot_quads(IntVec sum, ByteVec is_unsigned, ByteVec is_signed) {
 #if PENSTOCK_DOT_QUADS
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)is_unsigned, (__m512i)is_signed);
@@ -110,7 +110,7 @@ PENSTOCK_INLINE IntVec add_dot_quads(IntVec sum, ByteVec is_unsigned, ByteVec is
 #endif
 }
 
-// Both halves of every byte as bytes of their own.
+// Low and high nibbles of every byte, as bytes.
 PENSTOCK_INLINE ByteVec low_halves(ByteVec x) { return x & 15; }
 PENSTOCK_INLINE ByteVec high_halves(ByteVec x) { return (ByteVec)((UnsignedShortVec)x >> 4) & 15; }
 

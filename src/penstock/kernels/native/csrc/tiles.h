@@ -1,4 +1,4 @@
-// How rows are cut into tiles, and what is fetched into the cache meanwhile.
+// Division of rows into tiles and of weights into panels, and prefetching.
 #include <cstdint>
 
 namespace PENSTOCK_NAMESPACE {
@@ -13,7 +13,7 @@ struct Constant {
   constexpr operator int() const { return kValue; }
 };
 
-// Calls run(Constant<number>) for a number that only a call knows; one above kMost counts as kMost.
+// Calls run(Constant<number>) for a runtime number; one above kMost counts as kMost.
 template <int kMost, int kNext = 1, class Function>
 PENSTOCK_INLINE void with_constant(int64_t number, const Function& run) {
   if constexpr (kNext < kMost)
@@ -23,7 +23,7 @@ PENSTOCK_INLINE void with_constant(int64_t number, const Function& run) {
 
 // Rows in tiles of nearly the same height: a low tile takes almost as long as one of full height.
 struct Tiles {
-  int64_t count, height, num_taller;  // so many, the first ones, are a row taller
+  int64_t count, height, num_taller;  // num_taller: leading tiles with one more row
 
   Tiles(int64_t rows, int64_t tile_rows)
       : count(divided_up(rows, tile_rows)), height(rows / count), num_taller(rows % count) {}
@@ -36,7 +36,7 @@ struct Tiles {
   Tile at(int64_t tile) const {
     return {tile * height + least(tile, num_taller), tile < num_taller ? height + 1 : height};
   }
-  // The tile that the row is in.
+  // The tile of a row.
   Tile around(int64_t row) const {
     const int64_t above = rows_of_taller();
     return at(row < above ? row / (height + 1) : num_taller + (row - above) / height);
@@ -48,22 +48,22 @@ struct Panels {
   int64_t first, count, apart;
 
   int64_t at(int64_t i) const { return first + i * apart; }
-  // Without the last one if that is the panel `edge`, which is not full; `has_edge` tells whether it is.
+  // Without the last panel if it is `edge`, the partial one; `has_edge` is set accordingly.
   Panels without(int64_t edge, bool& has_edge) const {
     has_edge = count > 0 && at(count - 1) == edge;
     return {first, count - has_edge, apart};
   }
 };
 
-// Panels that are taken several at once: each thread has a share of them, cut into as many streams, and a turn takes one
-// panel of each. So every stream is read from its beginning to its end: memory gives more to who reads in several places,
-// and less to who begins in new places at every turn.
+// Panels taken several at once: each thread's share is divided into that many streams, and a turn takes one panel of
+// each. So every stream is read sequentially: several streams give more memory bandwidth, and new starting points at
+// every turn give less.
 class PanelStreams {
  public:
   PanelStreams(int64_t num_panels, int num_threads, int64_t num_streams)
       : num_panels_(num_panels), panels_each_(divided_up(num_panels, num_threads)), num_streams_(num_streams) {}
 
-  // Of a thread.
+  // Turns per thread.
   int64_t turns_each() const { return divided_up(panels_each_, num_streams_); }
 
   // The panels of a turn; the last threads may have turns without any.
@@ -78,12 +78,12 @@ class PanelStreams {
   int64_t num_panels_, panels_each_, num_streams_;
 };
 
-// Memory to fetch while something else is computed, a step of it at every turn.
+// Memory to prefetch during a computation, `step` bytes per turn.
 struct Fetch {
   const char* next;
   const char* end;
   int64_t step;  // bytes
-  bool is_near;  // into the first-level cache rather than the second
+  bool is_near;  // into the L1 cache rather than L2
 
   void turn() {
     const char* const stop = next + step < end ? next + step : end;
