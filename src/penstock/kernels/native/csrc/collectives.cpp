@@ -1,6 +1,6 @@
-// Every rank writes a piece of what it gives into a place of its own, counts up its arrivals, waits until the others
-// have arrived as often, and reads theirs. There are two places per rank, used in turn: a rank that has seen all arrive at
-// the next piece knows that all have read the one before, so that a piece takes one wait.
+// Shared-memory collectives. Every rank copies a piece of its input into its own slot, increments its arrival counter,
+// waits until the other ranks' counters catch up, and reads their slots. Slots are double-buffered: a rank that sees
+// all ranks at the next piece knows that they have read the previous one, so one barrier per piece suffices.
 #include "collectives.h"
 
 #include <atomic>
@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-// What a rank tells the others of a piece: if theirs is another, they are not in the same call.
+// Description of a call, published with each piece: ranks with different ones are not in the same collective.
 struct Announcement {
   int64_t kind, num_bytes, rows;
 
@@ -32,12 +32,13 @@ struct Announcement {
   }
 };
 
-// Written by its rank alone, but for the number of those who sleep until it arrives.
+// Arrival counter of a rank. Written by that rank alone, except for the number of sleepers (threads in a futex wait on
+// it).
 struct alignas(128) Place {
   std::atomic<uint32_t> arrivals;
   std::atomic<uint32_t> sleepers;
   Announcement announcements[2];
-  // Of no interest to the others.
+  // Private to the rank.
   int64_t calls;
   bool has_failed;
 };
@@ -61,7 +62,7 @@ void wake_all(std::atomic<uint32_t>&) {}
 #endif
 
 bool has_arrived(const Place& place, uint32_t arrival, std::memory_order order = std::memory_order_acquire) {
-  // Counts go round.
+  // Counters wrap around.
   return static_cast<int32_t>(place.arrivals.load(order) - arrival) >= 0;
 }
 
@@ -78,12 +79,12 @@ bool spin_until(const Place& place, uint32_t arrival, microseconds longest) {
   return false;
 }
 
-// False when the time is over.
+// Spins, then sleeps on a futex; false on a timeout.
 bool wait_until(Place& place, uint32_t arrival, int64_t timeout_us, int64_t spin_us) {
   if (has_arrived(place, arrival)) return true;
   const auto deadline = Clock::now() + microseconds(timeout_us);
   if (spin_until(place, arrival, microseconds(spin_us))) return true;
-  // Either the rank that arrives sees this, or its arrival is seen here.
+  // Sequentially consistent: either the arriving rank sees the sleeper, or its arrival is seen here.
   place.sleepers.fetch_add(1);
   bool is_there;
   for (;;) {
@@ -97,9 +98,9 @@ bool wait_until(Place& place, uint32_t arrival, int64_t timeout_us, int64_t spin
   return is_there;
 }
 
-// Bytes start .. start + count of rows of equal width as if they followed each other: pieces of single rows.
+// Visits bytes start .. start + count of concatenated rows of equal width, as pieces of single rows.
 //
-// use: given the row, where in it a piece begins, the bytes before it, and its own.
+// use: given the row, the piece's offset in it, the bytes before the piece, and its size.
 template <class Use>
 void each_row(int64_t width, int64_t start, int64_t count, Use use) {
   for (int64_t done = 0; done < count;) {
@@ -144,14 +145,14 @@ class Collective {
 
   bool is(CollectiveKind kind) const { return args_.kind == static_cast<int64_t>(kind); }
 
-  // Every rank takes a share of its own, for which there is a part of each slot.
+  // Whether each rank takes its own share, which has its own part of each slot.
   bool is_scattered() const { return is(CollectiveKind::kSumScattered) || is(CollectiveKind::kMergeParts); }
 
   bool is_broadcast() const { return args_.kind >= static_cast<int64_t>(CollectiveKind::kBroadcast); }
 
   int64_t source() const { return args_.kind - static_cast<int64_t>(CollectiveKind::kBroadcast); }
 
-  // Puts the bytes from start on of each share into this rank's slot.
+  // Copies the bytes from start on of each share into this rank's slot.
   void give(int64_t start, int64_t count) {
     for (int64_t share = 0; share < num_shares_; ++share) {
       const char* from = static_cast<const char*>(args_.in) + share * width_;
@@ -162,7 +163,7 @@ class Collective {
     }
   }
 
-  // Gives the bytes from start on, and waits for those of all others.
+  // Publishes the bytes from start on, and waits for all other ranks' pieces.
   int64_t exchange(int64_t start, int64_t count) {
     Place& own = places_[ranks_.rank];
     const uint32_t arrival = own.arrivals.load(std::memory_order_relaxed) + 1;
@@ -193,7 +194,7 @@ class Collective {
     }
   }
 
-  // What a rank gives of this rank's share, or of all that there is.
+  // Another rank's contribution to this rank's share, or to the whole.
   const float* given_by(int64_t rank) const {
     return reinterpret_cast<const float*>(slot(rank) + (is_scattered() ? ranks_.rank * room_ : 0));
   }
@@ -207,7 +208,8 @@ class Collective {
     }
   }
 
-  // Of each vector the parts that the ranks have, by 2 to the power of the number behind it, relative to their sum.
+  // Merges the ranks' partial attention outputs, weighted by 2 to the power of the number after each vector,
+  // normalised.
   void merge_parts(float* out, int64_t count) {
     const int64_t unit = args_.unit / kFloat, size = unit - 1;
     for (int64_t i = 0; i < count; ++i, out += size) {
@@ -223,7 +225,7 @@ class Collective {
     }
   }
 
-  // One rank's bytes from start on, to where they are in the rows of all ranks.
+  // Copies one rank's bytes from start on to their place in the gathered rows.
   void scatter(int64_t rank, int64_t start, int64_t count) {
     char* to = static_cast<char*>(args_.out) + rank * width_;
     const char* from = slot(rank);
@@ -238,8 +240,8 @@ class Collective {
   const Ranks& ranks_;
   Place* places_;
   char* slots_;
-  const int64_t num_shares_, room_;  // room_: bytes of a share at a time
-  const int64_t width_, in_stride_;  // bytes of a share in a row; from one row to the next
+  const int64_t num_shares_, room_;  // room_: bytes per share and piece
+  const int64_t width_, in_stride_;  // bytes of a share in a row; bytes between rows
   uint32_t turn_ = 0;
 };
 
@@ -251,7 +253,7 @@ struct alignas(128) Piece {
   alignas(128) char bytes[kPieceBytes];
 };
 
-// One who sends counts up `sent`, one who receives `received`; there is room for what is between.
+// Ring buffer of a point-to-point channel: the sender counts up `sent`, the receiver `received`.
 struct Channel {
   Place sent, received;
   Piece pieces[kChannelPieces];
@@ -262,7 +264,7 @@ void arrive(Place& place, uint32_t arrival) {
   if (place.sleepers.load() != 0) wake_all(place.arrivals);
 }
 
-// use: given a piece, where its bytes begin in the message, and how many they are; says whether to go on.
+// use: given a piece, its offset in the message, and its size; returns whether to continue.
 template <class Use>
 int64_t each_piece(const ChannelArgs& args, Place& own, Place& other, uint32_t ahead, Use use) {
   Channel& box = *static_cast<Channel*>(args.memory);
@@ -285,7 +287,7 @@ int64_t channel_bytes() { return static_cast<int64_t>(sizeof(Channel)); }
 int64_t channel_waits(const void* memory) {
   const Channel& box = *static_cast<const Channel*>(memory);
   const uint32_t on_their_way = box.sent.arrivals.load() - box.received.arrivals.load();
-  // One who is stopped sleeps on when what it has slept for is done.
+  // A stopped process may still be counted as a sleeper after its wait is over.
   if (box.sent.sleepers.load() != 0 && on_their_way == 0) return 1;
   return box.received.sleepers.load() != 0 && on_their_way == kChannelPieces ? 2 : 0;
 }

@@ -6,27 +6,27 @@
 namespace penstock {
 
 enum class CollectiveKind : int64_t {
-  kGather = 0,        // all ranks' rows side by side
-  kSum = 1,           // of float32, added in the ranks' order
-  kSumScattered = 2,  // the same, of which each rank takes an equal share of every row
-  kMergeParts = 3,    // each rank's share of what follows from all ranks' parts of an attention
-  kBroadcast = 4,     // and the number of the rank whose bytes all get, on top
+  kGather = 0,        // all-gather: the ranks' rows side by side
+  kSum = 1,           // all-reduce of float32, added in rank order
+  kSumScattered = 2,  // reduce-scatter: each rank takes an equal share of every row of the sum
+  kMergeParts = 3,    // each rank's share of the merged partial attention outputs of all ranks
+  kBroadcast = 4,     // plus the source rank
 };
 
 // One rank of a group, and the group's shared memory.
 //
-// memory: `collective_bytes` of zeros at first, the same for all ranks. slot_bytes: what a rank gives at a time; a multiple
-// of 8. spin_us: time that a waiting rank spins.
+// memory: `collective_bytes`, initially zero, the same for all ranks. slot_bytes: bytes per rank and piece; a multiple
+// of 8. spin_us: time a waiting rank spins before it sleeps.
 struct Ranks {
   void* memory;
   int64_t rank, size, slot_bytes, timeout_us, spin_us;
 };
 
-// in: num_bytes in `rows` rows of equal size, in_stride bytes apart, or one after the other if that is 0. out: as many,
-// contiguous; for kGather as many from every rank, a row of each rank after the other; of what is scattered a share.
-// Only kSum may have both in the same place.
-// unit: bytes that are not parted. For kMergeParts it is a vector that a rank has found, and behind it the logarithm, to
-// the base 2, of the weight that the vector is an average by; out gets vectors alone.
+// in: num_bytes in `rows` rows of equal size, in_stride bytes apart; 0 for contiguous rows. out: the same size,
+// contiguous; for kGather that size per rank, each row rank after rank; for scattered kinds one share.
+// in and out may be the same memory for kSum only.
+// unit: bytes that are not split between pieces. For kMergeParts a rank's partial vector, followed by the base-2
+// logarithm of the sum of its weights; out has the vectors alone.
 struct CollectiveArgs {
   Ranks ranks;
   int64_t kind;
@@ -38,16 +38,16 @@ struct CollectiveArgs {
 
 int64_t collective_bytes(int64_t size, int64_t slot_bytes);
 
-// Waits for all ranks to make the same call. Returns 0; 1 + the rank that did not come in time; or -1 - the rank that
-// makes another call. After either of the two, nothing more can be done in this memory, and kFailedBefore is returned.
+// Blocks until all ranks make the same call. Returns 0; 1 + the rank that timed out; or -1 - the rank that made a
+// different call. After either failure the memory is unusable, and further calls return kFailedBefore.
 constexpr int64_t kFailedBefore = INT64_MIN;
 int64_t run_collective(const CollectiveArgs& args);
 
-// How often this rank has met the others, the collective that failed included.
+// Number of collectives that this rank has entered, a failed one included.
 int64_t collective_calls(const void* memory, int64_t rank);
 
-// memory: `channel_bytes` of zeros at first, the same for the one who sends and the one who receives.
-// data: what is sent, or where it gets.
+// memory: `channel_bytes`, initially zero, the same for sender and receiver.
+// data: the message to send, or its destination.
 struct ChannelArgs {
   void* memory;
   void* data;
@@ -59,11 +59,11 @@ int64_t channel_bytes();
 // Waiting side: 1 the receiver, 2 the sender, 0 none.
 int64_t channel_waits(const void* memory);
 
-// Waits for room only, of which there is some for several small tensors. Returns 0; or 1 on a timeout.
+// Blocks only while the ring buffer is full; it holds several small tensors. Returns 0; or 1 on a timeout.
 int64_t channel_send(const ChannelArgs& args);
 
-// Waits for what is sent. Returns 0; 1 if it did not come in time; or -1 if something of another size came. After either
-// of the two, nothing more can be done in this memory.
+// Blocks until the message arrives. Returns 0; 1 on a timeout; or -1 if a message of another size arrived. After either
+// failure the memory is unusable.
 int64_t channel_receive(const ChannelArgs& args);
 
 }  // namespace penstock

@@ -1,7 +1,7 @@
-// The kernels as Python functions that take addresses and sizes as integers.
+// Python bindings of the kernels; addresses and sizes are passed as integers.
 //
-// Nothing here depends on torch, and only Python's stable interface is used: one build serves many versions of both.
-// Arguments are not checked: the Python side of this package is the only caller.
+// Independent of torch, and limited to Python's stable ABI: one build serves many versions of both.
+// Arguments are not validated: the Python side of this package is the only caller.
 
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -40,11 +40,11 @@ const Kernels* candidate(int index) {
   return index < 3 && can_run(all[index]) ? all[index] : nullptr;
 }
 
-// Numbers one after the other, of which Source gives the next one, as what they are in C++.
+// Sequence of numbers from Source, converted to the C++ types of the fields.
 template <class Source>
 class Fields {
  public:
-  // One for each of these, in their order.
+  // Reads one value per field, in order.
   template <class... All>
   void read(All&... fields) {
     (take(fields), ...);
@@ -68,7 +68,7 @@ class Fields {
   }
 };
 
-// The arguments of a call. Where an address is asked for, a tensor may stand for its own.
+// Arguments of a call. A tensor is accepted in place of its address.
 class Arguments : public Fields<Arguments> {
  public:
   Arguments(PyObject* const* values, Py_ssize_t count) : values_(values), count_(count) {}
@@ -84,14 +84,14 @@ class Arguments : public Fields<Arguments> {
     if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this CPU does not support these kernels");
     return chosen;
   }
-  // Whether all arguments were there and of the right kind; if not, a Python error is set.
+  // Whether all arguments were present and of the right type; if not, a Python error is set.
   bool are_good() {
     if (next_ != count_ && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too many arguments");
     return PyErr_Occurred() == nullptr;
   }
 
  private:
-  // Of a tensor; 0 for None.
+  // Data address of a tensor; 0 for None.
   static int64_t address_of(PyObject* tensor) {
     if (tensor == Py_None || PyErr_Occurred()) return 0;
     static PyObject* const name = PyUnicode_InternFromString("data_ptr");
@@ -165,7 +165,7 @@ PyObject* unpack_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return convert_weight(&Kernels::unpack_weight, values, count);
 }
 
-// Whether a table of so many rows has these; if not, a Python error is set.
+// Whether all ids are valid rows of a table; if not, a Python error is set.
 bool are_rows(const int32_t* ids, int64_t count, int64_t num_rows) {
   for (int64_t i = 0; i < count; ++i)
     if (ids[i] < 0 || ids[i] >= num_rows) {

@@ -1,9 +1,9 @@
-// Attention of heads that lie apart, as a Python function; part of module.cpp.
+// Python binding of attention on non-contiguous heads; part of module.cpp.
 
 namespace {
 
-// (number of the operation, instruction set, threads, of queries, keys, values and out address and stride, StepRequests,
-// positions, phase, arguments of the operation) -> the status of the collective that failed, 0 for none.
+// (operation number, instruction set, threads, address and stride of queries, keys, values and out, StepRequests,
+// positions, phase, arguments of the operation) -> status of the collective that failed, 0 for none.
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   Operation operation = read_type(in);

@@ -1,4 +1,4 @@
-// What ranks do kind, as Python functions; part of module.cpp.
+// Python bindings of collectives and point-to-point channels; part of module.cpp.
 
 namespace {
 

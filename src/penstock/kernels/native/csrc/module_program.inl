@@ -1,4 +1,4 @@
-// Python functions that call operations, and that make and run programs of them; part of module.cpp.
+// Python bindings to call operations, and to record and run programs; part of module.cpp.
 
 namespace {
 
@@ -11,7 +11,7 @@ Program* program_of(PyObject* capsule) {
 
 void delete_program(PyObject* capsule) { delete program_of(capsule); }
 
-// A list for each operation: its name, scope, uses, input, whether it chooses, and (name, type, alignment) of its fields.
+// A list per operation: name, scope, uses, input, whether it chooses, and (name, type, alignment) of its fields.
 PyObject* operation_types(PyObject*, PyObject*) {
   PyObject* types = PyList_New(0);
   for (int number = 0; const OperationType* type = operation_type(number); ++number) {
@@ -41,7 +41,7 @@ void put(Operation& operation, const Field& field, T value) {
   std::memcpy(operation.arguments + field.offset, &value, sizeof value);
 }
 
-// The constant arguments of an operation, in the order of its type's fields.
+// Constant arguments of an operation, in the order of its type's fields.
 void read_fields(Operation& operation, Arguments& in) {
   for (const Field* field = operation.type->fields; field->name != nullptr; ++field) {
     switch (field->type) {
@@ -56,7 +56,7 @@ void read_fields(Operation& operation, Arguments& in) {
   }
 }
 
-// The operation of this number; an error is set where there is none.
+// Operation by number; sets an error where there is none.
 Operation read_type(Arguments& in) {
   Operation operation{operation_type(in.size()), {}};
   if (operation.type == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there is no such operation");
@@ -69,8 +69,8 @@ Rows read_rows(Arguments& in, Use use) {
   return rows;
 }
 
-// (number, instruction set, rows, threads, of x, second and out, if it has them, address and stride, step input if it
-// reads one, index and failed if it chooses, arguments)
+// (number, instruction set, rows, threads, address and stride of each of x, second and out that it has, step input if
+// it reads one, index and failed if it chooses, arguments)
 PyObject* operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   Operation operation = read_type(in);
@@ -86,7 +86,7 @@ PyObject* operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (type.chooses) in.read(call.index, call.failed);
   read_fields(operation, in);
   if (!in.are_good()) return nullptr;
-  // Tensors that have sizes and no memory stand for others: there is nothing to compute.
+  // Meta tensors have sizes and no memory: nothing to compute.
   const void* read = type.x != Use::kNone ? static_cast<const void*>(call.x.at) : call.input;
   const void* made = type.chooses ? static_cast<const void*>(call.index) : static_cast<const void*>(call.out.at);
   if (read == nullptr || made == nullptr) return PyLong_FromLong(0);
@@ -113,7 +113,7 @@ PyObject* program_new(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return capsule;
 }
 
-// The first of a function's arguments, and the others.
+// The program as first argument, and the remaining arguments.
 struct ProgramCall {
   Program* program;
   Arguments in;
@@ -123,7 +123,7 @@ struct ProgramCall {
   bool is_good() { return in.are_good() && program != nullptr; }
 };
 
-// (program, kind, width, offset) -> number.
+// (program, kind, width, offset) -> buffer number.
 PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   Buffer buffer;
@@ -135,8 +135,7 @@ PyObject* program_buffer(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return PyLong_FromLongLong(static_cast<long long>(call.program->buffers.size()) - 1);
 }
 
-// (program, number of the operation, buffers of x, second and out or -1, step input or -1, whether it reads that of last
-// tokens, whether it narrows, arguments)
+// (program, operation number, buffers of x, second and out or -1, step input or -1, reads_last, narrows, arguments)
 PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   Step step{read_type(call.in), 0, 0, 0, 0, false, false};
@@ -150,8 +149,8 @@ PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// (program, address of [ProgramStep, inputs, StepRequests of groups], first step, step after the last) -> None, or where
-// a collective failed (number of the step, of its rows, status of the collective).
+// (program, address of [ProgramStep, inputs, StepRequests of groups], first step, end step) -> None, or of a collective
+// that failed (number of the step, its rows, status of the collective).
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());

@@ -1,4 +1,4 @@
-// Python functions for products with quantised weights; part of module.cpp.
+// Python bindings of the quantised kernels; part of module.cpp.
 
 namespace {
 

@@ -1,4 +1,4 @@
-// A step's bookkeeping as Python functions; part of module.cpp.
+// Python bindings of a step's bookkeeping; part of module.cpp.
 
 namespace {
 
@@ -28,7 +28,7 @@ PyObject* gather_step(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// The tokens of one request.
+// Tokens of one request.
 PyObject* token_list(const int64_t* tokens, int64_t count) {
   PyObject* list = PyList_New(count);
   for (int64_t j = 0; list != nullptr && j < count; ++j) {
@@ -42,7 +42,7 @@ PyObject* token_list(const int64_t* tokens, int64_t count) {
   return list;
 }
 
-// A list per request: its sampled tokens.
+// Sampled tokens, a list per request.
 PyObject* token_lists(const OutcomeArgs& a) {
   PyObject* lists = PyList_New(a.num_rows);
   const int64_t* out = a.outcome;
@@ -57,7 +57,7 @@ PyObject* token_lists(const OutcomeArgs& a) {
   return lists;
 }
 
-// A number per request; None where all are zero.
+// Failure codes, one per request; None where all are zero.
 PyObject* failure_list(const OutcomeArgs& a) {
   const int64_t *failures = a.outcome + a.columns + 2, width = a.columns + 3;
   bool any = false;
@@ -75,7 +75,7 @@ PyObject* failure_list(const OutcomeArgs& a) {
   return list;
 }
 
-// (address of the first part of OutcomeArgs and its outcome, sampled, failures, failure_size)
+// (address of the leading fields of OutcomeArgs and its outcome, sampled, failures, failure_size)
 // -> (token_lists, failure_list)
 PyObject* step_outcome(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments given(values, count);

@@ -1,10 +1,10 @@
-// Arguments that stay the same from step to step come as the address of an array; part of module.cpp.
+// Arguments that are constant from step to step, passed as the address of an array; part of module.cpp.
 //
-// A dozen integers in Python are a dozen objects, and after a forward pass none of them is in a cache.
+// A dozen Python integers are a dozen objects, none of them in a cache after a forward pass.
 
 namespace {
 
-// Values that were written down once, as int64.
+// Stored argument values, as int64.
 class StoredArguments : public Fields<StoredArguments> {
  public:
   explicit StoredArguments(const int64_t* values) : values_(values) {}

@@ -11,7 +11,7 @@
 namespace penstock {
 namespace {
 
-// Structures that kernels take have fields for rows too, which a call fills in; the others are constants.
+// Kernel argument structures also have per-call fields, which a call fills in; the other fields are constants.
 
 struct LookupArguments {
   TokenShare share;
@@ -45,7 +45,7 @@ struct RanksArguments {
 
 struct MergeArguments {
   Ranks ranks;
-  int64_t first_index;  // of this rank's tokens among all
+  int64_t first_index;  // of this rank's tokens in the vocabulary
 };
 
 template <class Args>
@@ -92,7 +92,7 @@ Result quantized_linear(const Operation& operation, const Call& call) {
   return with_memory(arguments.kernels->linear(of_product(arguments.product, call)));
 }
 
-// look_up: takes as many ids.
+// Looks up the ids in this rank's shard, and zeroes the rows of other ranks' ids. look_up: takes num_rows ids.
 template <class LookUp>
 Result look_up_share(const TokenShare& share, const Call& call, LookUp look_up) {
   const auto* all = static_cast<const int32_t*>(call.input);
@@ -193,19 +193,19 @@ Result all_reduce(const Operation& operation, const Call& call) {
   return {true, run_collective({operation.get<RanksArguments>().ranks, static_cast<int64_t>(CollectiveKind::kSum), call.x.at, num_bytes, 1, call.x.at})};
 }
 
-// A rank's choice for a row.
+// A rank's argmax of a row.
 struct Choice {
   float largest;
   int32_t index;
 };
 
-// Whether this choice is larger than that of a rank before, as what is not a number counts as largest.
+// Whether this choice is larger than that of an earlier rank; NaN counts as largest.
 bool is_larger(const Choice& choice, const Choice& before) {
   const bool was_number = before.largest == before.largest;
   return was_number && (choice.largest > before.largest || choice.largest != choice.largest);
 }
 
-// Of equal values the one of the first rank, whose indices are lower.
+// Argmax across ranks; on ties the first rank wins, whose indices are lower.
 Result merge_choices(const Operation& operation, const Call& call) {
   static thread_local Scratch scratch;
   static_assert(sizeof(Choice) == 2 * sizeof(float), "choices are counted in floats");
@@ -229,7 +229,7 @@ Result merge_choices(const Operation& operation, const Call& call) {
   return kDone;
 }
 
-// Moves these rows of last tokens to the front. They are where they were or behind; what is before them may be other rows
+// Moves the rows of last tokens to the front, in place. They only move forward; rows before them may be overwritten
 // already.
 Result keep_last(const Operation&, const Call& call) {
   const LastTokens& last = call.step->last;
@@ -241,7 +241,7 @@ Result keep_last(const Operation&, const Call& call) {
   return kDone;
 }
 
-// Rows of all tokens become those of the last ones, where the step asks for these alone.
+// Keeps the rows of last tokens only, where the step asks for these alone.
 Result narrow(const Operation& operation, const Call& call) {
   Call of_last = call;
   of_last.num_rows = call.step->last.count;
@@ -253,8 +253,8 @@ Result attend(const AttentionArguments& arguments, const Kernels& kernels, const
   return {outcome.had_memory, outcome.collective_status};
 }
 
-// Padding rows become zero. Where the step asks for last tokens alone, the keys and values of all tokens are written,
-// and the queries of the last ones attend, whose rows come first from then on.
+// Output rows of padding become zero. Where the step asks for last tokens alone, the keys and values of all tokens are
+// written, but only the last tokens' queries attend, and their rows come first from then on.
 Result attention(const Operation& operation, const Call& call) {
   const auto arguments = operation.get<AttentionArguments>();
   const ProgramStep& step = *call.step;
@@ -303,7 +303,7 @@ constexpr FieldType type_of() {
 #define MEMBER(Arguments, member) decltype(std::declval<Arguments>().member)
 #define FIELD(Arguments, member) \
   Field { #member, type_of<std::remove_reference_t<MEMBER(Arguments, member)>>(), offsetof(Arguments, member), 4 }
-// A tensor that lies on a cache line, as packed weights do.
+// A tensor aligned to a cache line, as packed weights are.
 #define PACKED(Arguments, member) \
   Field { #member, FieldType::kPacked, offsetof(Arguments, member), 64 }
 #define RANKS(Arguments)                                                                                    \
@@ -328,7 +328,7 @@ int64_t num_known_rows(const Operation& operation) {
   else return arguments.table.shape.out_features;
 }
 
-// Name, scope, uses of x, of a second operand and of its result, step input, whether it chooses tokens, kernel, arguments.
+// Name, scope, uses of x, second operand and result, step input, whether it chooses tokens, kernel, arguments.
 const OperationType kTypes[] = {
     {"rms_norm", kRows, kChange, kReadAny, kMake, kNoInput, false, rms_norm,
      {FIELD(NormArgs, weight), FIELD(NormArgs, heads), FIELD(NormArgs, weight_stride), FIELD(NormArgs, size),

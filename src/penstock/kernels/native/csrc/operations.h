@@ -1,5 +1,5 @@
-// The operations of the library. Each is described once (`operations.cpp`): its name, its operands and its arguments.
-// The call from Python, the tracer and recorded programs all follow that description.
+// Operations of the library. Each is described once (`operations.cpp`): name, operands and arguments. The call from
+// Python, the tracer and recorded programs all follow that description.
 #pragma once
 
 #include <cstddef>
@@ -14,14 +14,15 @@ namespace penstock {
 
 struct ProgramStep;
 
-// kRows: every row is computed by itself, so that a program may take some rows through several operations before the
-// next ones. kStep: the operation needs all rows of a step at once, as attention does.
+// kRows: every row is independent, so that a program may take some rows through several operations before the next
+// rows. kStep: the operation needs all rows of a step at once, as attention does.
 enum class Scope : int { kRows = 0, kStep = 1 };
 
-// How an operation uses rows of floats. kReadAny: they may be missing. kOverwrite: it leaves nothing of use in them.
+// How an operation uses rows of floats. kReadAny, kMakeAny: optional. kOverwrite: their contents are undefined
+// afterwards.
 enum class Use : int { kNone = 0, kRead, kReadAny, kChange, kOverwrite, kMake, kMakeAny };
 
-// A step input that an operation reads, an element per row.
+// Type of the step input that an operation reads, one element per row.
 enum class InputType : int { kNone = 0, kInt32, kInt64 };
 
 // A constant argument of an operation: a tensor's address, or a number.
@@ -34,13 +35,13 @@ struct Field {
   int alignment;  // of a tensor, in bytes
 };
 
-// Rows of floats. stride: floats from one row to the next, which is their width where they are contiguous.
+// Rows of floats. stride: floats between rows; equals the width where rows are contiguous.
 struct Rows {
   float* at;
   int64_t stride;
 };
 
-// kNotMet: the ranks did not come together; `status` says why.
+// status: of the collective that failed; 0 for none.
 struct Result {
   bool had_memory;
   int64_t status;
@@ -50,13 +51,13 @@ struct Result {
 
 constexpr Result kDone{true, 0};
 
-// The rows on which an operation is run: those of a whole step, or a part of them.
+// The rows on which an operation runs: those of a whole step, or a part of them.
 struct Call {
   const Kernels* kernels;
   Rows x, second, out;
   const void* input;  // from the first of these rows on
   int64_t* index;     // chosen tokens
-  bool* failed;       // rows that have none
+  bool* failed;       // rows without a valid token
   int64_t first_row, num_rows;
   int num_threads;
   const ProgramStep* step;  // nullptr outside of programs
@@ -71,14 +72,14 @@ struct OperationType {
   Scope scope;
   Use x, second, out;
   InputType input;
-  bool chooses;  // tokens, an index and whether it failed for every row
+  bool chooses;  // whether it produces an index and a failed flag for every row
   Result (*run)(const Operation&, const Call&);
-  Field fields[kMaxFields];  // up to one without a name
-  // Of a lookup, the rows that its step input may name.
+  Field fields[kMaxFields];  // terminated by one without a name
+  // Number of table rows valid as step input; lookups only.
   int64_t (*num_known_rows)(const Operation&);
 };
 
-// An operation with its constant arguments, as the structure that its type's fields lie in.
+// An operation with its constant arguments, stored as the structure that its type's fields describe.
 struct Operation {
   const OperationType* type;
   alignas(8) unsigned char arguments[384];
@@ -92,12 +93,12 @@ struct Operation {
   }
 };
 
-// Rows of a table that a rank has, of `whole`; size is 0 where it has all. Rows that it does not have become zero.
+// This rank's rows of a table of `whole` rows; size is 0 where it has all. Lookups of other ranks' rows give zeros.
 struct TokenShare {
   int64_t start, size, whole;
 };
 
-// group: of the KV cache. is_last: only the last token of each request goes on, where a step asks for no others.
+// group: KV-cache group. is_last: for a step that asks for last tokens alone, only these continue.
 struct AttentionArguments {
   int64_t group;
   int is_last;
@@ -105,7 +106,7 @@ struct AttentionArguments {
   Ranks ranks;
 };
 
-// The operation of this number; nullptr from the number of operations on.
+// Operation type by number; nullptr past the last one.
 const OperationType* operation_type(int64_t number);
 
 }  // namespace penstock

@@ -13,7 +13,7 @@
 namespace penstock {
 namespace {
 
-// The entry points that GCC's and LLVM's OpenMP runtimes have in common.
+// Entry points common to GCC's and LLVM's OpenMP runtimes.
 struct Runtime {
   char name[512];
   void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
@@ -62,14 +62,14 @@ struct Region {
 void enter_region(void* arg) {
   auto* region = static_cast<Region*>(arg);
   const Runtime* omp = runtime();
-  // The runtime may grant fewer threads than asked for.
+  // The runtime may grant fewer threads than requested.
   Team team{omp->num_threads(), omp->barrier};
   region->body(region->data, omp->thread_num(), team);
 }
 
 void no_barrier() {}
 
-// One iteration of a spin loop: pauses the CPU at first, and yields to the system when it lasts.
+// One iteration of a spin loop: a CPU pause at first, later a yield to the scheduler of the operating system.
 class Waiting {
  public:
   void turn() {
@@ -90,10 +90,10 @@ class Waiting {
   int turns_ = 0;
 };
 
-// Threads of one region that the first one calls to work.
+// Threads of one parallel region that spin for work from its first thread.
 class Crew {
  public:
-  // Of the first thread: calls main(data), and then lets the others go.
+  // First thread: calls main(data), then releases the other threads.
   void lead(int size, void (*main)(void*), void* data) {
     size_ = size;
     current = this;
@@ -103,7 +103,7 @@ class Crew {
     call_.fetch_add(1, std::memory_order_release);
   }
 
-  // Of the others.
+  // Loop of the other threads.
   void stand_by(int thread) {
     current = this;
     for (uint32_t seen = 0;; ++seen) {
@@ -116,7 +116,7 @@ class Crew {
     current = nullptr;
   }
 
-  // Of the first thread: `run_parallel`.
+  // First thread: `run_parallel`.
   void run(int num_threads, void (*body)(void*, int, const Team&), void* data) {
     team_ = {num_threads < size_ ? num_threads : size_, wait_for_team};
     body_ = body;
@@ -128,11 +128,11 @@ class Crew {
     while (busy_.load(std::memory_order_acquire) != 0) waiting.turn();
   }
 
-  // The crew whose first thread this is, or whose work this thread does.
+  // The crew that this thread leads or works in.
   static thread_local Crew* current;
 
  private:
-  // The last one to come lets all go on.
+  // Barrier; the last thread to arrive releases the others.
   static void wait_for_team() {
     Crew& crew = *current;
     const uint32_t round = crew.round_.load(std::memory_order_relaxed);
@@ -149,7 +149,7 @@ class Crew {
   void (*body_)(void*, int, const Team&) = nullptr;
   void* data_ = nullptr;
   Team team_{1, no_barrier};
-  // On lines of their own: all but one are read while another is written.
+  // Separate cache lines, against false sharing.
   alignas(64) std::atomic<uint32_t> call_{0};
   alignas(64) std::atomic<int> busy_{0};
   alignas(64) std::atomic<int> arrived_{0};

@@ -1,26 +1,26 @@
-// Fork and join on the threads that torch already has.
+// Fork and join on torch's thread pool.
 #pragma once
 
 namespace penstock {
 
-// What all threads of a region share.
+// Threads of a parallel region.
 struct Team {
   int num_threads;
-  // Waits until every thread of the region has come here.
+  // Barrier of all threads of the region.
   void (*barrier)();
 };
 
-// Runs body(data, thread, team) on `num_threads` threads, the calling one among them, and waits for all of them.
+// Runs body(data, thread, team) on `num_threads` threads, the calling one included, and waits for all of them.
 //
-// The threads are those of the OpenMP runtime that is loaded in this process, torch's: a pool of our own would
-// compete with them. Without such a runtime everything runs on the calling thread.
+// The threads belong to the OpenMP runtime loaded in this process, torch's: a second pool would compete with it.
+// Without such a runtime everything runs on the calling thread.
 void run_parallel(int num_threads, void (*body)(void* data, int thread, const Team& team), void* data);
 
-// Calls main(data) on the calling thread, with `num_threads` threads that stand by: what it runs in parallel meanwhile
-// begins and ends with a word in memory, where opening a region each time would cost several microseconds.
+// Calls main(data) on the calling thread, with `num_threads` threads that spin for work: parallel regions inside it
+// start and end with an atomic word, where opening an OpenMP region each time would cost several microseconds.
 void with_threads_standing_by(int num_threads, void (*main)(void* data), void* data);
 
-// Name of the library whose threads are used, or nullptr.
+// Name of the OpenMP library in use, or nullptr.
 const char* runtime_name();
 
 }  // namespace penstock

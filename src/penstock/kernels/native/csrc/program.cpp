@@ -6,7 +6,7 @@
 namespace penstock {
 namespace {
 
-// Size in bytes of an element of a step input.
+// Bytes per element of a step input.
 int64_t element_size(InputType type) { return type == InputType::kInt64 ? 8 : 4; }
 
 class Runner {
@@ -14,7 +14,7 @@ class Runner {
   Runner(const Program& program, const ProgramStep& step, ProgramOutcome& outcome)
       : program_(program), step_(step), outcome_(outcome), num_rows_(step.num_rows) {}
 
-  // False where one could not be done: the outcome says which collective it was, if it was one.
+  // False on failure; the outcome names the collective that failed, if any.
   bool run(size_t begin, size_t end) {
     const auto& steps = program_.steps;
     for (size_t i = 0; i < begin; ++i) narrow(steps[i]);
@@ -58,7 +58,7 @@ class Runner {
     return {begin + first_row * buffer.width, buffer.width};
   }
 
-  // The elements of a step input from a row on; nullptr where there is no memory for those of last tokens.
+  // Elements of a step input from a row on; nullptr where allocation for the last tokens' elements fails.
   const void* elements(const Step& step, int64_t first_row, int64_t num_rows) const {
     const auto* all = static_cast<const char*>(step_.inputs[step.input]);
     if (!step.reads_last || !asks_for_last()) return all + first_row * element_size(step.operation.type->input);
@@ -97,7 +97,7 @@ class Runner {
   const Program& program_;
   const ProgramStep& step_;
   ProgramOutcome& outcome_;
-  int64_t num_rows_;  // that the program goes on with
+  int64_t num_rows_;  // rows that the program continues with
 };
 
 struct Run {

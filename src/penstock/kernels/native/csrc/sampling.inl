@@ -1,15 +1,15 @@
-// Drawing tokens by a race: the largest sum of logit and Gumbel noise, which is a token's own.
+// Sampling by Gumbel-max: the argmax of logit plus Gumbel noise, which is keyed by token.
 #include <cfloat>
 #include <cmath>
 
 namespace PENSTOCK_NAMESPACE {
 
-// So many tokens take their numbers from a quarter as many counters, as in kernels/random.py.
+// Tokens per group: their random words come from a quarter as many counters, as in kernels/random.py.
 constexpr int kDrawGroup = 64;
 constexpr int kDrawCounters = kDrawGroup / 4;
 constexpr int kDrawRuns = kDrawCounters / kLanes;
 
-// The high and the low words of the products of each lane.
+// High and low words of the lane-wise products.
 PENSTOCK_INLINE void times(UintVec x, uint32_t multiplier, UintVec& high, UintVec& low) {
   typedef uint64_t Wide __attribute__((vector_size(kLanes * 4)));
   const Wide of_high = (Wide{} + 0xffffffffu) << 32;
@@ -26,7 +26,7 @@ PENSTOCK_INLINE void times(UintVec x, uint32_t multiplier, UintVec& high, UintVe
   low = (UintVec)((even & ~of_high) | (odd << 32));
 }
 
-// Philox4x32-10, with the seed as key: word w of counter c is for token 16 * w + c of the group.
+// Philox4x32-10, keyed by the seed: word w of counter c is for token 16 * w + c of the group.
 PENSTOCK_INLINE void draw_bits(int64_t seed, int64_t position, int64_t group, uint32_t* bits) {
   for (int run = 0; run < kDrawRuns; ++run) {
     UintVec x0, x1 = UintVec{} + static_cast<uint32_t>(position), x2 = UintVec{} + static_cast<uint32_t>(position >> 32);
@@ -52,23 +52,23 @@ PENSTOCK_INLINE void draw_bits(int64_t seed, int64_t position, int64_t group, ui
   }
 }
 
-// In doubles, so that the same token wins whatever computes this.
+// Logit plus Gumbel noise, in double precision, so that the same token wins on every instruction set.
 PENSTOCK_INLINE double with_noise(float x, uint32_t bits) {
   return static_cast<double>(x) - ::log(-::log1p((static_cast<double>(bits) + 0.5) * -0x1p-32));
 }
 
-// No noise is larger.
+// Upper bound of the noise.
 constexpr float kMostNoise = 22.9f;
 
-// Never less than `with_noise`, but for rounding. An exponential number is at least the uniform number u that it is made
-// of, and log2(u) at least what the bits of u as a float say, read as a fixed-point number: a chord of the logarithm.
+// Upper bound of `with_noise`, up to rounding error. An exponential variate is at least the uniform u that it is made
+// of, and log2(u) at least the bits of u as a float, read as a fixed-point number: a chord of the logarithm.
 PENSTOCK_INLINE Vec most_with_noise(Vec x, UintVec bits) {
   const IntVec u = (IntVec)__builtin_convertvector((IntVec)(bits >> 8), Vec);
   const Vec chord = __builtin_convertvector(u, Vec) * 0x1p-23f - (127.0f + 24.0f);
   return x - chord * 0.69314718f;
 }
 
-// The race of one group; `least` is what a token must reach to win, short of rounding.
+// Gumbel-max over one group; `least` is the value a token must reach to win, with a margin for rounding.
 PENSTOCK_INLINE void race(const float* x, int64_t seed, int64_t position, int64_t group, double* best, int64_t* index,
                           float* least) {
   Vec largest = load(x);

@@ -6,7 +6,7 @@ namespace penstock {
 
 namespace {
 
-// The first of a request's drafts.
+// First draft token of a request.
 const int32_t* drafts_of(const DraftArgs& drafts, int64_t slot) { return drafts.token_ids + slot * drafts.width; }
 
 int64_t failure(const OutcomeArgs& a, int64_t row) {
@@ -14,7 +14,7 @@ int64_t failure(const OutcomeArgs& a, int64_t row) {
                              : static_cast<const int64_t*>(a.failures)[row];
 }
 
-// Drafts that equal what was sampled at the row before them, up to the first that does not, or a row without a token.
+// Accepted drafts: the leading ones that equal the token sampled at the row before them, up to a row that failed.
 int64_t count_accepted(const OutcomeArgs& a, int64_t r, int64_t first) {
   const int32_t* drafts = drafts_of(a.drafts, a.slots[r]);
   int64_t accepted = 0;
@@ -31,7 +31,7 @@ void gather_step(const GatherArgs& a) {
     for (int64_t r = 0; r < a.drafts.num_rows; ++r) {
       const int64_t slot = a.slots[r];
       const int32_t* drafts = drafts_of(a.drafts, slot);
-      // No draft is no token either, but what runs in its place must be one; it is not accepted.
+      // A missing draft is negative, but the input token must be valid; it is not accepted.
       std::transform(drafts, drafts + a.drafts.num_drafts[r], a.all_token_ids + slot * a.width + a.total_len[slot],
                      [](int32_t token) { return std::max(token, 0); });
     }
