@@ -115,7 +115,7 @@ def test_only_the_last_outputs_are_remembered(outputs: list[list[int]], max_outp
             kept.pop(0)
         assert subject.num_outputs == len(kept)
         for last in ([0], [1, 2], [3, 3, 3, 3], output[-6:]):
-            found = {length: len(ends) for length, ends in subject.agreeing(np.array(last, dtype=np.int32))}
+            found = {length: len(ends) for length, ends in subject.matches(np.array(last, dtype=np.int32))}
             for length in range(1, len(last) + 1):
                 pattern = last[-length:]
                 num = sum(text[end - length : end] == pattern for text in kept for end in range(length, len(text) + 1))
@@ -133,5 +133,5 @@ def test_only_so_many_places_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> N
     subject = EarlierOutputs(100)
     for token in range(10, 20):
         subject.add(np.array([1, token], dtype=np.int32))
-    ((_, ends),) = subject.agreeing(np.array([1], dtype=np.int32))
+    ((_, ends),) = subject.matches(np.array([1], dtype=np.int32))
     assert [subject.text[end + 1] for end in ends] == [17, 18, 19]

@@ -169,7 +169,7 @@ def test_a_model_that_needs_its_values_is_run_with_them(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(unloaded_model, "measure_step_memory", forward)
     with pytest.raises(
-        UnsupportedFeature, match=r"LlamaForCausalLM does not run without .* RuntimeError: Tensor\.item"
+        UnsupportedFeature, match=r"LlamaForCausalLM cannot run on meta tensors.* RuntimeError: Tensor\.item"
     ):
         plan_engine(str(tmp_path), **options)
     core = make_core(tmp_path, **options)
