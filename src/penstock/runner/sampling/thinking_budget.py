@@ -57,7 +57,9 @@ class ThinkingBudget(LogitsProcessor):
         if argument is None:
             return
         if not isinstance(argument, dict) or set(argument) - {_IMPLIED_ENDS, _STARTS_IN_THINKING} != _FIELDS:
-            raise ValueError(f"extra_args[{cls.name!r}]={argument!r} is not valid. Allowed: a dictionary with {sorted(_FIELDS)}")
+            raise ValueError(
+                f"extra_args[{cls.name!r}]={argument!r} is not valid. Allowed: a dictionary with {sorted(_FIELDS)}"
+            )
         budget, implied_ends = argument["budget"], argument.get(_IMPLIED_ENDS, [])
         if not isinstance(implied_ends, (list, tuple)):
             raise ValueError(f"{_IMPLIED_ENDS}={implied_ends!r} is not valid. Allowed: a list of lists of token ids")
