@@ -87,38 +87,35 @@ def token_id_array(name: str, token_ids: Sequence[int], vocab_size: int) -> np.n
     return array
 
 
-class AllowedTokens(LogitsTransform):
+class _TokenLists(LogitsTransform):
+    """Base of transforms with a list of token ids per slot."""
+
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._lists = SlotLists(device, num_slots)
 
+    def is_needed(self, slots_np: np.ndarray) -> bool:
+        return self._lists.any_set(slots_np)
+
+
+class AllowedTokens(_TokenLists):
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         self._lists.set(slot, token_id_array("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size))
-
-    def is_needed(self, slots_np: np.ndarray) -> bool:
-        return self._lists.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         lists = self._lists.pack(rows)
         return keep_tokens(logits, lists.rows, lists.row_of, lists.columns[0])
 
 
-class LogitBias(LogitsTransform):
-    def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._lists = SlotLists(device, num_slots)
-
+class LogitBias(_TokenLists):
     def add_request(
         self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
         bias = params.logit_bias or {}
         token_ids = token_id_array("logit_bias", list(bias), self._vocab_size)
         self._lists.set(slot, token_ids, np.array(list(bias.values()), dtype=np.float32))
-
-    def is_needed(self, slots_np: np.ndarray) -> bool:
-        return self._lists.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         lists = self._lists.pack(rows)
@@ -128,17 +125,16 @@ class LogitBias(LogitsTransform):
 _NO_TOKEN = -1
 
 
-class BadWords(LogitsTransform):
+class BadWords(_TokenLists):
     """token_ids_SL: the runner's token table. A word counts only if it lies in the output entirely, not in the prompt.
 
     Prefixes are padded to the longest of any request so far, because a step compares them all at once.
     """
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, token_ids_SL: Tensor) -> None:
-        self._vocab_size = vocab_size
+        super().__init__(device, num_slots, vocab_size)
         self._token_ids_SL = token_ids_SL
         self._prompt_len = SlotParameter(device, num_slots, np.int64, 0)
-        self._lists = SlotLists(device, num_slots)
         self._words: dict[int, list[np.ndarray]] = {}
         self._width = 0
 
@@ -164,9 +160,6 @@ class BadWords(LogitsTransform):
     def remove_request(self, slot: int) -> None:
         if self._words.pop(slot, None) is not None:
             self._lists.set(slot)
-
-    def is_needed(self, slots_np: np.ndarray) -> bool:
-        return self._lists.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         lists = self._lists.pack(rows)
