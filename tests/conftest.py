@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
+# A slow bar would start a thread that outlives it, and tests count threads.
+tqdm.monitor_interval = 0
 # One thread: the models are so small that a second one only waits, and waits long on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Shells let what they start in the background ignore Ctrl-C, and tests send it to themselves.
