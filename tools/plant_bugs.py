@@ -65,21 +65,32 @@ class Tree:
         finally:
             path.write_text(healthy)
 
-    def run(self, tests: Sequence[str], *, writes_bytecode: bool = False) -> subprocess.CompletedProcess[str]:
+    def run_clean(self, tests: Sequence[str], num_jobs: int) -> subprocess.CompletedProcess[str]:
+        """Run tests without any bug; one that fails runs once more alone, since some depend on the machine's load.
+
+        Later runs use the bytecode that it writes.
+        """
+        runner = Path(__file__).with_name("run_tests.py")
+        return self._run([str(runner), "-q", "-n", str(num_jobs), "--dist", "loadfile", *tests], {}, None)
+
+    def run(self, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run tests up to the first failure. Raises TimeoutExpired when they take too long.
 
-        writes_bytecode: whether later runs may use what this one compiled; never while a bug is planted, since a file
-        that changes twice within a second may be taken for the same.
+        Writes no bytecode, since a file that changes twice within a second may be taken for the same.
         """
-        environment = os.environ | {"PYTHONPATH": str(self._folder / "src")}
-        environment |= {} if writes_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
+        command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+        return self._run(command, {"PYTHONDONTWRITEBYTECODE": "1"}, _LONGEST_RUN_S)
+
+    def _run(
+        self, command: Sequence[str], variables: dict[str, str], timeout_s: float | None
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+            [sys.executable, *command],
             cwd=self._folder,
-            env=environment,
+            env=os.environ | {"PYTHONPATH": str(self._folder / "src")} | variables,
             capture_output=True,
             text=True,
-            timeout=_LONGEST_RUN_S if not writes_bytecode else None,
+            timeout=timeout_s,
         )
 
 
@@ -108,7 +119,7 @@ def plant(bugs: Sequence[Bug], root: Path, folder: Path, num_jobs: int) -> bool:
     """Plant all bugs in copies under `folder`, and report; whether each was caught."""
     first = folder / "0"
     shutil.copytree(root, first, ignore=_LEFT_OUT)
-    clean = Tree(first).run(sorted({test for bug in bugs for test in bug.tests}), writes_bytecode=True)
+    clean = Tree(first).run_clean(sorted({test for bug in bugs for test in bug.tests}), num_jobs)
     if clean.returncode != 0:
         print(clean.stdout[-4000:], clean.stderr[-2000:], "The tests fail without any bug.", sep="\n")
         return False
