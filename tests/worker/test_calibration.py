@@ -111,7 +111,7 @@ def test_a_model_of_transformers_and_layers_that_are_observed_in_turns(
         rounded = layer_weights(llm)
         (output,) = llm.generate(["ROMEO:"], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
-    assert any(f"read {len(rounded)} times" in message for message in caplog.messages)
+    assert any(f"{len(rounded)} passes of" in message for message in caplog.messages)
 
 
 def test_texts_without_a_use_or_a_file_are_refused(few_texts: Path, tmp_path: Path) -> None:
