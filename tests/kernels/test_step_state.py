@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.bound_step import BoundStep, DraftTensors, LayoutTensors, SlotTensors, StepTensors
@@ -221,12 +221,14 @@ def _drafted(draw: st.DrawFn) -> _Drafted:
 
 @IMPLEMENTATIONS
 @settings(max_examples=150, deadline=None)
-@given(requests=st.lists(_drafted(), min_size=1, max_size=6), data=st.data())
+@given(requests=st.lists(_drafted(), min_size=1, max_size=6), order=st.permutations(range(8)))
+# The row after a draft that was sampled fails: the draft is not accepted.
+@example(requests=[_Drafted([100, 101], 2, 1, 3, [1, 2], True, [1, 2, 0], [0, 1, 0])], order=list(range(8)))
 def test_drafts_are_read_verified_and_recorded_as_one_after_the_other(
-    bind: Bind, requests: list[_Drafted], data: st.DataObject
+    bind: Bind, requests: list[_Drafted], order: list[int]
 ) -> None:
     state = _state(8, 20, seed=1)
-    slots = list(data.draw(st.permutations(range(8))))[: len(requests)]
+    slots = order[: len(requests)]
     for slot, each in zip(slots, requests, strict=True):
         state.all_token_ids_SL[slot, : len(each.known)] = torch.tensor(each.known)
         state.total_len_S[slot], state.prefill_len_S[slot] = len(each.known), each.prefill_len
