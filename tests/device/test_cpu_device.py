@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from penstock.config import DeviceConfig
-from penstock.device import Device, create_device
+from penstock.device import CellWrites, Device, create_device
 from penstock.device.limits import MemoryLimit
 from penstock.errors import UnsupportedFeature
 
@@ -65,9 +66,12 @@ def test_scattered_values_arrive_as_on_any_device(dtype: torch.dtype) -> None:
     index = np.array([7, 0, 3])
     values = np.array([-5, 9, 2], dtype=torch.empty(0, dtype=dtype).numpy().dtype)
     here, anywhere = torch.arange(9, dtype=dtype), torch.arange(9, dtype=dtype)
-    DEVICE.scatter(here, index, values)
-    Device.scatter(DEVICE, anywhere, index, values)
-    assert here.tolist() == anywhere.tolist() == [9, 1, 2, 2, 4, 5, 6, -5, 8]
+    for cells, scatter in ((here, DEVICE.scatter), (anywhere, partial(Device.scatter, DEVICE))):
+        others = torch.zeros(2, dtype=torch.int64)
+        # An odd number of values, so that the next array's place is not next to it.
+        scatter([CellWrites(cells, index, values), CellWrites(others, np.array([1]), np.array([1 << 40]))])
+        assert cells.tolist() == [9, 1, 2, 2, 4, 5, 6, -5, 8]
+        assert others.tolist() == [0, 1 << 40]
 
 
 def test_a_missing_gpu_is_named() -> None:

@@ -9,13 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.device.base import Device, MemorySnapshot, PendingCopy
+    from penstock.device.base import CellWrites, Device, MemorySnapshot, PendingCopy
     from penstock.device.dtypes import DtypeChoice
     from penstock.device.select import create_device
 
-__all__ = ["Device", "DtypeChoice", "MemorySnapshot", "PendingCopy", "create_device"]
+__all__ = ["CellWrites", "Device", "DtypeChoice", "MemorySnapshot", "PendingCopy", "create_device"]
 
 _HOMES = {
+    "CellWrites": "penstock.device.base",
     "Device": "penstock.device.base",
     "DtypeChoice": "penstock.device.dtypes",
     "MemorySnapshot": "penstock.device.base",

@@ -7,13 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.device.dtypes import DtypeChoice
-from penstock.errors import WaitTimeout
+from penstock.errors import UnsupportedFeature, WaitTimeout
 
 _POLL_INTERVAL_S = 50e-6
 
@@ -63,6 +65,17 @@ class PendingCopy(ABC):
         """Host copies, in the order given."""
 
 
+class CellWrites(NamedTuple):
+    """cells[indices] = values: a flat device tensor, int64 indices, and values of its dtype.
+
+    For duplicate indices either value may win.
+    """
+
+    cells: Tensor
+    indices: np.ndarray
+    values: np.ndarray
+
+
 def wait_until(is_done: Callable[[], bool], timeout_s: float, describe: Callable[[], str]) -> None:
     """Poll until `is_done()`.
 
@@ -79,12 +92,13 @@ class Device(ABC):
     """One device of this process.
 
     kind: "cpu" or "cuda". overlaps_with_host: work is asynchronous, so the host can run ahead.
-    attention_backends: names of candidate backends, best first.
+    attention_backends: names of candidate backends, best first. captures_graphs: whether `capture` works.
     """
 
     kind: str
     torch_device: torch.device
     overlaps_with_host: bool
+    captures_graphs: bool = False
     attention_backends: tuple[str, ...]
 
     @abstractmethod
@@ -122,12 +136,25 @@ class Device(ABC):
     def upload(self, array: np.ndarray) -> Tensor:
         """Copy an array to the device without waiting. The array must not be changed afterwards."""
 
-    def scatter(self, cells: Tensor, index: np.ndarray, values: np.ndarray) -> None:
-        """cells[index] = values, without waiting: a flat device tensor, int64 indices, and values of its dtype.
+    def write(self, tensor: Tensor, array: np.ndarray) -> None:
+        """Copy an array into a contiguous device tensor of its shape and dtype, without waiting.
 
-        The arrays must not be changed afterwards. For duplicate indices either value may win.
+        The array must not be changed afterwards.
         """
-        cells.index_copy_(0, self.upload(index), self.upload(values))
+        tensor.copy_(self.upload(array))
+
+    def scatter(self, writes: Sequence[CellWrites]) -> None:
+        """Write cells of device tensors, in this order and in one upload, without waiting."""
+        arrays = [array for write in writes for array in (write.indices, write.values)]
+        # Every array begins at a multiple of 8 bytes, as its view as numbers must.
+        sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
+        packed = np.zeros(sum(sizes), dtype=np.uint8)
+        for array, end, size in zip(arrays, accumulate(sizes), sizes, strict=True):
+            packed[end - size : end - size + array.nbytes] = array.view(np.uint8)
+        parts = self.upload(packed).split(sizes)
+        for write, indices, values in zip(writes, parts[::2], parts[1::2], strict=True):
+            cells = write.cells
+            cells.index_copy_(0, indices.view(torch.int64), values[: write.values.nbytes].view(cells.dtype))
 
     @abstractmethod
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
@@ -135,6 +162,15 @@ class Device(ABC):
 
         The tensors must not be written to any more: a device with host memory returns them without a copy.
         """
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture the kernels that `work` launches, without running them, and return a function that runs them.
+
+        Each replay reads and writes the addresses of the capture: `work` may read persistent tensors only, must not
+        wait for the device, and its results are overwritten by the next replay.
+        Raises RuntimeError where a kernel or a call cannot be captured.
+        """
+        raise UnsupportedFeature(f"device {self.kind!r} captures no graphs")
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -22,7 +22,7 @@ class CudaCopy(PendingCopy):
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
         self._sources = list(tensors)
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             # Pinned memory: a copy to pageable memory would block the host.
             self._tensors = [
@@ -48,12 +48,16 @@ class CudaDevice(Device):
 
     kind = "cuda"
     overlaps_with_host = True
-    attention_backends = ("torch_varlen", "reference")
+    captures_graphs = True
+    attention_backends = ("triton_paged", "torch_varlen", "reference")
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(self.torch_device)
         self._copy_stream = torch.cuda.Stream(self.torch_device)
+        self._capture_stream = torch.cuda.Stream(self.torch_device)
+        # One memory pool for all graphs: they never run at the same time.
+        self._graph_pool = torch.cuda.graph_pool_handle()
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)
@@ -89,16 +93,38 @@ class CudaDevice(Device):
 
     def upload(self, array: np.ndarray) -> Tensor:
         # The pinned copy is freed at once, but torch's host allocator reuses it only after the copy has run.
-        return torch.from_numpy(array).pin_memory().to(self.torch_device, non_blocking=True)
+        return _pinned(array).to(self.torch_device, non_blocking=True)
+
+    def write(self, tensor: Tensor, array: np.ndarray) -> None:
+        tensor.copy_(_pinned(array), non_blocking=True)
 
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
         return CudaCopy(tensors, self._copy_stream)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        stream = self._capture_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        # `torch.cuda.graph` would collect garbage and wait for the device. Other threads may go on using the device.
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph.replay
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
     def return_unused_memory(self) -> None:
         torch.cuda.empty_cache()
+
+
+def _pinned(array: np.ndarray) -> Tensor:
+    # Contiguous: torch would copy another layout through pageable memory, which blocks the host.
+    return torch.from_numpy(np.asarray(array, order="C")).pin_memory()
 
 
 def gpu_memory() -> MemoryLimit | None:

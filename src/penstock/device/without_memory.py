@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.device.base import CellWrites, Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import CudaDevice
 from penstock.device.dtypes import DtypeChoice
@@ -38,6 +38,7 @@ class DeviceWithoutMemory(Device):
         self.kind = kind
         self.torch_device = META
         self.attention_backends = stands_for.attention_backends
+        self.captures_graphs = stands_for.captures_graphs
 
     def describe(self) -> str:
         return f"{self.kind} without memory"
@@ -61,7 +62,7 @@ class DeviceWithoutMemory(Device):
     def upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(META)
 
-    def scatter(self, cells: Tensor, index: np.ndarray, values: np.ndarray) -> None:
+    def scatter(self, writes: Sequence[CellWrites]) -> None:
         pass
 
     def download(self, tensors: Sequence[Tensor]) -> PendingCopy:

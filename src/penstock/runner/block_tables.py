@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.contract import KVCacheConfig, NewRequestData
 from penstock.device import Device
 from penstock.runner.slot_owners import SlotOwner
-from penstock.runner.staging import StagedTensor
+from penstock.runner.staging import StagedTensor, flush_together
 
 
 class BlockTables(SlotOwner):
@@ -24,18 +23,20 @@ class BlockTables(SlotOwner):
         self.block_sizes = [group.spec.block_size for group in kv_cache_config.groups]
         widths = [group.spec.table_width(max_model_len) for group in kv_cache_config.groups]
         self._tables = [StagedTensor(device, num_slots, width, torch.int32) for width in widths]
-        self._num_blocks = np.zeros((len(widths), num_slots), dtype=np.int64)
+        # Of each slot, by group.
+        self._num_blocks = [[0] * num_slots for _ in widths]
         # The largest block id that any table has held.
         self.highest_block = 0
 
     def add(self, slot: int, request: NewRequestData) -> None:
-        self._num_blocks[:, slot] = 0
+        for num_blocks in self._num_blocks:
+            num_blocks[slot] = 0
         self.extend(slot, request.block_ids)
 
     def extend(self, slot: int, block_ids: Sequence[list[int]]) -> None:
-        for group, (table, ids) in enumerate(zip(self._tables, block_ids, strict=True)):
-            table.stage(slot, int(self._num_blocks[group, slot]), ids)
-            self._num_blocks[group, slot] += len(ids)
+        for table, num_blocks, ids in zip(self._tables, self._num_blocks, block_ids, strict=True):
+            table.stage(slot, num_blocks[slot], ids)
+            num_blocks[slot] += len(ids)
             self.highest_block = max(self.highest_block, max(ids, default=0))
 
     def rollback(self, slot: int) -> None:
@@ -43,8 +44,7 @@ class BlockTables(SlotOwner):
             table.discard(slot)
 
     def flush(self) -> None:
-        for table in self._tables:
-            table.flush()
+        flush_together(self._tables)
 
     def table(self, group: int) -> Tensor:
         return self._tables[group].tensor

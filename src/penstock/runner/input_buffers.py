@@ -59,7 +59,7 @@ class InputBuffers:
         """Upload the parts of a layout, int64 each, in one copy."""
         array = np.concatenate(parts)
         layout = self._layout[: len(array)]
-        layout.copy_(self._device.upload(array))
+        self._device.write(layout, array)
         tensors: Sequence[Tensor] = layout.split([len(part) for part in parts])
         return tensors
 

@@ -16,7 +16,7 @@ from penstock.contract import CachedRequestData, NewRequestData
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.slot_owners import SlotOwner
-from penstock.runner.staging import SlotParameter, StagedTensor
+from penstock.runner.staging import SlotParameter, StagedTensor, flush_together
 
 if TYPE_CHECKING:
     from penstock.runner.frame import Frame
@@ -43,6 +43,7 @@ class RequestStates(SlotOwner):
         self.total_len = StagedTensor(device, num_slots, 1, torch.int64)
         self.num_computed_tokens = StagedTensor(device, num_slots, 1, torch.int64)
         self.draft_token_ids = StagedTensor(device, num_slots, max_drafts, torch.int32)
+        self._staged = [self.all_token_ids, self.total_len, self.num_computed_tokens, self.draft_token_ids]
         self.max_drafts = max_drafts
         self.prefill_len = SlotParameter(device, num_slots, np.int64, 0)
         self._computed_upper_bound = np.zeros(num_slots, dtype=np.int64)
@@ -106,10 +107,7 @@ class RequestStates(SlotOwner):
             staged.discard(slot)
 
     def flush(self) -> None:
-        self.all_token_ids.flush()
-        self.total_len.flush()
-        self.num_computed_tokens.flush()
-        self.draft_token_ids.flush()
+        flush_together(self._staged)
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
         frame.batch.step.advance(outcome)

@@ -8,20 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.device import Device
+from penstock.device import CellWrites, Device
 
 
 class StagedTensor:
     """A device tensor [rows, width] whose cells the host writes through `stage` and `flush`.
 
-    A flush uploads all staged writes at once and scatters them with one operator. Two writes to one cell within a
-    flush have no defined order.
+    A flush uploads all staged writes at once, those of several tensors too (`flush_together`), and scatters them with
+    one operator per tensor. Two writes to one cell within a flush have no defined order.
     """
 
     def __init__(self, device: Device, rows: int, width: int, dtype: torch.dtype) -> None:
         self.tensor = device.allocate(rows * width * dtype.itemsize).view(dtype).view(rows, width)
         self._cells = self.tensor.view(-1)
-        self._device = device
+        self.device = device
         self._width = width
         # (row, first cell, values) of each write.
         self._staged: list[tuple[int, int, Sequence[int]]] = []
@@ -40,9 +40,15 @@ class StagedTensor:
         self._staged = [write for write in self._staged if write[0] != row]
 
     def flush(self) -> None:
+        """Upload the staged writes."""
+        flush_together([self])
+
+    def take(self) -> CellWrites | None:
+        """Return the staged writes, which are staged no more; None if there are none."""
         staged = self._staged
         if not staged:
-            return
+            return None
+        self._staged = []
         if len(staged) == sum(len(values) for _, _, values in staged):
             # One cell each, as when decoding requests get a block.
             index = np.array([first for _, first, _ in staged])
@@ -50,8 +56,14 @@ class StagedTensor:
         else:
             index = np.concatenate([np.arange(first, first + len(values)) for _, first, values in staged])
             cells = np.concatenate([np.asarray(values, dtype=self._host_dtype) for _, _, values in staged])
-        self._device.scatter(self._cells, index, cells)
-        self._staged = []
+        return CellWrites(self._cells, index, cells)
+
+
+def flush_together(tensors: Sequence[StagedTensor]) -> None:
+    """Upload the staged writes of tensors of one device in one copy."""
+    writes = [write for tensor in tensors if (write := tensor.take()) is not None]
+    if writes:
+        tensors[0].device.scatter(writes)
 
 
 class SlotParameter:
