@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Machines without a GPU get torch's CPU build, which is a tenth of the download.
 TORCH ?= torch==2.13.0
+# A CUDA build of torch brings its own; the constraints leave it open.
+TRITON ?= triton==3.6.0
 # Processes that tests are shared among, a file at a time: tests compute with one thread.
 JOBS ?= 2
 # What runs the tests: `make test PYTEST=tools/run_tests.py` gives a failed one another try.
@@ -11,7 +13,7 @@ PYTEST ?= -m pytest
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow test-newest test-mutations sanitize wheel try-wheel docs lint format upgrade clean
+.PHONY: demo test test-slow test-triton test-newest test-mutations sanitize wheel try-wheel docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +38,14 @@ test-newest:
 # Plants bugs, one at a time, and fails if one of them goes unnoticed.
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tools/plant_bugs.py --jobs $(JOBS)
+
+# The GPU's kernels in Triton's interpreter, and compiled for an H100; in an environment of its own, which has Triton.
+test-triton: $(VENV)/.installed
+	$(PYTHON) -m venv .venv-triton
+	.venv-triton/bin/python -m pip install --quiet $(foreach file,$(CONSTRAINTS),--constraint $(file)) "$(TORCH)" \
+		"$(TRITON)" --editable ".[dev]"
+	TRITON_INTERPRET=1 .venv-triton/bin/python $(PYTEST) -n $(JOBS) tests/kernels/triton_kernels tests/attention
+	.venv-triton/bin/python $(PYTEST) -n $(JOBS) tests/kernels/triton_kernels
 
 # Builds the kernels with the address and undefined-behaviour sanitizers, elsewhere, and runs their tests.
 sanitize: $(VENV)/.installed
@@ -76,4 +86,4 @@ upgrade: $(VENV)/.installed
 	$(BIN)/python tools/pin_packages.py "$(TORCH)" $(CONSTRAINTS)
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-wheel .venv-try-wheel build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-triton .venv-wheel .venv-try-wheel build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -133,10 +133,14 @@ def test_a_worker_that_dies_amid_prompts_loses_and_repeats_nothing(
     core.close()
 
 
-def test_logits_are_held_a_few_rows_at_a_time(model: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most_results", "most_rows"), [(40, 5), (10, 3)])
+def test_logits_are_held_a_few_rows_at_a_time(
+    model: tuple[Any, Path], most_results: int, most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of at most five rows, and of as many as have ten results, three each."""
     oracle, folder = model
     monkeypatch.setattr("penstock.config.sampling._MAX_LOGITS", {"cpu": 5 * VOCAB_SIZE})
-    monkeypatch.setattr(prompt_logprobs, "_MAX_RESULTS", 10)
+    monkeypatch.setattr(prompt_logprobs, "_MAX_RESULTS", most_results)
     core = make_core(folder, max_num_batched_tokens=50)
     language_model = core.collective_rpc("get_model")[0]
     rows: list[int] = []
@@ -150,7 +154,7 @@ def test_logits_are_held_a_few_rows_at_a_time(model: tuple[Any, Path], monkeypat
     params = greedy(1, prompt_logprobs=2)
     result = run(core, [PROMPTS[7]], params)[0]
     assert_equals_oracle(oracle, PROMPTS[7], params, result)
-    assert max(rows) == 5
+    assert max(rows) == most_rows
     assert sum(rows) >= len(PROMPTS[7]) - 1
     core.close()
 

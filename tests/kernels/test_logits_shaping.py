@@ -40,7 +40,8 @@ def test_the_fast_penalties_equal_the_specification_to_the_bit(seed: int) -> Non
     slots = torch.tensor([rng.randrange(NUM_SLOTS) for _ in rows])
     penalties = [torch.rand(len(rows)) * 2 + low for low in (0.2, -1.0, -1.0)]
     fast, expected = _logits(seed), _logits(seed)
-    penalise(fast, rows, table, slots, *penalties)
+    # The penalties of each row are those of a slot of its own.
+    penalise(fast, rows, table, slots, torch.arange(len(rows)), *penalties)
     penalise_reference(expected, rows, table, slots, *penalties)
     assert torch.equal(fast, expected)
     untouched = sorted(set(range(NUM_ROWS)) - set(rows.tolist()))

@@ -11,7 +11,13 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.kernels import sampling
 from penstock.kernels.random import gumbel_noise, token_bits
-from penstock.kernels.sampling import draw_tokens_reference, greedy_tokens, mask_min_p, mask_top_k_top_p, top_logprobs
+from penstock.kernels.sampling import (
+    draw_tokens_reference,
+    greedy_tokens,
+    mask_min_p_reference,
+    mask_top_k_top_p_reference,
+    top_logprobs,
+)
 
 _logits = hnp.arrays(np.float32, st.tuples(st.just(1), st.integers(1, 40)), elements=st.floats(-8, 8, width=32))
 
@@ -30,7 +36,7 @@ def _kept(masked: torch.Tensor) -> set[int]:
 def test_top_k_keeps_the_k_largest_and_their_ties(logits: np.ndarray, top_k: int) -> None:
     vocab_size = logits.shape[1]
     top_k = min(top_k, vocab_size)
-    masked = mask_top_k_top_p(torch.from_numpy(logits.copy()), torch.tensor([top_k]), torch.tensor([1.0]))
+    masked = mask_top_k_top_p_reference(torch.from_numpy(logits.copy()), torch.tensor([top_k]), torch.tensor([1.0]))
     threshold = np.sort(logits[0])[::-1][top_k - 1]
     assert _kept(masked) == set(np.flatnonzero(logits[0] >= threshold).tolist())
 
@@ -39,7 +45,9 @@ def test_top_k_keeps_the_k_largest_and_their_ties(logits: np.ndarray, top_k: int
 @given(logits=_logits, top_p=st.floats(0.05, 0.999))
 def test_top_p_keeps_the_smallest_set_that_holds_the_mass(logits: np.ndarray, top_p: float) -> None:
     vocab_size = logits.shape[1]
-    masked = mask_top_k_top_p(torch.from_numpy(logits.copy()), torch.tensor([vocab_size]), torch.tensor([top_p]))
+    masked = mask_top_k_top_p_reference(
+        torch.from_numpy(logits.copy()), torch.tensor([vocab_size]), torch.tensor([top_p])
+    )
     kept = _kept(masked)
     probs = _softmax(logits[0])
     weakest = min(logits[0, token] for token in kept)
@@ -54,14 +62,14 @@ def test_top_p_keeps_no_token_beyond_the_one_that_reaches_the_mass(top_p: float,
     # So close that each has exactly a quarter, and still no two tie.
     logits = torch.tensor([[1e-9, 3e-9, 0.0, 2e-9]])
     assert logits.softmax(dim=-1).tolist() == [[0.25] * 4]
-    masked = mask_top_k_top_p(logits, torch.tensor([4]), torch.tensor([top_p]))
+    masked = mask_top_k_top_p_reference(logits, torch.tensor([4]), torch.tensor([top_p]))
     assert len(_kept(masked)) == num_kept
 
 
 @settings(max_examples=200, deadline=None)
 @given(logits=_logits, min_p=st.floats(0.0, 1.0))
 def test_min_p_keeps_what_is_likely_beside_the_best(logits: np.ndarray, min_p: float) -> None:
-    masked = mask_min_p(torch.from_numpy(logits.copy()), torch.tensor([min_p], dtype=torch.float32))
+    masked = mask_min_p_reference(torch.from_numpy(logits.copy()), torch.tensor([min_p], dtype=torch.float32))
     probs = _softmax(logits[0])
     for token, is_kept in enumerate(torch.isfinite(masked[0]).tolist()):
         ratio = probs[token] / probs.max()
@@ -71,9 +79,9 @@ def test_min_p_keeps_what_is_likely_beside_the_best(logits: np.ndarray, min_p: f
 
 def test_neutral_parameters_change_nothing() -> None:
     logits = torch.randn(4, 1000)
-    same = mask_top_k_top_p(logits.clone(), torch.full((4,), 1000), torch.ones(4))
+    same = mask_top_k_top_p_reference(logits.clone(), torch.full((4,), 1000), torch.ones(4))
     assert torch.equal(same, logits)
-    assert torch.equal(mask_min_p(logits.clone(), torch.zeros(4)), logits)
+    assert torch.equal(mask_min_p_reference(logits.clone(), torch.zeros(4)), logits)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
@@ -82,7 +90,7 @@ def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) ->
     num_draws, vocab_size = 200_000, 50
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(1, vocab_size, generator=generator) * 1.5
-    masked = mask_top_k_top_p(logits.clone(), torch.tensor([top_k]), torch.tensor([top_p]))
+    masked = mask_top_k_top_p_reference(logits.clone(), torch.tensor([top_k]), torch.tensor([top_p]))
     seeds, positions = torch.full((num_draws,), 17), torch.arange(num_draws)
     drawn = draw_tokens_reference(masked.expand(num_draws, -1), seeds, positions).token_ids_R
     expected = _softmax(masked[0].numpy()) * num_draws

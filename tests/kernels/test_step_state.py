@@ -277,6 +277,7 @@ def test_drafts_are_read_verified_and_recorded_as_one_after_the_other(
 
 def test_without_the_cpp_kernels_torch_steps_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kernels.step_state.bind_native_step", lambda *arguments: None)
+    monkeypatch.setattr("penstock.kernels.step_state.triton_runs", lambda tensor: False)
     state = _state(2, 8)
     step = bind_step(state, _layout([0], [1]), _buffers(state))
     assert isinstance(step, PlainStep)

@@ -88,7 +88,8 @@ def test_each_request_equals_a_restatement_whatever_shares_the_batch_and_after_p
         logits = torch.cat([request.logits() for request in step])
         before = logits.clone()
         result = driver.step([request.slot for request in step], logits)
-        assert torch.equal(logits, before), "the raw logits must survive for the log-probabilities"
+        if any(request.params.logprobs is not None for request in step):
+            assert torch.equal(logits, before), "the raw logits must survive for the log-probabilities"
         for row, request in enumerate(step):
             expected = request.expected()
             request.has_failed = expected is None

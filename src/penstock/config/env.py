@@ -6,6 +6,7 @@
 | PENSTOCK_PLUGINS | comma-separated names of the entry points to load as plugins; unset loads all, empty none |
 | PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: avx512, avx2, generic |
 | PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch, with Penstock's other kernels |
+| TRITON_INTERPRET | 1 runs the GPU's Triton kernels on the CPU, in Triton's interpreter: for their tests |
 | GLOO_SOCKET_IFNAME | network interface of ranks on several machines; unset takes the one that reaches rank 0 |
 | RAY_ADDRESS | Ray cluster to connect to; unset takes the one that runs on this machine, or starts one |
 | RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and others | set by torchrun for external_launcher |
@@ -26,6 +27,7 @@ _REPORTED = (
     "PENSTOCK_PLUGINS",
     "PENSTOCK_CPU_KERNELS",
     "PENSTOCK_CPU_PRODUCTS",
+    "TRITON_INTERPRET",
     "HF_HUB_OFFLINE",
     "TRANSFORMERS_OFFLINE",
     "OMP_NUM_THREADS",
@@ -54,6 +56,10 @@ def uses_torch_products() -> bool:
     if value not in ("auto", "torch"):
         raise ConfigError(f"PENSTOCK_CPU_PRODUCTS={value!r} is not valid. Allowed: auto, torch.")
     return value == "torch"
+
+
+def interprets_triton() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def allowed_plugins() -> list[str] | None:

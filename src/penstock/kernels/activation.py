@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
+from penstock.kernels.triton import triton_runs
 
 
 def silu_and_mul(gate_up_TI: Tensor) -> Tensor:
     """silu(gate) * up."""
     if NATIVE is not None and NATIVE.runs(gate_up_TI) and gate_up_TI.is_contiguous():
         return NATIVE.gate_and_mul("silu", gate_up_TI)
+    if _triton_takes(gate_up_TI):
+        return _triton_gate_and_mul("silu", gate_up_TI)
     return silu_and_mul_reference(gate_up_TI)
 
 
@@ -29,6 +32,13 @@ def silu_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
 
 def gelu_and_mul(gate_up_TI: Tensor) -> Tensor:
     """gelu(gate) * up, with the exact gelu."""
+    if _triton_takes(gate_up_TI):
+        return _triton_gate_and_mul("gelu", gate_up_TI)
+    return gelu_and_mul_reference(gate_up_TI)
+
+
+def gelu_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
+    """The specification of `gelu_and_mul`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, -1)
     return F.gelu(gate_TI).mul_(up_TI)
 
@@ -37,6 +47,8 @@ def gelu_tanh_and_mul(gate_up_TI: Tensor) -> Tensor:
     """gelu(gate) * up, with gelu's approximation by tanh."""
     if NATIVE is not None and NATIVE.runs(gate_up_TI) and gate_up_TI.is_contiguous():
         return NATIVE.gate_and_mul("gelu_tanh", gate_up_TI)
+    if _triton_takes(gate_up_TI):
+        return _triton_gate_and_mul("gelu_tanh", gate_up_TI)
     return gelu_tanh_and_mul_reference(gate_up_TI)
 
 
@@ -44,6 +56,16 @@ def gelu_tanh_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
     """The specification of `gelu_tanh_and_mul`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, -1)
     return gelu_tanh(gate_TI).mul_(up_TI)
+
+
+def _triton_takes(gate_up_TI: Tensor) -> bool:
+    return gate_up_TI.dim() == 2 and gate_up_TI.stride(1) == 1 and triton_runs(gate_up_TI)
+
+
+def _triton_gate_and_mul(activation: str, gate_up_TI: Tensor) -> Tensor:
+    from penstock.kernels.triton.activation import gate_and_mul
+
+    return gate_and_mul(activation, gate_up_TI)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

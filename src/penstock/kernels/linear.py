@@ -10,16 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
+from penstock.kernels.triton import triton_runs
 
 # oneDNN looks its primitive up in every call (about 20 us), which pays for larger weights only.
 _MIN_PACKED_ELEMENTS = 256 * 1024
 # Batch rows that the packed layout is optimised for; any number works.
 _PACKED_ROWS = 32
+# Rows of a decode step that a Triton kernel may take.
+_MAX_SKINNY_ROWS = 16
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias: [T, O], in the dtype that x and the bias share; a weight of another one is converted."""
-    return F.linear(x_TI, weight_OI.to(x_TI.dtype), bias_O)
+    weight_OI = weight_OI.to(x_TI.dtype)
+    if x_TI.dim() == 2 and x_TI.shape[0] <= _MAX_SKINNY_ROWS and triton_runs(x_TI):
+        from penstock.kernels.triton.linear import choose_tiling, skinny_linear, takes
+
+        tiling = choose_tiling(*x_TI.shape, weight_OI.shape[0])
+        if tiling is not None and takes(x_TI, weight_OI, bias_O):
+            return skinny_linear(x_TI, weight_OI, bias_O, tiling=tiling)
+    return F.linear(x_TI, weight_OI, bias_O)
 
 
 def packing_pays(weight_OI: Tensor) -> bool:

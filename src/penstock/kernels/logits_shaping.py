@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
+from penstock.kernels.triton import triton_runs
 
 _NEG_INF = float("-inf")
 # Occurrences of a token in one int32: one bit for the prompt, the rest counts the output.
@@ -61,10 +62,14 @@ def allow_by_bits_reference(logits_RV: Tensor, rows_N: Tensor | None, words_NW: 
 def allow_by_bits(logits_RV: Tensor, rows_N: Tensor | None, words_NW: Tensor) -> Tensor:
     """Apply a bitmask like `allow_by_bits_reference`, faster. rows_N and words_NW are contiguous.
 
-    Without the C++ kernels NaN stays NaN even where the token is masked.
+    Without the C++ and Triton kernels NaN stays NaN even where the token is masked.
     """
     if NATIVE is not None and NATIVE.runs(logits_RV):
         return NATIVE.allow_by_bits(logits_RV, rows_N, words_NW)
+    if triton_runs(logits_RV):
+        from penstock.kernels.triton.logits_shaping import allow_by_bits as allow_in_triton
+
+        return allow_in_triton(logits_RV, rows_N, words_NW)
     return allow_by_bytes(logits_RV, rows_N, words_NW)
 
 
@@ -100,6 +105,32 @@ def ends_with_prefix(
 
 def penalise(
     logits_RV: Tensor,
+    rows_N: Tensor | None,
+    table_LV: Tensor,
+    lines_N: Tensor,
+    slots_N: Tensor,
+    repetition_S: Tensor,
+    frequency_S: Tensor,
+    presence_S: Tensor,
+) -> Tensor:
+    """Apply each slot's penalties like `penalise_reference`. L: lines of the table of occurrences.
+
+    rows_N: int64; None where N are all rows in their order. lines_N, slots_N: int64, line of the table and slot of each
+    row. repetition_S, frequency_S, presence_S: float32, contiguous.
+    """
+    if triton_runs(logits_RV):
+        from penstock.kernels.triton.logits_shaping import penalise as penalise_in_triton
+
+        return penalise_in_triton(logits_RV, rows_N, table_LV, lines_N, slots_N, repetition_S, frequency_S, presence_S)
+    if rows_N is None:
+        rows_N = torch.arange(len(logits_RV), device=logits_RV.device)
+    function = _penalise_cpu if logits_RV.device.type == "cpu" else penalise_reference
+    of_rows = (penalty_S.index_select(0, slots_N) for penalty_S in (repetition_S, frequency_S, presence_S))
+    return function(logits_RV, rows_N, table_LV, lines_N, *of_rows)
+
+
+def penalise_reference(
+    logits_RV: Tensor,
     rows_N: Tensor,
     table_SV: Tensor,
     slots_N: Tensor,
@@ -115,20 +146,6 @@ def penalise(
     Repetition: Keskar et al., "CTRL", 2019, over prompt and output. Frequency and presence: the OpenAI API's, over
     the output.
     """
-    function = _penalise_cpu if logits_RV.device.type == "cpu" else penalise_reference
-    return function(logits_RV, rows_N, table_SV, slots_N, repetition_N, frequency_N, presence_N)
-
-
-def penalise_reference(
-    logits_RV: Tensor,
-    rows_N: Tensor,
-    table_SV: Tensor,
-    slots_N: Tensor,
-    repetition_N: Tensor,
-    frequency_N: Tensor,
-    presence_N: Tensor,
-) -> Tensor:
-    """The specification of `penalise`, used on GPUs: computes all tokens."""
     before_NV = logits_RV.index_select(0, rows_N)
     occurrences_NV = table_SV.index_select(0, slots_N)
     repetition_N1 = repetition_N.unsqueeze(-1)
@@ -162,3 +179,19 @@ def _penalise_cpu(
         after -= presence * (count > 0)
         logits[row, token_ids] = after
     return logits_RV
+
+
+def count_tokens(table_SV: Tensor, slots_R: Tensor, tokens_RX: Tensor, num_tokens_R: Tensor) -> None:
+    """Add the first num_tokens of each row's tokens to the occurrences of its slot, in place.
+
+    table_SV: int32. slots_R: int64, distinct. tokens_RX, num_tokens_R: int64; the others are any tokens of the
+    vocabulary.
+    """
+    if triton_runs(table_SV):
+        from penstock.kernels.triton.logits_shaping import count_tokens as count_in_triton
+
+        count_in_triton(table_SV, slots_R, tokens_RX, num_tokens_R)
+        return
+    for number, token_R in enumerate(tokens_RX.unbind(1)):
+        is_counted_R = num_tokens_R > number
+        table_SV.view(-1).index_add_(0, slots_R * table_SV.shape[1] + token_R, is_counted_R.to(torch.int32))

@@ -6,11 +6,14 @@ or after the product with the weight. Suffixes: T tokens, D the normalised dimen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.operations import have_same_shape
+from penstock.kernels.triton import triton_runs
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -21,6 +24,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """
     if NATIVE is not None and NATIVE.runs(x_TD) and _native_takes(x_TD, weight_D):
         return NATIVE.rms_norm(x_TD, weight_D, eps)
+    if (triton_rms_norm := _triton_kernel(x_TD, weight_D)) is not None:
+        return triton_rms_norm(x_TD, weight_D, eps)
     return rms_norm_reference(x_TD, weight_D, eps)
 
 
@@ -38,6 +43,8 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
     """
     if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and _native_adds(x_TD, residual_TD):
         return NATIVE.rms_norm(x_TD, weight_D, eps, residual_TD), x_TD
+    if (triton_rms_norm := _triton_kernel(x_TD, weight_D, residual_TD)) is not None:
+        return triton_rms_norm(x_TD, weight_D, eps, residual=residual_TD), x_TD
     residual_TD = x_TD.add_(residual_TD)
     return rms_norm(residual_TD, weight_D, eps), residual_TD
 
@@ -49,6 +56,13 @@ def rms_norm_rounded_last(x_TD: Tensor, weight_D: Tensor, eps: float, weight_off
     """
     if x_TD.dtype is torch.float32:
         return rms_norm(x_TD, _shifted(weight_D, weight_offset), eps)
+    if (triton_rms_norm := _triton_kernel(x_TD, weight_D)) is not None:
+        return triton_rms_norm(x_TD, weight_D, eps, weight_offset=weight_offset, rounds_last=True)
+    return rms_norm_rounded_last_reference(x_TD, weight_D, eps, weight_offset)
+
+
+def rms_norm_rounded_last_reference(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """The specification of `rms_norm_rounded_last`."""
     wide_TD = x_TD.to(torch.float32)
     scale_T1 = (wide_TD * wide_TD).mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide_TD * scale_T1).mul_(_shifted(weight_D.to(torch.float32), weight_offset)).to(x_TD.dtype)
@@ -60,8 +74,22 @@ def add_rms_norm_rounded_last(
     """`add_rms_norm` with the norm of `rms_norm_rounded_last`."""
     if x_TD.dtype is torch.float32:
         return add_rms_norm(x_TD, residual_TD, _shifted(weight_D, weight_offset), eps)
+    if (triton_rms_norm := _triton_kernel(x_TD, weight_D, residual_TD)) is not None:
+        normed_TD = triton_rms_norm(
+            x_TD, weight_D, eps, residual=residual_TD, weight_offset=weight_offset, rounds_last=True
+        )
+        return normed_TD, x_TD
     residual_TD = x_TD.add_(residual_TD)
     return rms_norm_rounded_last(residual_TD, weight_D, eps, weight_offset), residual_TD
+
+
+def _triton_kernel(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor] | None:
+    """`kernels.triton.norm.rms_norm` if it takes these tensors."""
+    if not triton_runs(x):
+        return None
+    from penstock.kernels.triton.norm import rms_norm, takes
+
+    return rms_norm if takes(x, weight, residual) else None
 
 
 def _shifted(weight_D: Tensor, offset: float) -> Tensor:

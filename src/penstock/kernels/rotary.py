@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
+from penstock.kernels.triton import triton_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def rotary_table(inv_freq: Tensor, num_positions: int, attention_scaling: float)
 
 def gather_rotation(table_PR: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
     """Gather the rows of `rotary_table` at these positions (int64 or int32, each in [0, P)), in the heads' dtype."""
-    if NATIVE is not None and NATIVE.runs(table_PR) and dtype is torch.float32:
+    if _native_rotates(table_PR, dtype) or triton_runs(table_PR):
         return TableRotation(table_PR, positions_T.to(torch.int64))
     return gather_rotation_reference(table_PR, positions_T, dtype)
 
@@ -64,10 +65,19 @@ def apply_rotary(heads_THD: Tensor, rotation: Rotation) -> None:
     call.
     """
     if isinstance(rotation, TableRotation):
-        assert NATIVE is not None, "TableRotation is built for the native kernels only"
-        NATIVE.apply_rotary(heads_THD, rotation.table_PR, rotation.positions_T)
+        if NATIVE is not None and _native_rotates(rotation.table_PR, heads_THD.dtype):
+            NATIVE.apply_rotary(heads_THD, rotation.table_PR, rotation.positions_T)
+        else:
+            from penstock.kernels.triton import rotary
+
+            rotary.apply_rotary(heads_THD, rotation.table_PR, rotation.positions_T)
         return
     half = rotation.cos.shape[-1]
     pairs = heads_THD[..., : 2 * half].unflatten(-1, (2, half))
     partners = pairs.flip(2)
     pairs.mul_(rotation.cos).addcmul_(partners, rotation.sin)
+
+
+def _native_rotates(table_PR: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the C++ kernels rotate heads of this dtype."""
+    return NATIVE is not None and NATIVE.runs(table_PR) and dtype is torch.float32

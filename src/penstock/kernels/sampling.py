@@ -1,6 +1,7 @@
-"""Sampling kernels: truncation, draws and log-probabilities. Plain torch; rows are independent.
+"""Sampling kernels: truncation, draws and log-probabilities. Rows are independent.
 
-Suffixes: R logits rows, V vocabulary, N log-probabilities returned per row.
+The specification is plain torch; `kernels.triton` has faster versions for GPUs.
+Suffixes: R logits rows, V vocabulary, S slots, N log-probabilities returned per row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.native import NATIVE
 from penstock.kernels.random import TOKENS_PER_GROUP, gumbel_noise, token_bits
+from penstock.kernels.triton import triton_runs
 
 _NEG_INF = float("-inf")
 _NUMBERS_AT_ONCE = 1 << 20
@@ -25,13 +27,40 @@ class ChosenTokens(NamedTuple):
     has_failed_R: Tensor
 
 
-def mask_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
+def apply_temperature(logits_RV: Tensor, temperature_S: Tensor, slots_R: Tensor) -> Tensor:
+    """Divide each row of float32 logits by its slot's temperature, in place. temperature_S: float32. slots_R: int64."""
+    if _truncates_in_triton(logits_RV):
+        from penstock.kernels.triton import truncation
+
+        return truncation.apply_temperature(logits_RV, temperature_S, slots_R.contiguous())
+    return logits_RV.div_(temperature_S.index_select(0, slots_R).unsqueeze(-1))
+
+
+def mask_min_p(logits_RV: Tensor, min_p_S: Tensor, slots_R: Tensor) -> Tensor:
+    """`mask_min_p_reference` with each slot's parameter. slots_R: int64."""
+    if _truncates_in_triton(logits_RV):
+        from penstock.kernels.triton import truncation
+
+        return truncation.mask_min_p(logits_RV, min_p_S, slots_R.contiguous())
+    return mask_min_p_reference(logits_RV, min_p_S.index_select(0, slots_R))
+
+
+def mask_min_p_reference(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
     """Mask tokens whose probability is below min_p times the most likely one's; 0 masks none. float32, in place."""
     threshold_R1 = logits_RV.amax(dim=-1, keepdim=True) + min_p_R.log().unsqueeze(-1)
     return _drop_below(logits_RV, threshold_R1)
 
 
-def mask_top_k_top_p(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+def mask_top_k_top_p(logits_RV: Tensor, top_k_S: Tensor, top_p_S: Tensor, slots_R: Tensor) -> Tensor:
+    """`mask_top_k_top_p_reference` with each slot's parameters. slots_R: int64."""
+    if _truncates_in_triton(logits_RV):
+        from penstock.kernels.triton import truncation
+
+        return truncation.mask_top_k_top_p(logits_RV, top_k_S, top_p_S, slots_R.contiguous())
+    return mask_top_k_top_p_reference(logits_RV, top_k_S.index_select(0, slots_R), top_p_S.index_select(0, slots_R))
+
+
+def mask_top_k_top_p_reference(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     """Keep the top_k most likely tokens, then of those the smallest set that holds top_p of the probability.
 
     top_k_R: int64 in 1..V, V keeps all. top_p_R: float32 in (0, 1], 1 keeps all. float32 logits, in place.
@@ -67,12 +96,21 @@ def _drop_below(logits_RV: Tensor, threshold_R1: Tensor) -> Tensor:
 
 
 def greedy_tokens(logits_RV: Tensor) -> ChosenTokens:
-    """Argmax of each row, the first of ties; NaN counts as largest, and the row fails where its maximum is not finite.
+    """Argmax of each row, the first of ties; NaN counts as largest. A row fails where its maximum is not finite."""
+    if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous():
+        return ChosenTokens(*NATIVE.argmax(logits_RV)[:2])
+    if _triton_takes(logits_RV):
+        from penstock.kernels.triton.sampling import argmax
+
+        return ChosenTokens(*argmax(logits_RV)[:2])
+    return greedy_tokens_reference(logits_RV)
+
+
+def greedy_tokens_reference(logits_RV: Tensor) -> ChosenTokens:
+    """The specification of `greedy_tokens`.
 
     On the CPU by numpy, whose argmax is vectorised: a tenth of torch's time at 32 rows of 32,000.
     """
-    if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous():
-        return ChosenTokens(*NATIVE.argmax(logits_RV)[:2])
     if logits_RV.device.type == "cpu":
         logits = logits_RV.numpy()
         best = logits.argmax(axis=-1)
@@ -95,6 +133,11 @@ def largest_logits(logits_RV: Tensor) -> LargestLogits:
         token_ids_R, _, values_R = NATIVE.argmax(logits_RV, with_largest=True)
         assert values_R is not None, "called with with_largest"
         return LargestLogits(values_R, token_ids_R)
+    if _triton_takes(logits_RV):
+        from penstock.kernels.triton.sampling import argmax
+
+        token_ids_R, _, values_R = argmax(logits_RV)
+        return LargestLogits(values_R, token_ids_R)
     token_ids_R = greedy_tokens(logits_RV).token_ids_R
     return LargestLogits(logits_RV.gather(-1, token_ids_R.unsqueeze(-1)).squeeze(-1), token_ids_R)
 
@@ -112,6 +155,10 @@ def draw_tokens(logits_RV: Tensor, seed_S: Tensor, slots_R: Tensor, positions_R:
     """Sample each row with its slot's seed and its position. seed_S, slots_R, positions_R: int64."""
     if NATIVE is not None and NATIVE.runs(logits_RV) and logits_RV.is_contiguous() and positions_R.is_contiguous():
         return ChosenTokens(*NATIVE.draw(logits_RV, seed_S, slots_R, positions_R))
+    if _triton_takes(logits_RV):
+        from penstock.kernels.triton.sampling import draw
+
+        return ChosenTokens(*draw(logits_RV, seed_S.contiguous(), slots_R.contiguous(), positions_R.contiguous()))
     return draw_tokens_reference(logits_RV, seed_S.index_select(0, slots_R), positions_R)
 
 
@@ -152,13 +199,53 @@ def top_logprobs(logits_RV: Tensor, sampled_R: Tensor, num_logprobs: int, *, nor
 
     Only those are normalised, so no second [R, V] tensor is allocated. The rank counts logits at least as large.
     """
+    if _triton_takes(logits_RV):
+        from penstock.kernels.triton import sampling
+
+        found = sampling.top_logprobs(logits_RV, sampled_R.contiguous(), num_logprobs, normalize=normalize)
+        return LogprobsTensors(*found)
     sampled_R1 = sampled_R.unsqueeze(-1)
     sampled_logit_R1 = logits_RV.gather(-1, sampled_R1)
     top = logits_RV.topk(num_logprobs, dim=-1)
     token_ids_RN = torch.cat([sampled_R1, top.indices], dim=-1)
     chosen_RN = torch.cat([sampled_logit_R1, top.values], dim=-1)
+    ranks_R = _count(logits_RV >= sampled_logit_R1)
     logprobs_RN = chosen_RN.float()
     if normalize:
         logprobs_RN = logprobs_RN - logits_RV.float().logsumexp(dim=-1, keepdim=True)
-    ranks_R = _count(logits_RV >= sampled_logit_R1)
     return LogprobsTensors(token_ids_RN, logprobs_RN, ranks_R)
+
+
+def can_be_drawn(logits_RV: Tensor) -> Tensor:
+    """Whether a token can be drawn from float32 logits; bool [R]."""
+    # amax propagates NaN.
+    return logits_RV.amax(dim=-1).isfinite()
+
+
+def failure_codes(has_failed_R: Tensor, raw_logits_RV: Tensor, spoilt_by_R: Tensor | None) -> Tensor:
+    """0 where a row has not failed, 1 where no token can be drawn from its raw logits, else 2 + spoilt_by; int64.
+
+    has_failed_R: bool. spoilt_by_R: int64; None for zeros.
+    """
+    if _triton_takes(raw_logits_RV):
+        from penstock.kernels.triton import sampling
+
+        return sampling.failure_codes(has_failed_R, raw_logits_RV, spoilt_by_R)
+    is_drawable_R = can_be_drawn(raw_logits_RV).to(torch.int64)
+    return has_failed_R * (1 + (is_drawable_R if spoilt_by_R is None else is_drawable_R * (1 + spoilt_by_R)))
+
+
+def _triton_takes(logits_RV: Tensor) -> bool:
+    if not triton_runs(logits_RV):
+        return False
+    from penstock.kernels.triton.sampling import takes
+
+    return takes(logits_RV)
+
+
+def _truncates_in_triton(logits_RV: Tensor) -> bool:
+    if not triton_runs(logits_RV):
+        return False
+    from penstock.kernels.triton.truncation import takes
+
+    return takes(logits_RV)

@@ -1,7 +1,7 @@
 """Gathering of a step's inputs from the runner's per-slot state, and its update by the step's outcome.
 
-The functions are the specification, in plain torch, used on GPUs and on CPUs without the C++ kernels. With them
-`kernels.native.step_state` replaces them: the tensors are tiny, and the cost is torch's call overhead.
+The functions are the specification, in plain torch. `kernels.native.step_state` replaces them on CPUs with the C++
+kernels, `kernels.triton.step_state` on GPUs with Triton: the tensors are tiny, and the cost is torch's call overhead.
 
 Suffixes: S slots (one more than max_num_reqs: the last is the padding slot), T tokens of the step, R requests of the
 step, L positions or logits rows, B blocks, D drafts of a request, X columns.
@@ -24,6 +24,7 @@ from penstock.kernels.bound_step import (
     TokensOnHost,
 )
 from penstock.kernels.native import bind_native_step
+from penstock.kernels.triton import triton_runs
 
 PAD_SLOT_ID = -1
 
@@ -260,5 +261,12 @@ class PlainStep(BoundStep):
 
 def bind_step(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> BoundStep:
     """Bind a step to the fastest implementation for its tensors. buffers: of the largest step."""
-    native = bind_native_step(state, layout, buffers) if state.all_token_ids_SL.is_cpu else None
-    return native or PlainStep(state, layout, buffers)
+    if state.all_token_ids_SL.is_cpu:
+        native = bind_native_step(state, layout, buffers)
+        if native is not None:
+            return native
+    if triton_runs(state.all_token_ids_SL):
+        from penstock.kernels.triton.step_state import TritonStep
+
+        return TritonStep(state, layout, buffers)
+    return PlainStep(state, layout, buffers)

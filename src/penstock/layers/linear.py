@@ -17,6 +17,7 @@ from penstock.config.env import uses_torch_products
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels
+from penstock.kernels.triton import triton_runs
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
 from penstock.parallel.scattered_rows import ScatteredRows
@@ -56,6 +57,16 @@ class PlainMethod(LinearMethod):
 
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         return linear(x_TI, layer.weight, layer.bias)
+
+    def argmax(
+        self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """On a GPU: of products that are not converted to float32."""
+        if not triton_runs(x_LI):
+            return None
+        from penstock.kernels.triton.sampling import argmax
+
+        return argmax(self.apply(layer, x_LI))
 
 
 class PackedMethod(LinearMethod):

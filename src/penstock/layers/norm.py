@@ -108,7 +108,8 @@ class RoundedLastQueryKeyNorm(QueryKeyNorm):
 
     @property
     def rms_of_each_head(self) -> tuple[Tensor, float] | None:
-        return (self.weight + self.weight_offset if self.weight_offset else self.weight), self.eps
+        weight = self.weight.to(torch.float32)
+        return (weight + self.weight_offset if self.weight_offset else weight), self.eps
 
     def forward(self, query_key_THD: Tensor) -> Tensor:
         return rms_norm_rounded_last(query_key_THD, self.weight, self.eps, self.weight_offset)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, LogitsProcessorError, is_for_the_program
+from penstock.kernels.sampling import can_be_drawn
 from penstock.runner.logits_rows import LogitsRows
-from penstock.runner.sampling.failures import can_be_drawn
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.logits_transform import LogitsTransform
 

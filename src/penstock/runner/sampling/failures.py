@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
-import torch
 from torch import Tensor
+
+from penstock.kernels.sampling import failure_codes
 
 
 class Failure(IntEnum):
@@ -32,12 +33,6 @@ _MESSAGES = {
 }
 
 
-def can_be_drawn(logits: Tensor) -> Tensor:
-    """Whether a token can be drawn from float32 logits [rows, vocabulary]; bool [rows]."""
-    # amax propagates NaN.
-    return logits.amax(dim=-1).isfinite()
-
-
 def find_failures(has_failed: Tensor, raw_logits: Tensor | None, spoilt_by: Tensor | None = None) -> Tensor:
     """Return a `Failure` per row, as an integer or a bool.
 
@@ -47,9 +42,7 @@ def find_failures(has_failed: Tensor, raw_logits: Tensor | None, spoilt_by: Tens
     """
     if raw_logits is None or (has_failed.device.type == "cpu" and not has_failed.any()):
         return has_failed
-    is_stages_fault = can_be_drawn(raw_logits).to(torch.int64)
-    whose = is_stages_fault if spoilt_by is None else is_stages_fault * (1 + spoilt_by)
-    return has_failed * (1 + whose)
+    return failure_codes(has_failed, raw_logits, spoilt_by)
 
 
 def describe_failure(failure: int, processor_names: Sequence[str] = ()) -> str:

@@ -43,5 +43,5 @@ class LogitsTransform(ABC):
         """
 
     def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
-        """Update state on the device with the sampled tokens of the step's requests."""
+        """Update state on the device with the sampled tokens of the step's requests; the next step overwrites them."""
         return

@@ -16,12 +16,12 @@ _NONE = -1
 class Logprobs:
     """Computed for the whole step if any request asks; the host cuts out each request's part later.
 
-    mode: `SamplingConfig.logprobs_mode`.
+    mode: `SamplingConfig.logprobs_mode`. is_raw: of the logits before all transforms.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, mode: str) -> None:
         self._vocab_size = vocab_size
-        self._is_raw = mode.startswith("raw")
+        self.is_raw = mode.startswith("raw")
         self._normalizes = mode.endswith("logprobs")
         self._num_logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         # Slots of requests with logprobs; empty in most steps.
@@ -53,7 +53,7 @@ class Logprobs:
         """
         if num_logprobs is None:
             return None
-        return top_logprobs(raw if self._is_raw else processed, sampled, num_logprobs, normalize=self._normalizes)
+        return top_logprobs(raw if self.is_raw else processed, sampled, num_logprobs, normalize=self._normalizes)
 
 
 def count(asked: int, vocab_size: int) -> int:

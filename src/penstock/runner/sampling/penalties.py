@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
-from penstock.kernels.logits_shaping import IN_PROMPT, penalise
+from penstock.kernels.logits_shaping import IN_PROMPT, count_tokens, penalise
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
@@ -60,29 +60,19 @@ class Penalties(LogitsTransform):
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         table = self._written_table()
-        which = self._penalised_rows(rows.slots_np)
-        slots = rows.slots.index_select(0, which)
+        which, slots = self._penalised_rows(rows)
         lines = slots
         if rows.drafts is not None:
-            table = self._with_drafts(table, rows.select(self._penalised_np, which))
+            table = self._with_drafts(table, rows if which is None else rows.select(self._penalised_np, which))
             lines = torch.arange(len(slots), device=slots.device)
         return penalise(
-            logits,
-            which,
-            table,
-            lines,
-            self._repetition.tensor.index_select(0, slots),
-            self._frequency.tensor.index_select(0, slots),
-            self._presence.tensor.index_select(0, slots),
+            logits, which, table, lines, slots, self._repetition.tensor, self._frequency.tensor, self._presence.tensor
         )
 
     def advance(self, slots: Tensor, slots_np: np.ndarray, outcome: StepOutcome) -> None:
-        if self._table_SV is None or not self.is_needed(slots_np):
-            return
         # Requests without a penalty are counted too: their row is initialised before it is read.
-        for number, sampled in enumerate(outcome.sampled_token_ids.unbind(1)):
-            is_sampled = outcome.num_sampled > number
-            self._table_SV.view(-1).index_add_(0, slots * self._shape[1] + sampled, is_sampled.to(torch.int32))
+        if self._table_SV is not None and self.is_needed(slots_np):
+            count_tokens(self._table_SV, slots, outcome.sampled_token_ids, outcome.num_sampled)
 
     def _with_drafts(self, table_SV: Tensor, rows: LogitsRows) -> Tensor:
         """Occurrences before each of these rows, [rows, vocabulary], with its drafts counted as output."""
@@ -104,12 +94,15 @@ class Penalties(LogitsTransform):
         self._unwritten.clear()
         return self._table_SV
 
-    def _penalised_rows(self, slots_np: np.ndarray) -> Tensor:
-        if self._rows is None or self._rows_for is not slots_np:
-            self._penalised_np = np.flatnonzero(self._has_penalty[slots_np])
-            self._rows = self._device.upload(self._penalised_np)
-            self._rows_for = slots_np
-        return self._rows
+    def _penalised_rows(self, rows: LogitsRows) -> tuple[Tensor | None, Tensor]:
+        """Rows with a penalty, None for all, and their slots."""
+        if self._rows_for is not rows.slots_np:
+            self._penalised_np = np.flatnonzero(self._has_penalty[rows.slots_np])
+            are_all = len(self._penalised_np) == len(rows.slots_np)
+            self._rows = None if are_all else self._device.upload(self._penalised_np)
+            self._rows_for = rows.slots_np
+        which = self._rows
+        return which, rows.slots if which is None else rows.slots.index_select(0, which)
 
 
 def _occurrences(

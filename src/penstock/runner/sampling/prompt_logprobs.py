@@ -135,15 +135,16 @@ class PromptLogprobs(SlotOwner):
         hidden_indices = self._device.upload(rows.hidden_indices)
         targets = self._token_ids_SL.view(-1).index_select(0, self._device.upload(rows.target_indices)).long()
         num_rows, width = len(rows.hidden_indices), 1 + rows.num_logprobs
-        rows_per_copy = max(1, _MAX_RESULTS // (width * self.max_rows)) * self.max_rows
+        rows_per_part = max(1, min(self.max_rows, _MAX_RESULTS // width))
+        rows_per_copy = max(1, _MAX_RESULTS // (width * rows_per_part)) * rows_per_part
         copies: list[PendingCopy] = []
         for start in range(0, num_rows, rows_per_copy):
             if copies:
                 wait_until(copies[-1].is_done, _TIMEOUT_S, _describe_wait)
             stop = min(start + rows_per_copy, num_rows)
             results = self._new_results(stop - start, width)
-            for first in range(start, stop, self.max_rows):
-                part = slice(first, min(first + self.max_rows, stop))
+            for first in range(start, stop, rows_per_part):
+                part = slice(first, min(first + rows_per_part, stop))
                 logits = model.compute_logits(hidden.index_select(0, hidden_indices[part]))
                 found = top_logprobs(logits, targets[part], rows.num_logprobs)
                 del logits

@@ -159,7 +159,7 @@ class Sampler(SlotOwner):
         return self._draw.sample(logits, rows).token_ids_R
 
     def sample(self, logits: Tensor, rows: LogitsRows) -> SamplerOutput:
-        """Choose one token per row from float32 logits [rows, vocabulary], which are not changed."""
+        """Choose one token per row from float32 logits [rows, vocabulary], which may be overwritten."""
         num_rows, num_logprobs = logits.shape[0], self._logprobs.most(rows)
         if num_rows <= self.max_rows:
             output = self._sample(logits, rows, num_logprobs)
@@ -173,7 +173,7 @@ class Sampler(SlotOwner):
         after_drafts = [row for row in output.errors if drafts.numbers_np[row] > 0]
         failures = output.failures.to(torch.int64)
         if after_drafts:
-            failures[self._device.upload(np.array(after_drafts))] = int(Failure.NOTHING_LEFT)
+            failures.index_fill_(0, self._device.upload(np.array(after_drafts)), int(Failure.NOTHING_LEFT))
         errors = {
             int(drafts.batch_indices_np[row]): error
             for row, error in output.errors.items()
@@ -184,7 +184,8 @@ class Sampler(SlotOwner):
     def _sample(self, logits: Tensor, rows: LogitsRows, num_logprobs: int | None) -> SamplerOutput:
         shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
         transforms = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
-        processed = logits.clone() if transforms else logits
+        reads_raw = bool(shaping) or (num_logprobs is not None and self._logprobs.is_raw)
+        processed = logits.clone() if transforms and reads_raw else logits
         for transform in transforms:
             processed = transform.apply(processed, rows)
         drawn = self._draw.sample(processed, rows)
@@ -208,10 +209,9 @@ class Sampler(SlotOwner):
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
         if self._shaped_slots:
-            # The next step may overwrite the outcome, and a transform may read it later.
-            kept, layout = StepOutcome(outcome.table_RX.clone()), frame.batch.layout
+            layout = frame.batch.layout
             for transform in self.shaping:
-                transform.advance(layout.slots, layout.slots_np, kept)
+                transform.advance(layout.slots, layout.slots_np, outcome)
 
     def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
         """Do nothing: only the last stage samples."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.kernels.sampling import mask_min_p, mask_top_k_top_p
+from penstock.kernels.sampling import apply_temperature, mask_min_p, mask_top_k_top_p
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
@@ -34,7 +34,7 @@ class Temperature(LogitsTransform):
         return self._divisor.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        return logits.div_(self._divisor.tensor.index_select(0, rows.slots).unsqueeze(-1))
+        return apply_temperature(logits, self._divisor.tensor, rows.slots)
 
 
 class MinP(LogitsTransform):
@@ -50,11 +50,11 @@ class MinP(LogitsTransform):
         return self._min_p.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        return mask_min_p(logits, self._min_p.tensor.index_select(0, rows.slots))
+        return mask_min_p(logits, self._min_p.tensor, rows.slots)
 
 
 class TopKTopP(LogitsTransform):
-    """One transform for both, since both need the same sort."""
+    """One transform for both, since both need the same sort, or the same search."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -72,6 +72,4 @@ class TopKTopP(LogitsTransform):
         return self._top_k.any_set(slots_np) or self._top_p.any_set(slots_np)
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        top_k = self._top_k.tensor.index_select(0, rows.slots)
-        top_p = self._top_p.tensor.index_select(0, rows.slots)
-        return mask_top_k_top_p(logits, top_k, top_p)
+        return mask_top_k_top_p(logits, self._top_k.tensor, self._top_p.tensor, rows.slots)

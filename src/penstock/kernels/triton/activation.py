@@ -1,0 +1,41 @@
+"""Gated activation functions in Triton. Suffixes: T tokens, I intermediate size."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+def gate_and_mul(activation: str, gate_up_TI: Tensor) -> Tensor:
+    """activation(gate) * up: [T, I] for [T, 2 * I] with contiguous rows. activation: "silu", "gelu" or "gelu_tanh"."""
+    num_tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    result_TI = gate_up_TI.new_empty(num_tokens, size)
+    if result_TI.numel():
+        _gate_and_mul[(num_tokens, triton.cdiv(size, _BLOCK))](
+            gate_up_TI, result_TI, gate_up_TI.stride(0), size, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=4
+        )
+    return result_TI
+
+
+@triton.jit
+def _gate_and_mul(gate_up_ptr, result_ptr, row_stride, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of columns of a token, in float32; the gate is rounded before the product, as in plain torch."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    gate_ptr = gate_up_ptr + token * row_stride + column
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + size, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        active = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+        doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        active = gate / (1.0 + tl.exp(-doubled))
+    dtype = result_ptr.dtype.element_ty
+    tl.store(result_ptr + token * size + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=mask)

@@ -1,0 +1,199 @@
+"""Triton's paged attention against the specification in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.paged_attention import paged_attention_reference
+from support.triton_device import DEVICE, needs_triton
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = needs_triton
+
+import support.triton_interpreter  # noqa: E402, F401 - repairs the interpreter
+from penstock.kernels.triton.paged_attention import (  # noqa: E402
+    choose_num_splits,
+    decode_attention,
+    prefill_attention,
+)
+
+NAN = float("nan")
+
+
+@dataclass
+class Step:
+    """Queries and a cache with a shuffled block table; positions that nobody may read are NaN."""
+
+    query_THD: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+
+    def expected(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
+        """The specification in float32, over finite memory."""
+        caches = (self.key_cache.float().nan_to_num(7.0), self.value_cache.float().nan_to_num(7.0))
+        layout = self.block_table, self.query_start_loc, self.seq_lens, self.max_query_len
+        return paged_attention_reference(self.query_THD.float(), *caches, *layout, self.scale, window, soft_cap)
+
+    @property
+    def scale(self) -> float:
+        return self.query_THD.shape[-1] ** -0.5
+
+    @property
+    def cache(self) -> tuple[Tensor, Tensor]:
+        return self.key_cache, self.value_cache
+
+
+def make_step(
+    parts: Sequence[tuple[int, int]],
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> Step:
+    """parts: positions before the step and in the step, by request."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [before + count for before, count in parts]
+    needed = [-(-length // block_size) for length in lengths]
+    num_blocks = 1 + sum(needed) + 2
+    order = (torch.randperm(num_blocks - 1, generator=generator) + 1).int()
+    # Entries beyond a request's blocks are stale: blocks that nobody may read.
+    table = order[-1].repeat(len(parts), max(needed) + 1)
+    cache = torch.full((num_blocks, 2, block_size, num_kv_heads, head_size), NAN)
+    taken = 0
+    for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+        blocks = table[row, :count] = order[taken : taken + count]
+        taken += count
+        positions = torch.arange(length)
+        data = torch.randn(length, 2, num_kv_heads, head_size, generator=generator)
+        cache[blocks[positions // block_size].long(), :, positions % block_size] = data
+    starts = torch.tensor([0] + [count for _, count in parts]).cumsum(0)
+    query = torch.randn(int(starts[-1]), num_heads, head_size, generator=generator)
+    cache = cache.to(dtype).to(DEVICE).transpose(0, 1)
+    return Step(
+        query.to(dtype).to(DEVICE),
+        cache[0],
+        cache[1],
+        table.to(DEVICE),
+        starts.int().to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32).to(DEVICE),
+        max(count for _, count in parts),
+    )
+
+
+def _decode(
+    step: Step, window: int | None = None, soft_cap: float | None = None, num_splits: int | None = None
+) -> Tensor:
+    layout = step.block_table, step.seq_lens
+    return decode_attention(step.query_THD, *step.cache, *layout, step.scale, window, soft_cap, num_splits=num_splits)
+
+
+def _prefill(step: Step, window: int | None = None, soft_cap: float | None = None) -> Tensor:
+    layout = step.block_table, step.query_start_loc, step.seq_lens
+    return prefill_attention(step.query_THD, *step.cache, *layout, step.scale, window, soft_cap)
+
+
+def _assert_equal(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+LENGTHS = (1, 16, 17, 63, 64, 65, 130, 300)
+DECODES = [(length - 1, 1) for length in LENGTHS]
+# Decodes, whole prompts, and chunks behind positions that are in the cache already.
+MIXED = [(0, 1), (130, 1), (0, 5), (17, 16), (0, 33), (200, 70), (0, 130)]
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8, 32, None])
+@pytest.mark.parametrize("window", [None, 1, 20, 200])
+def test_decodes_equal_the_specification(num_splits: int | None, window: int | None) -> None:
+    step = make_step(DECODES)
+    _assert_equal(_decode(step, window, num_splits=num_splits), step.expected(window))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 2), (8, 1), (7, 1), (20, 1)])
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_grouped_query_heads_and_block_sizes(num_heads: int, num_kv_heads: int, block_size: int) -> None:
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": block_size}
+    decodes, mixed = make_step(DECODES[-3:], **shape), make_step(MIXED[:-1], **shape)
+    _assert_equal(_decode(decodes, num_splits=2), decodes.expected())
+    _assert_equal(_prefill(mixed), mixed.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [8, 64, 80, 128, 256])
+def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype) -> None:
+    shape = {"head_size": head_size, "dtype": dtype, "num_kv_heads": 1, "num_heads": 2}
+    decodes, mixed = make_step([(0, 1), (150, 1)], **shape), make_step([(30, 1), (0, 20), (70, 40)], **shape)
+    _assert_equal(_decode(decodes, num_splits=1), decodes.expected(), dtype)
+    _assert_equal(_decode(decodes, num_splits=2), decodes.expected(), dtype)
+    _assert_equal(_prefill(mixed), mixed.expected(), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 150])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_prefills_equal_the_specification(window: int | None, soft_cap: float | None) -> None:
+    step = make_step(MIXED)
+    _assert_equal(_prefill(step, window, soft_cap), step.expected(window, soft_cap))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+def test_decodes_with_soft_caps(window: int | None, soft_cap: float) -> None:
+    step = make_step(DECODES)
+    _assert_equal(_decode(step, window, soft_cap, num_splits=2), step.expected(window, soft_cap))
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_decode_rows_of_padding_give_zeros(num_splits: int) -> None:
+    step = make_step([(40, 1), (99, 1), (5, 1)])
+    expected = step.expected()
+    step.seq_lens[2] = 0
+    # A row of length 0, and one beyond the lengths.
+    step.query_THD = torch.cat([step.query_THD, step.query_THD[:1]])
+    output = _decode(step, num_splits=num_splits)
+    _assert_equal(output[:2], expected[:2])
+    assert (output[2:] == 0).all()
+
+
+def test_prefill_rows_and_tokens_of_padding_give_zeros() -> None:
+    step = make_step([(40, 1), (9, 30)])
+    expected = step.expected()
+    padding = step.query_THD[:5]
+    step.query_THD = torch.cat([step.query_THD, padding])
+    step.query_start_loc = torch.cat([step.query_start_loc, step.query_start_loc[-1:].repeat(3)])
+    step.seq_lens = torch.cat([step.seq_lens, torch.zeros_like(step.seq_lens).repeat(2)[:3]])
+    step.block_table = torch.cat([step.block_table, step.block_table, step.block_table])[:5]
+    output = _prefill(step)
+    _assert_equal(output[:31], expected)
+    assert (output[31:] == 0).all()
+
+
+def test_strided_queries() -> None:
+    step = make_step([(40, 1), (9, 30)])
+    expected = step.expected()
+    width = step.query_THD.shape[1] * step.query_THD.shape[2]
+    rows = torch.randn(31, 2 * width + 3, device=DEVICE)
+    rows[:, :width] = step.query_THD.flatten(1)
+    step.query_THD = rows[:, :width].view(31, *step.query_THD.shape[1:])
+    _assert_equal(_prefill(step), expected)
+
+
+def test_splits_are_powers_of_two_from_the_shapes() -> None:
+    device = torch.device("cpu")
+    assert choose_num_splits(1, 8, 1 << 17, device) == 32
+    assert choose_num_splits(1, 8, 128, device) == 1
+    assert choose_num_splits(8, 8, 1 << 17, device) == 8
+    assert choose_num_splits(256, 8, 1 << 17, device) == 1
+    assert choose_num_splits(1, 1, 1536, device) == 8

@@ -1,0 +1,44 @@
+"""Repairs of Triton's interpreter (3.6), which tests of kernels with loops and matrix products import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+_create_dot = interpreter.InterpreterBuilder.create_dot
+_convert_float = interpreter._convert_float
+
+
+def _patch_with_index(tensor: Any, scope: Any) -> None:
+    """Bounds of loops: Triton converts arrays of one element by int(), which NumPy refuses since 2.4."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    """Products of bfloat16: Triton would multiply their bits as integers."""
+    return _create_dot(self, _widened(a), _widened(b), d, *options)
+
+
+def _widened(handle: Any) -> Any:
+    if handle.dtype.scalar is not tl.bfloat16:
+        return handle
+    bits = handle.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def _rounded(data: np.ndarray, source: Any, target: Any, rounding: Any) -> Any:
+    """From float32 to the nearest bfloat16: Triton would truncate."""
+    if source == tl.float32 and target == tl.bfloat16:
+        return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.uint16).numpy()
+    return _convert_float(data, source, target, rounding)
+
+
+interpreter._convert_float = _rounded
+interpreter._patch_lang_tensor = _patch_with_index
+interpreter.InterpreterBuilder.create_dot = _dot
