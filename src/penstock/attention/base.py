@@ -113,6 +113,9 @@ class CacheBackend(ABC):
     name: ClassVar[str]
     # Whether metadata stays valid while the geometry's tensors, the same ones, take the next step's values.
     keeps_metadata: ClassVar[bool] = False
+    # Whether a decode step depends on its tensors alone, padding rows included, and on no count of the host, so that a
+    # graph captured in one step runs every step of the same padded size.
+    is_capturable: ClassVar[bool] = False
 
     @abstractmethod
     def view_pages(self, pages_NX: Tensor, spec: Any) -> Tensor:
@@ -146,7 +149,10 @@ class HeadNorm(Protocol):
 
     @property
     def rms_of_each_head(self) -> tuple[Tensor, float] | None:
-        """The weight [H + K, D] and the epsilon, if this is `rms_norm` of each head; else None."""
+        """The weight [H + K, D] and the epsilon, if this is an RMSNorm of each head; else None.
+
+        A weight of the heads' dtype stands for `rms_norm`, one in float32 for `rms_norm_rounded_last`.
+        """
 
     def __call__(self, query_key_THD: Tensor, /) -> Tensor: ...
 

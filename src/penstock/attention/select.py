@@ -13,13 +13,21 @@ from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.torch_varlen import TorchVarlenBackend
+from penstock.attention.triton_paged import TritonPagedBackend
 from penstock.contract import AttentionSpec, KVCacheSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.errors import ConfigError, UnsupportedFeature
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend
-    for backend in (CpuNativeBackend, CpuPagedBackend, CpuContextBackend, TorchVarlenBackend, ReferenceBackend)
+    for backend in (
+        CpuNativeBackend,
+        CpuPagedBackend,
+        CpuContextBackend,
+        TritonPagedBackend,
+        TorchVarlenBackend,
+        ReferenceBackend,
+    )
 }
 
 

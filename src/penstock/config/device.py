@@ -13,7 +13,8 @@ DEVICES = ("auto", "cpu", "cuda")
 class DeviceConfig:
     """device: "auto" takes CUDA if available, else the CPU.
     num_threads: CPU threads for the model; None takes one per physical core that this process may use.
-    attention_backend: cpu_native, cpu_paged, torch_varlen or reference; None takes the fastest that works.
+    attention_backend: cpu_native, cpu_paged, triton_paged, torch_varlen or reference; None takes the fastest that
+        works.
     """
 
     device: str = "auto"

@@ -1,0 +1,137 @@
+"""CUDA backend with Triton kernels: split-KV decodes, and prefills mixed with decodes.
+
+The kernels take padded tensors as they are, and their launches depend on shapes and on `max_query_len` only. So a step
+whose requests have one token each can be captured in a CUDA graph, and replayed for fewer requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.attention.base import HeadNorm, LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.token_major import TokenMajorBackend
+from penstock.config.env import interprets_triton
+from penstock.contract import AttentionSpec
+from penstock.kernels.rotary import Rotation, TableRotation
+from penstock.kernels.triton import has_triton
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MIN_BLOCK_SIZE, _MAX_HEAD_SIZE = 16, 256
+
+
+class TritonPagedBackend(TokenMajorBackend):
+    """Metadata is the step's geometry. Padding has negative slots and rows of length 0."""
+
+    name = "triton_paged"
+    keeps_metadata = True
+    is_capturable = True
+
+    def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
+        """[2, num_blocks, block_size, K, D], where the positions of a head lie together within a block."""
+        sizes = spec.num_kv_heads, spec.block_size, spec.elements_per_head
+        return keys_then_values(pages_NX, spec.dtype, *sizes).transpose(2, 3)
+
+    @classmethod
+    def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+        if device.type != "cuda" and not (device.type == "cpu" and interprets_triton()):
+            return "it runs on CUDA only"
+        if not has_triton():
+            return "Triton is not installed"
+        if dtype not in _DTYPES:
+            return f"it supports KV caches of {', '.join(map(str, _DTYPES))}, not {dtype}"
+        if block_size < _MIN_BLOCK_SIZE or block_size & (block_size - 1):
+            return f"it needs a block_size that is a power of two and at least {_MIN_BLOCK_SIZE}, not {block_size}"
+        if layer.head_size > _MAX_HEAD_SIZE:
+            return f"it supports heads of up to {_MAX_HEAD_SIZE} dimensions, not {layer.head_size}"
+        return None
+
+    def forward(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: StepGeometry,
+    ) -> Tensor:
+        if not metadata.is_written:
+            self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
+        return self.attend(layer, query_THD, kv_cache, metadata)
+
+    def write(
+        self,
+        layer: LayerAttention,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: StepGeometry,
+    ) -> None:
+        from penstock.kernels.triton.kv_cache import write_kv
+
+        write_kv(key_TKD, value_TKD, kv_cache[0], kv_cache[1], metadata.slot_mapping)
+
+    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+        from penstock.kernels.triton.paged_attention import decode_attention, prefill_attention
+
+        parameters = layer.scale, layer.sliding_window, layer.soft_cap
+        table, seq_lens = geometry.block_table, geometry.seq_lens
+        if geometry.max_query_len <= 1:
+            return decode_attention(query_THD, kv_cache[0], kv_cache[1], table, seq_lens, *parameters)
+        starts = geometry.query_start_loc
+        return prefill_attention(query_THD, kv_cache[0], kv_cache[1], table, starts, seq_lens, *parameters)
+
+    def forward_projected(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: StepGeometry,
+    ) -> Tensor:
+        query_THD = self._rotate_and_write(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+        if query_THD is None:
+            return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+        return self.attend(layer, query_THD, kv_cache, metadata).flatten(1)
+
+    def forward_last_projected(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: StepGeometry,
+        rows_R: Tensor,
+        last_metadata: StepGeometry,
+    ) -> Tensor:
+        query_THD = self._rotate_and_write(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+        if query_THD is None:
+            return super().forward_last_projected(
+                layer, qkv_TX, norm, rotation, kv_cache, metadata, rows_R, last_metadata
+            )
+        return self.attend(layer, query_THD.index_select(0, rows_R), kv_cache, last_metadata).flatten(1)
+
+    def _rotate_and_write(
+        self,
+        layer: LayerAttention,
+        qkv_TX: Tensor,
+        norm: HeadNorm | None,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        geometry: StepGeometry,
+    ) -> Tensor | None:
+        """Query heads [T, H, D] of one kernel, which writes keys and values too; None where it cannot do the norm."""
+        from penstock.kernels.triton.kv_cache import rotate_and_write
+
+        rms = None if norm is None else norm.rms_of_each_head
+        if norm is not None and rms is None:
+            return None
+        if qkv_TX.is_meta:
+            return qkv_TX.new_empty(qkv_TX.shape[0], layer.num_heads, layer.head_size)
+        if not isinstance(rotation, TableRotation):
+            return None
+        slots_T = None if geometry.is_written else geometry.slot_mapping
+        table_PR, positions_T = rotation.table_PR, rotation.positions_T
+        return rotate_and_write(qkv_TX, layer.num_heads, table_PR, positions_T, kv_cache[0], kv_cache[1], slots_T, rms)
