@@ -48,7 +48,7 @@ def _mark_further_cases_slow(items: list[pytest.Item]) -> None:
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if "gpu" in item.keywords]
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return
     import torch

@@ -190,6 +190,7 @@ def _plan_memory(
         activations=step.activations,
         sampling=step.sampling,
         runner_state=step.runner_state,
+        graphs=step.graphs,
         requested_kv_cache=cache.kv_cache_memory_bytes,
         logits_processors=_plan_processors(config, limits),
         receive_buffer=receive_buffer,

@@ -86,38 +86,40 @@ class BatchLayout:
 
 
 class _OneTokenEach:
-    """Precomputed layouts of pure decode steps without padding: all but the slots is known at start.
+    """Precomputed layouts of pure decode steps: all but the slots is known at start.
 
-    Tensors are sized for `max_num_reqs`; smaller batches take slices.
+    Tensors are sized for `max_num_reqs`; smaller batches take slices. A padding row has one token of the padding slot.
     """
 
-    def __init__(self, device: Device, buffers: InputBuffers, max_num_reqs: int) -> None:
+    def __init__(self, device: Device, buffers: InputBuffers, max_num_reqs: int, padding_slot: int) -> None:
         self._buffers = buffers
+        self._padding_slot = padding_slot
         self._counts, self._starts = np.ones(max_num_reqs, dtype=np.int64), np.arange(max_num_reqs + 1)
         arrays = self._counts, self._starts, np.zeros_like(self._counts)
         self._counts_R, self._numbers_R, self._zeros_R = map(device.upload, arrays)
         self._starts_R = self._numbers_R.int()
 
     def lay_out(self, req_ids: list[str], slots: np.ndarray, plan: BatchPlan) -> BatchLayout:
-        num_reqs = len(req_ids)
-        numbers_R = self._numbers_R[:num_reqs]
-        (slots_R,) = self._buffers.write_layout([slots])
+        num_reqs, num_rows = len(req_ids), plan.num_reqs_padded
+        padding = np.full(num_rows - num_reqs, self._padding_slot)
+        (rows_R,) = self._buffers.write_layout([np.concatenate((slots, padding)) if len(padding) else slots])
+        numbers_R, slots_R = self._numbers_R[:num_rows], rows_R[:num_reqs]
         return BatchLayout(
             plan=plan,
             req_ids=req_ids,
             slots_np=slots,
             counts_np=self._counts[:num_reqs],
-            query_start_loc_np=self._starts[: num_reqs + 1],
+            query_start_loc_np=self._starts[: num_rows + 1],
             max_query_len=min(1, num_reqs),
             is_all_decodes=True,
-            has_one_token_each=True,
-            query_start_loc=self._starts_R[: num_reqs + 1],
+            has_one_token_each=num_rows == num_reqs,
+            query_start_loc=self._starts_R[: num_rows + 1],
             slots=slots_R,
             logits_slots_np=slots,
             logits_slots=slots_R,
-            logits_indices=numbers_R,
+            logits_indices=numbers_R[:num_reqs],
             tensors=LayoutTensors(
-                slots_R, self._counts_R[:num_reqs], numbers_R, self._zeros_R[:num_reqs], num_reqs, num_reqs
+                rows_R, self._counts_R[:num_rows], numbers_R, self._zeros_R[:num_rows], num_reqs, num_reqs
             ),
         )
 
@@ -204,13 +206,13 @@ class Layouts:
         self._takes_drafts = takes_drafts
         self._buffers = buffers
         self._requests = requests
-        self._one_token_each = _OneTokenEach(device, buffers, requests.padding_slot)
+        self._one_token_each = _OneTokenEach(device, buffers, requests.max_num_reqs, requests.padding_slot)
 
     def make(
         self, num_scheduled_tokens: Mapping[str, int], plan: BatchPlan, drafts: Mapping[str, Sequence[int]]
     ) -> BatchLayout:
         """Build the layout of a step. num_scheduled_tokens: by request, the last of them its `drafts`."""
-        if plan.num_tokens_padded == plan.num_tokens == plan.num_reqs:
+        if plan.num_tokens == plan.num_reqs > 0 and plan.num_tokens_padded == plan.num_reqs_padded:
             req_ids = list(num_scheduled_tokens)
             return self._one_token_each.lay_out(req_ids, self._slots_of(req_ids), plan)
         req_ids, counts = _order_by_count(num_scheduled_tokens)
@@ -228,8 +230,7 @@ class Layouts:
         return DraftCounts(num_drafts, num_drafts * takes)
 
     def _slots_of(self, req_ids: list[str]) -> np.ndarray:
-        slot_of = self._requests.slot_of
-        return np.array([slot_of[req_id] for req_id in req_ids], dtype=np.int64)
+        return np.fromiter(map(self._requests.slot_of.__getitem__, req_ids), np.int64, len(req_ids))
 
 
 def _order_by_count(num_scheduled_tokens: Mapping[str, int]) -> tuple[list[str], np.ndarray]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.attention import AuxHiddenStates, ForwardContext, SequenceGeometry, StepGeometry
 from penstock.contract import NewRequestData, SamplingParams
+from penstock.kernels.sampling import greedy_tokens
 from penstock.parallel import ParallelState
 from penstock.runner.frame import Frame
 from penstock.runner.logits_rows import LogitsRows
@@ -41,6 +42,14 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> Fram
 def run_dummy_step(runner: ModelRunner) -> None:
     """Run a full step for no request: the forward pass, and the `dummy` of each slot owner."""
     runner.owners.dummy(run_dummy_batch(runner, num_tokens=1, num_reqs=1))
+
+
+def warm_up_decodes(runner: ModelRunner) -> None:
+    """Run a dummy decode step of each captured size, which compiles its kernels, and the argmax."""
+    for size in runner.executable.sizes:
+        frame = run_dummy_batch(runner, size, size)
+        assert frame.all_hidden is not None, "a dummy frame wants all rows"
+        greedy_tokens(runner.model.compute_logits(frame.all_hidden))
 
 
 def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelState) -> list[tuple[int, float]]:

@@ -6,6 +6,7 @@ The choice depends on the frame and on what is fixed at start, so that all ranks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from penstock.attention import AuxHiddenStates, ForwardContext
 from penstock.kernels.native.program_step import BoundChoices
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.models.program import ModelPrograms
+from penstock.runner.batch_layout import BatchPlan
 from penstock.runner.frame import Frame
 
 
@@ -26,15 +28,29 @@ class Executable(ABC):
 
 
 class ForwardExecutable(Executable):
-    """Runs any frame: the forward pass, and the argmax where the frame wants nothing else of its logits."""
+    """Runs any frame: the forward pass, and the argmax where the frame wants nothing else of its logits.
+
+    whole_block_tables: whether steps need all columns of the block tables, used or not. sizes: padded numbers of
+    requests that run as CUDA graphs, ascending.
+    """
+
+    whole_block_tables = False
+    sizes: Sequence[int] = ()
 
     @abstractmethod
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         """Return hidden states of these inputs, or of the tokens that the context is narrowed to."""
 
+    def plan(self, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
+        """Choose the padded sizes of a step."""
+        return BatchPlan.without_padding(num_scheduled_tokens)
+
     def choose(self, frame: Frame) -> Executable:
         """Return the fastest executable for a frame."""
         return self
+
+    def forget(self) -> None:
+        """Drop everything that depends on the model or its weights: they have changed."""
 
     def run(self, frame: Frame) -> None:
         wants, context, model = frame.wants, frame.context, frame.model
@@ -78,6 +94,9 @@ class ProgramExecutable(ForwardExecutable):
         states_before = wants.aux_layers if wants.all_rows else None
         bound = self._programs.bind_greedy(frame.model, frame.inputs, frame.context, states_before)
         return self if bound is None else GreedyProgram(bound)
+
+    def forget(self) -> None:
+        self._programs.forget()
 
 
 class GreedyProgram(Executable):

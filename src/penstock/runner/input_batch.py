@@ -39,7 +39,10 @@ class InputBatch(NamedTuple):
 
 
 class BatchBuilder:
-    """Gathers a step's inputs from the persistent state."""
+    """Gathers a step's inputs from the persistent state.
+
+    whole_block_tables: give every step all columns of the block tables, for a graph that longer sequences run too.
+    """
 
     def __init__(
         self,
@@ -48,8 +51,11 @@ class BatchBuilder:
         block_tables: BlockTables,
         buffers: InputBuffers,
         takes_drafts: Callable[[int], bool],
+        *,
+        whole_block_tables: bool = False,
     ) -> None:
         self._buffers = buffers.tensors
+        self._whole_block_tables = whole_block_tables
         self._requests = requests
         self._block_sizes = tuple(block_tables.block_sizes)
         self._tables = tuple(block_tables.table(group) for group in range(len(self._block_sizes)))
@@ -99,12 +105,15 @@ class BatchBuilder:
             requests.draft_token_ids.tensor,
         )
         self._layout, self._step = layout, bind_step(state, layout.tensors, self._buffers)
-        self._max_seq_len = self._max_seq_len_upper_bound(layout)
+        # Whole tables cover any length.
+        self._max_seq_len = 0 if self._whole_block_tables else self._max_seq_len_upper_bound(layout)
         self._reach(self._max_seq_len)
 
     def _reach(self, max_seq_len: int) -> None:
         """Set the number of used block table columns from the longest sequence."""
         widths = [table.shape[1] for table in self._tables]
+        if self._whole_block_tables:
+            max_seq_len = max((width * size for width, size in zip(widths, self._block_sizes, strict=True)), default=0)
         self._num_columns = tuple(
             max(1, min(-(-max_seq_len // size), width)) for size, width in zip(self._block_sizes, widths, strict=True)
         )

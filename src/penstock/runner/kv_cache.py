@@ -74,6 +74,8 @@ class PagedKVCache:
 
         # Whether a batch's forward context stays valid while its tensors take the next step's values.
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
+        # Whether decode steps can be captured in a graph.
+        self.is_capturable = all(group.backend.is_capturable for group in self.groups)
 
     def make_context(self, batch: InputBatch) -> ForwardContext:
         """Build the forward context of a step."""

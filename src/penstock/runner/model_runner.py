@@ -17,10 +17,11 @@ from penstock.device import Device
 from penstock.models.interface import LanguageModel
 from penstock.parallel import NO_AGREEMENT, Agreement
 from penstock.runner.async_output import OutputWithParts, StepOutput
-from penstock.runner.batch_layout import BatchPlan, Planner
+from penstock.runner.batch_layout import Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.executables import EagerExecutable, ForwardExecutable, ProgramExecutable
 from penstock.runner.frame import BufferSet, Frame, Frames
+from penstock.runner.graphs import GraphExecutable, default_capture_sizes
 from penstock.runner.input_batch import BatchBuilder
 from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.kv_cache import PagedKVCache
@@ -72,7 +73,7 @@ class ModelRunner:
         sampling: SamplingConfig | None = None,
         logits_processors: Sequence[type[LogitsProcessor]] | None = None,
         fast_paths: bool = True,
-        planner: Planner = BatchPlan.without_padding,
+        planner: Planner | None = None,
         rank: int = 0,
         model_state: ModelState | None = None,
         agreement: Agreement = NO_AGREEMENT,
@@ -102,9 +103,7 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.owners.use_kv_cache(self.kv_cache)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
-        self.executable: ForwardExecutable = (
-            ProgramExecutable(self.kv_cache.programs) if fast_paths else EagerExecutable()
-        )
+        self.executable = self._make_executable(fast_paths)
         speculator.bind(RunnerParts(self.requests, self.block_tables, self.kv_cache, self.sampler, self.executable))
         verification.bind(self.requests.draft_token_ids.tensor, speculator.draft_probs)
         self.model_state = model_state or DecoderModelState()
@@ -122,7 +121,7 @@ class ModelRunner:
             stage,
             self.head,
             self.executable,
-            planner,
+            planner or self.executable.plan,
             keeps_frames=fast_paths,
         )
         self.steps: StepOrder[Frame] = StepOrder()
@@ -174,11 +173,26 @@ class ModelRunner:
     def forget_programs(self) -> None:
         """Drop recorded programs: the model or its weights have changed."""
         self.frames.forget_executables()
-        self.kv_cache.programs.forget()
+        self.executable.forget()
+
+    def _make_executable(self, fast_paths: bool) -> ForwardExecutable:
+        if not fast_paths:
+            return EagerExecutable()
+        if self.device.captures_graphs:
+            sizes = default_capture_sizes(min(self.limits.max_num_reqs, self.limits.max_num_tokens))
+            return GraphExecutable(self.device, sizes, is_capturable=self.kv_cache.is_capturable)
+        return ProgramExecutable(self.kv_cache.programs)
 
     def _make_buffers(self) -> BufferSet:
         limits = self.limits
         step_inputs = self.owners.step_inputs
         buffers = InputBuffers(self.device, limits.max_num_tokens, limits.max_num_reqs, self.block_tables, step_inputs)
-        batcher = BatchBuilder(self.device, self.requests, self.block_tables, buffers, self.sampler.takes_drafts)
+        batcher = BatchBuilder(
+            self.device,
+            self.requests,
+            self.block_tables,
+            buffers,
+            self.sampler.takes_drafts,
+            whole_block_tables=self.executable.whole_block_tables,
+        )
         return BufferSet(batcher, buffers.named)

@@ -32,11 +32,15 @@ _SHARE_OF_FREE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Maximum memory of a step in bytes, besides weights. runner_state: buffers kept between steps."""
+    """Maximum memory of a step in bytes, besides weights.
+
+    runner_state: buffers kept between steps. graphs: memory pool of the CUDA graphs.
+    """
 
     activations: int
     sampling: int
     runner_state: int
+    graphs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class MemoryPlan:
     fraction: share of `total` for the engine, or with `is_default_fraction` the limit of its KV cache alone.
     process: memory in use before the model was loaded.
     weights: parameters and buffers. activations: peak of a step's forward pass.
-    sampling: peak of logits, sampling and log-probabilities. runner_state: per-slot tables.
+    sampling: peak of logits, sampling and log-probabilities. runner_state: per-slot tables. graphs: memory pool of the
+    CUDA graphs.
     logits_processors: tensors of custom logits processors.
     receive_buffer: hidden states received from the previous pipeline stage.
     requested_kv_cache: kv_cache_memory_bytes, which overrides the remaining memory.
@@ -64,6 +69,7 @@ class MemoryPlan:
     requested_kv_cache: int | None = None
     logits_processors: int = 0
     receive_buffer: int = 0
+    graphs: int = 0
     is_default_fraction: bool = False
 
     @property
@@ -86,7 +92,7 @@ class MemoryPlan:
     @property
     def without_kv_cache(self) -> int:
         """Memory of the engine without its KV cache."""
-        step = self.activations + self.sampling
+        step = self.activations + self.sampling + self.graphs
         return self.process + self.weights + step + self.runner_state + self.logits_processors + self.receive_buffer
 
     @property
@@ -109,6 +115,7 @@ class MemoryPlan:
             ("- activations", self.activations),
             ("- logits and sampling", self.sampling),
             ("- request state", self.runner_state),
+            *([("- CUDA graphs", self.graphs)] if self.graphs else []),
             *([("- custom logits processors", self.logits_processors)] if self.logits_processors else []),
             *([("- received hidden states", self.receive_buffer)] if self.receive_buffer else []),
             ("= left for the KV cache", self.left_for_kv_cache),
@@ -179,6 +186,7 @@ def resident_step(tensors: StepMemory, kind: str, split_contexts: int = 0) -> St
         + LIBRARY_BYTES[kind],
         sampling=tensors.sampling + min(tensors.sampling, most_held_back),
         runner_state=tensors.runner_state,
+        graphs=tensors.graphs,
     )
 
 

@@ -58,6 +58,7 @@ def plan_memory(
         activations=step.activations,
         sampling=step.sampling,
         runner_state=step.runner_state,
+        graphs=step.graphs,
         requested_kv_cache=cache.kv_cache_memory_bytes,
         logits_processors=measure_logits_processors(
             config.sampling,

@@ -15,6 +15,7 @@ from penstock.runner.dummy_runs import (
     num_profile_blocks,
     profile_prompt_logprobs,
     profile_sampling,
+    run_dummy_batch,
     run_longest_prompt,
     run_longest_prompt_of_drafter,
 )
@@ -26,6 +27,9 @@ from penstock.runner.sampling.thinking_budget import ThinkingBudget
 from penstock.runner.slot_owners import registered_slot_owners
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.worker.memory_plan import StepMemory
+
+# Of cuBLAS for the stream that graphs are captured on, on Hopper.
+_WORKSPACE_BYTES = 32 << 20
 
 
 def measure_step_memory(
@@ -68,12 +72,15 @@ def measure_step_memory(
         drafted = hidden_TD.nbytes + _peak(device, lambda: run_longest_prompt_of_drafter(runner, limits.max_num_tokens))
         sampled = _peak(device, lambda: profile_sampling(runner, limits.max_num_reqs))
         prompts = _peak(device, lambda: profile_prompt_logprobs(runner, hidden_TD))
+        most = max(runner.executable.sizes, default=0)
+        # The graph of the largest size needs the most; smaller ones use its memory again, beside a workspace of cuBLAS.
+        graphs = _peak(device, lambda: run_dummy_batch(runner, most, most)) + _WORKSPACE_BYTES if most else 0
     return StepMemory(
-        max(forward.bytes_above_start, drafted), max(sampled, prompts), made.bytes_kept - config.size_bytes
+        max(forward.bytes_above_start, drafted), max(sampled, prompts), made.bytes_kept - config.size_bytes, graphs
     )
 
 
-def _peak(device: Device, run: Callable[[], None]) -> int:
+def _peak(device: Device, run: Callable[[], object]) -> int:
     with device.measure_peak() as peak:
         run()
     return peak.bytes_above_start

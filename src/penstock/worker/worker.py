@@ -21,7 +21,7 @@ from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.parallel import ParallelState
 from penstock.runner.async_output import StepOutput
-from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step
+from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step, warm_up_decodes
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.slot_owners import registered_slot_owners
 from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
@@ -124,6 +124,8 @@ class Worker(WorkerBase):
     def compile_or_warm_up_model(self) -> None:
         runner = self.runner
         run_dummy_step(runner)
+        with torch.no_grad():
+            warm_up_decodes(runner)
         self.device.synchronize()
         if self.device.kind == "cpu":
             self._pages = PagePrefaulting(self.device, runner.block_tables, runner.kv_cache)

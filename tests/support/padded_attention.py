@@ -1,0 +1,45 @@
+"""An attention backend whose decode steps depend on tensors alone, padding rows included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.attention import LayerAttention, StepGeometry
+from penstock.attention.reference import ReferenceBackend
+from penstock.kernels.paged_attention import paged_attention_reference
+
+
+class PaddedBackend(ReferenceBackend):
+    name = "padded"
+    keeps_metadata = True
+    is_capturable = True
+
+    def forward(
+        self,
+        layer: LayerAttention,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        kv_cache: Tensor,
+        metadata: StepGeometry,
+    ) -> Tensor:
+        if metadata.max_query_len > 1 or metadata.is_written:
+            return super().forward(layer, query_THD, key_TKD, value_TKD, kv_cache, metadata)
+        slots_T, block_size = metadata.slot_mapping, metadata.block_size
+        for row, slot in enumerate(slots_T.tolist()):
+            if slot >= 0:
+                kv_cache[0, slot // block_size, slot % block_size] = key_TKD[row].to(kv_cache.dtype)
+                kv_cache[1, slot // block_size, slot % block_size] = value_TKD[row].to(kv_cache.dtype)
+        return paged_attention_reference(
+            query_THD,
+            kv_cache[0],
+            kv_cache[1],
+            metadata.block_table,
+            torch.arange(len(query_THD) + 1),
+            metadata.seq_lens,
+            1,
+            layer.scale,
+            layer.sliding_window,
+            layer.soft_cap,
+        )
