@@ -4,7 +4,7 @@ needs those tokens has them by then. What fails in between leaves nothing half l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,9 @@ class FakeGrammar:
 
     def constrains(self, req_id: str) -> bool:
         return req_id in self.tokens and req_id not in self.ended
+
+    def constrains_any(self, req_ids: Set[str]) -> bool:
+        return any(map(self.constrains, req_ids))
 
     def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
         for output in outputs:

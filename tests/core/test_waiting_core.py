@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,9 @@ class SlowGrammar:
         return ready
 
     def constrains(self, req_id: str) -> bool:
+        return False
+
+    def constrains_any(self, req_ids: Set[str]) -> bool:
         return False
 
     def accept(self, outputs: Sequence[EngineCoreOutput]) -> None: ...

@@ -242,7 +242,7 @@ class EngineCore:
             return None
         self._launched = output
         try:
-            is_constrained = any(map(self._grammar.constrains, output.num_scheduled_tokens))
+            is_constrained = self._grammar.constrains_any(output.num_scheduled_tokens.keys())
             executor = self._executor
             (executor.execute_model if is_constrained else executor.execute_unconstrained)(output)
         except WorkerError:
@@ -284,7 +284,7 @@ class EngineCore:
         each. -1 stays where there is no draft.
         """
         scheduled = output.scheduled_spec_decode_tokens
-        if not self._runs_ahead or not any(map(self._grammar.constrains, scheduled)):
+        if not self._runs_ahead or not self._grammar.constrains_any(scheduled.keys()):
             return output
         drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -49,6 +49,9 @@ class Grammar(Protocol):
 
     def constrains(self, req_id: str) -> bool:
         """Whether this request is constrained."""
+
+    def constrains_any(self, req_ids: Set[str]) -> bool:
+        """Whether one of these requests is constrained."""
 
     def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
         """Advance by new tokens, in the order of their steps, and forget finished requests.
@@ -163,6 +166,9 @@ class StructuredGrammar:
 
     def constrains(self, req_id: str) -> bool:
         return req_id in self._followed
+
+    def constrains_any(self, req_ids: Set[str]) -> bool:
+        return not self._followed.keys().isdisjoint(req_ids)
 
     def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
         if not self._followed:

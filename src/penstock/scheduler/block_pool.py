@@ -138,7 +138,7 @@ class BlockPool:
         Returns the newly cached blocks.
         """
         newly_cached = []
-        for block, key in zip(blocks, keys, strict=True):
+        for block, key in zip(blocks, keys):  # noqa: B905, as in `StepsInFlight.settle`
             if block is self.null_block or block.key is not None:
                 continue
             assert block.ref_count > 0

@@ -164,8 +164,9 @@ class KVCacheManager:
         held = self._held[request.req_id]
         # However many draft tokens in flight are rejected, all known tokens but the last stay computed.
         num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
-        for group, blocks in zip(self.groups, held.groups, strict=True):
-            self._free_skipped(blocks, group.num_skipped_blocks(num_computed_tokens))
+        for group, blocks in zip(self.groups, held.groups):  # noqa: B905, as in `StepsInFlight.settle`
+            if num_skipped := group.num_skipped_blocks(num_computed_tokens):
+                self._free_skipped(blocks, num_skipped)
         missing = self._num_missing(request, held.groups, num_tokens)
         if sum(missing) > self.pool.num_free_blocks:
             return None
@@ -299,17 +300,17 @@ class KVCacheManager:
     def _num_missing(self, request: Request, groups: Sequence[list[KVCacheBlock]], num_tokens: int) -> list[int]:
         return [
             max(0, group.num_blocks(request, num_tokens, self._num_lookahead_tokens) - len(blocks))
-            for group, blocks in zip(self.groups, groups, strict=True)
+            for group, blocks in zip(self.groups, groups)  # noqa: B905
         ]
 
     def _extend(self, request: Request, held: _HeldBlocks, missing: Sequence[int]) -> tuple[list[int], ...]:
         new_block_ids: list[list[int]] = []
-        for blocks, num_blocks in zip(held.groups, missing, strict=True):
+        capacity = UNLIMITED
+        for group, blocks, num_blocks in zip(self.groups, held.groups, missing):  # noqa: B905
             new_blocks = self.pool.get_new_blocks(num_blocks)
             blocks += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
-        capacities = [group.capacity(len(blocks)) for group, blocks in zip(self.groups, held.groups, strict=True)]
-        capacity = min(capacities, default=UNLIMITED)
+            capacity = min(capacity, group.capacity(len(blocks)))
         request.kv_capacity = capacity - self._num_lookahead_tokens if capacity < request.length_limit else capacity
         return tuple(new_block_ids)
 

@@ -30,7 +30,14 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_used_blocks: int
 
 
-class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+class _NewTokens(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Positional fields of an output, all that most outputs have: `map` makes those of a step."""
+
+    req_id: str
+    new_token_ids: list[int] = []
+
+
+class EngineCoreOutput(_NewTokens, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """Output of one request from one step.
 
     new_token_ids: usually one, more with accepted draft tokens; empty for a request that ends without any (aborted,
@@ -47,8 +54,6 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit
     first_scheduled_time: seconds of `time.monotonic`; None without history, or if the request never ran.
     """
 
-    req_id: str
-    new_token_ids: list[int] = []
     num_draft_tokens: int = 0
     new_logprobs: LogprobsLists | None = None
     prompt_logprobs: LogprobsLists | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import sub
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -87,15 +89,17 @@ class DecodeSteps:
     request reaches its length limit. A request that comes, ends or is preempted ends the repetition.
 
     step: the last one. runs_ahead: whether it may be repeated before its results are there.
+    end_token_ids: of all requests.
     due: rows that need a block for the next step, by the value of `num_left` at that time.
     """
 
-    __slots__ = ("due", "num_left", "runs_ahead", "step")
+    __slots__ = ("due", "end_token_ids", "num_left", "runs_ahead", "step")
 
     def __init__(self, step: Step, *, runs_ahead: bool, num_steps: int) -> None:
         """num_steps: steps until the draft budget decides again."""
         self.step = step
         self.runs_ahead = runs_ahead
+        self.end_token_ids = frozenset().union(*{request.end_token_ids for request in step.requests})
         rows = zip(step.requests, step.num_computed_tokens, strict=True)
         self.num_left = min(num_steps, *(request.length_limit - 1 - num_tokens for request, num_tokens in rows))
         self.due: dict[int, list[int]] = {}
@@ -109,10 +113,19 @@ class DecodeSteps:
         if rows is not None:
             self._note_capacity(rows)
 
+    def go_on_after(self, step: Step, token_ids: Sequence[list[int]]) -> bool:
+        """Whether a step is one of these repetitions, and its tokens, one of each request, end no request."""
+        if step.requests is not self.step.requests or step.message.repeats_step_id is None or self.num_left <= 0:
+            return False
+        all_token_ids = list(chain.from_iterable(token_ids))
+        has_one_each = len(all_token_ids) == len(step.requests) and all(token_ids)
+        return has_one_each and self.end_token_ids.isdisjoint(all_token_ids)
+
     def _note_capacity(self, rows: Iterable[int]) -> None:
+        requests, num_computed_tokens, num_left = self.step.requests, self.step.num_computed_tokens, self.num_left
         for row in rows:
-            num_steps = self.step.requests[row].kv_capacity - self.step.num_computed_tokens[row]
-            self.due.setdefault(self.num_left - num_steps, []).append(row)
+            num_steps = requests[row].kv_capacity - num_computed_tokens[row]
+            self.due.setdefault(num_left - num_steps, []).append(row)
 
 
 class StepBuilder:
@@ -130,7 +143,6 @@ class StepBuilder:
         "_new_block_ids",
         "_new_reqs",
         "_num_computed_tokens",
-        "_num_computed_tokens_before",
         "_num_scheduled_tokens",
         "_req_ids",
         "_shared",
@@ -161,7 +173,6 @@ class StepBuilder:
         self._drafts: dict[str, list[int]] = {}
         self._new_reqs: list[NewRequestData] = []
         self._new_block_ids: NewBlockIds = []
-        self._num_computed_tokens_before: list[int] = []
 
     def add_new(
         self,
@@ -198,10 +209,8 @@ class StepBuilder:
         shared: Sequence[KVCacheBlock] = (),
     ) -> None:
         """Add a request that the worker holds. new_block_ids: None without new blocks."""
-        num_computed_tokens = request.num_computed_tokens
-        self._add(request, num_computed_tokens, num_tokens, shared)
+        self._add(request, request.num_computed_tokens, num_tokens, shared)
         self._new_block_ids.append(new_block_ids)
-        self._num_computed_tokens_before.append(num_computed_tokens)
 
     @property
     def can_take_others(self) -> bool:
@@ -216,13 +225,15 @@ class StepBuilder:
     def build(self, finished_req_ids: set[str], num_drafts_wanted: int, *, clears_blocks: bool = False) -> Step:
         """Return the step with its message to the worker."""
         new_block_ids = self._new_block_ids
+        # Cached requests come first.
+        num_tokens = self._num_scheduled_tokens.values()
         message = SchedulerOutput(
             step_id=self._step_id,
             scheduled_new_reqs=self._new_reqs,
             scheduled_cached_reqs=CachedRequestData(
                 req_ids=self._req_ids[: len(new_block_ids)] if self._new_reqs else self._req_ids,
                 new_block_ids=[] if new_block_ids.count(None) == len(new_block_ids) else new_block_ids,
-                num_computed_tokens=self._num_computed_tokens_before,
+                num_computed_tokens=list(map(sub, self._num_computed_tokens[: len(new_block_ids)], num_tokens)),
             ),
             num_scheduled_tokens=self._num_scheduled_tokens,
             total_num_scheduled_tokens=self._token_budget - self.token_budget,

@@ -79,6 +79,8 @@ class StepsInFlight:
             and not (results.prompt_logprobs or results.errors or step.void_rows)
         ):
             token_ids, first_rows = results.sampled_token_ids, ()
+            if any(decodes.go_on_after(step, token_ids) for decodes in self._requests.decodes):
+                return self._append_tokens(step, token_ids)
         else:
             token_ids, first_rows = [[]] * len(step.requests), _first_logprobs_rows(results)
         outputs: list[EngineCoreOutput] = []
@@ -98,7 +100,7 @@ class StepsInFlight:
                     and not request.has_news
                 ):
                     request.num_output_placeholders -= 1
-                    output = EngineCoreOutput(req_id=request.req_id, new_token_ids=new_token_ids)
+                    output = EngineCoreOutput(request.req_id, new_token_ids)
                 else:
                     settled = self._settle_row(step, row, results, first_rows)
                     if settled is None:
@@ -113,6 +115,20 @@ class StepsInFlight:
             except Exception as error:
                 output = self._requests.break_off(request, error)
             outputs.append(output)
+        return outputs
+
+    def _append_tokens(self, step: Step, token_ids: Sequence[list[int]]) -> list[EngineCoreOutput]:
+        """Take in one token per request of a step that ends none of them."""
+        outputs = list(map(EngineCoreOutput, step.req_ids, token_ids))
+        for row, request, new_token_ids in zip(range(len(outputs)), step.requests, token_ids):  # noqa: B905
+            known_token_ids = request.all_token_ids
+            known_token_ids += new_token_ids
+            request.num_output_placeholders -= 1
+            if len(known_token_ids) > request.next_cache_at:
+                try:
+                    self._kv_cache.cache_blocks(request, len(known_token_ids) - 1)
+                except Exception as error:
+                    outputs[row] = self._requests.break_off(request, error)
         return outputs
 
     def rewind(self, request: Request) -> None:
