@@ -73,7 +73,7 @@ def load_model(
         log_ties(ties)
         if load_config.load_format == "dummy":
             check_against_memory(model, model_config, device)
-            tensors = iterate_dummy_weights(model.checkpoint_slots())
+            tensors = iterate_dummy_weights(model.checkpoint_slots(), device)
         else:
             tensors = open_weights(model_config.folder, load_config, parallel_context)
             check_against_files(model, model_config)
