@@ -1,0 +1,221 @@
+"""Host time of a decode step behind a GPU, part by part, measured on a CPU.
+
+    python -m benchmarks.gpu.host [--batch-sizes 1 64 256] [--temperatures 0 1] [--device-ms 0] [--output FOLDER]
+
+A device that computes nothing replays empty graphs, and scheduling is asynchronous. So all that is left of a step is
+the host's work, which is hidden as long as the GPU's step is longer. Launches of kernels outside the graph are not
+counted. With `--device-ms` each step's results come so much later than those of the step before, and the host sleeps
+meanwhile: then its caches are cold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.parts import Engine
+from benchmarks.gpu.shapes import SHAPES
+from benchmarks.host_time import PartClock
+from benchmarks.machine import described, machine, save
+from penstock.attention.reference import ReferenceBackend
+from penstock.attention.select import BACKENDS
+from penstock.device.base import PendingCopy
+from penstock.device.cpu import CpuDevice, HostCopy
+from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepOutcome, StepTensors
+from penstock.kernels.sampling import ChosenTokens
+from penstock.runner import async_output
+from penstock.runner.sampling.sampler import SamplerOutput
+
+_SKIPPED_STEPS = 40
+_SHORTEST_PROMPT = 8
+_WHOLE, _WAIT = "whole step", "wait"
+
+
+class LateCopy(HostCopy):
+    """A copy that is done at some time."""
+
+    def __init__(self, tensors: Sequence[Tensor], done_at: float) -> None:
+        super().__init__(tensors)
+        self._done_at = done_at
+
+    def is_done(self) -> bool:
+        return time.perf_counter() >= self._done_at
+
+
+class EmptyDevice(CpuDevice):
+    """A device that runs beside the host: a replay computes nothing, and a step takes `step_s`."""
+
+    overlaps_with_host = True
+    captures_graphs = True
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__(1)
+        self._step_s = step_s
+        self._is_free_at = 0.0
+
+    def download(self, tensors: Sequence[Tensor]) -> PendingCopy:
+        self._is_free_at = max(self._is_free_at, time.perf_counter()) + self._step_s
+        return LateCopy(tensors, self._is_free_at)
+
+
+class CapturableBackend(ReferenceBackend):
+    """The reference backend, whose captured steps are never run."""
+
+    name = "capturable"
+    keeps_metadata = True
+    is_capturable = True
+
+
+class EmptyStep(BoundStep):
+    """Gathers nothing, and every request's token is the same."""
+
+    def __init__(self, state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> None:
+        self._sizes = len(layout.token_to_req_T), len(layout.idx_mapping_R)
+        self._buffers = buffers
+        self._parts: dict[tuple[int, ...], StepTensors] = {}
+        # Token, number of tokens, rejected drafts, failure.
+        self._outcome = StepOutcome(torch.tensor([[7, 1, 0, 0]]).repeat(layout.num_reqs, 1))
+
+    def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
+        if num_columns not in self._parts:
+            self._parts[num_columns] = self._buffers.part(*self._sizes, num_columns)
+        return self._parts[num_columns]
+
+    def outcome(self, sampled_token_ids_L: Tensor, failures_L: Tensor) -> tuple[StepOutcome, None]:
+        return self._outcome, None
+
+    def advance(self, outcome: StepOutcome) -> None:
+        pass
+
+
+def _sample_nothing(*_: Any) -> SamplerOutput:
+    return SamplerOutput(*_NOTHING, None, {})
+
+
+_NOTHING = ChosenTokens(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One column of the table. spread: lengths of prompts differ, so that each step has requests at a block's end."""
+
+    num_reqs: int
+    temperature: float
+    num_steps: int
+    device_ms: float
+    spread: bool
+
+    @property
+    def title(self) -> str:
+        sampling = f"temperature {self.temperature:g}" if self.temperature else "greedy"
+        device = f", {self.device_ms:g} ms of the device" if self.device_ms else ""
+        return f"{self.num_reqs} requests, {sampling}{device}"
+
+
+def measure(case: Case) -> dict[str, tuple[float, float]]:
+    """Minimum and median microseconds per decode step of each part, and of the step with no clock inside."""
+    replacements = {
+        "penstock.worker.worker.create_device": lambda *_: EmptyDevice(case.device_ms / 1e3),
+        "penstock.runner.input_batch.bind_step": EmptyStep,
+        "penstock.runner.sampling.sampler.Sampler._sample": _sample_nothing,
+    }
+    with ExitStack() as patches, torch.no_grad():
+        patches.enter_context(patch.dict(BACKENDS, {CapturableBackend.name: CapturableBackend}))
+        for name, replacement in replacements.items():
+            patches.enter_context(patch(name, replacement))
+        length = 2 * (case.num_steps + _SKIPPED_STEPS)
+        engine = Engine(
+            SHAPES["tiny"],
+            attention_backend=CapturableBackend.name,
+            max_num_seqs=case.num_reqs,
+            # All prompts in one step.
+            max_num_batched_tokens=max(64, 32 * case.num_reqs),
+            max_model_len=length + 64,
+            kv_cache_memory_bytes=case.num_reqs * (length + 64) * 4096,
+        )
+        for number in range(case.num_reqs):
+            engine.add(_SHORTEST_PROMPT + number % 16 * case.spread, length, temperature=case.temperature)
+        (runner,) = engine.core.collective_rpc(lambda worker: worker.runner)
+        patches.enter_context(patch.object(type(runner.model), "compute_logits", lambda _, hidden: hidden))
+        for _ in range(_SKIPPED_STEPS):
+            engine.core.step()
+        num_replays = runner.executable.num_replays
+        whole = _seconds_of_parts(engine, case.num_steps, in_parts=False)
+        assert runner.executable.num_replays == num_replays + case.num_steps, "steps ran without graphs"
+        parts = _seconds_of_parts(engine, case.num_steps, in_parts=True)
+        engine.core.close()
+    return {part: (min(seconds) * 1e6, statistics.median(seconds) * 1e6) for part, seconds in (whole | parts).items()}
+
+
+def _seconds_of_parts(engine: Engine, num_steps: int, *, in_parts: bool) -> dict[str, list[float]]:
+    """Seconds of each step without its waits, as a whole or in parts."""
+    core, clock = engine.core, PartClock()
+    clock.wrap(async_output, "wait_until", _WAIT)
+    if in_parts:
+        executor = core._executor
+        clock.wrap(core.scheduler, "schedule", "schedule")
+        clock.wrap(executor, "execute_unconstrained", "execute_model")
+        clock.wrap(type(core._in_flight[0][1]), "get_output", "get_output")
+        clock.wrap(core.scheduler, "update_from_output", "update_from_output")
+        clock.wrap(executor, "sample_tokens", "sample_tokens")
+    clock.wrap(core, "step", _WHOLE, ends_step=True)
+    for _ in range(num_steps):
+        core.step()
+    clock.unwrap()
+    for step in clock.steps:
+        waited = step.pop(_WAIT, 0.0)
+        step[_WHOLE] -= waited
+        if in_parts:
+            step["get_output"] -= waited
+            step["rest of the turn"] = 2 * step[_WHOLE] - sum(step.values())
+            del step[_WHOLE]
+    return {part: [step[part] for step in clock.steps] for part in clock.steps[0]}
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    runs = report["runs"]
+    lines = ["# Host time per decode step behind a GPU: minimum and median, µs", "", described(report["machine"]), ""]
+    lines += ["| part | " + " | ".join(runs) + " |", "| --- |" + " ---: |" * len(runs)]
+    for part in next(iter(runs.values())):
+        cells = ["{:.0f}, {:.0f}".format(*run[part]) for run in runs.values()]
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--device-ms", type=float, default=0.0)
+    parser.add_argument("--equal-lengths", action="store_true")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    cases = [
+        Case(num_reqs, temperature, arguments.steps, arguments.device_ms, not arguments.equal_lengths)
+        for num_reqs in arguments.batch_sizes
+        for temperature in arguments.temperatures
+    ]
+    runs = {case.title: measure(case) for case in cases}
+    report = {"machine": machine(1), "runs": runs}
+    print(as_markdown(report))
+    if arguments.output is not None:
+        save(arguments.output, "gpu-host-time", report=report, page=as_markdown(report))
+
+
+if __name__ == "__main__":
+    main()

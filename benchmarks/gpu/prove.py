@@ -1,0 +1,113 @@
+"""Runs the GPU's tests and measures the engine beside the GPU's own limits: one script for a bare machine.
+
+    PYTHONPATH=src:. python -m benchmarks.gpu.prove --out FOLDER [--only PART ...] [--skip PART ...] [--seconds 420]
+
+Correctness comes first, figures second. Each part is a process of its own with a time limit: one that fails is
+reported, and the rest goes on. Results are appended to FOLDER/results.jsonl as they come, and printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = {
+    "kernels": ["tests/kernels/triton_kernels"],
+    "engine": ["tests/gpu"],
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """seconds: time limit. together: runs beside the other parts of this kind, since it measures no time."""
+
+    name: str
+    seconds: int
+    together: bool = False
+
+
+PARTS = (
+    Part("machine", 40),
+    Part("kernels", 150, together=True),
+    Part("engine", 150, together=True),
+    Part("attention", 60),
+    Part("products", 45),
+    Part("qwen3-0.6b:decode", 60),
+    Part("llama-8b:decode", 75),
+    Part("llama-8b:prefill", 45),
+    Part("qwen3-0.6b:requests", 60),
+    Part("llama-8b:requests", 75),
+    Part("qwen3-0.6b:transformers", 75),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--skip", nargs="*", default=[])
+    parser.add_argument("--seconds", type=float, default=420.0)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + arguments.seconds
+    chosen = [
+        part
+        for part in PARTS
+        if (not arguments.only or part.name in arguments.only) and part.name not in arguments.skip
+    ]
+    results = arguments.out / "results.jsonl"
+    failures = 0
+    for batch in _batches(chosen):
+        left = deadline - time.monotonic()
+        if left < 15:
+            _write(results, {"part": " ".join(part.name for part in batch), "not run": "no time left"})
+            continue
+        running = [(part, _start(part, arguments.out, min(part.seconds, left))) for part in batch]
+        for part, process in running:
+            begin, status = time.monotonic(), process.wait()
+            if status:
+                failures += 1
+                log = (arguments.out / f"{_file_name(part.name)}.log").read_text(errors="replace")
+                _write(results, {"part": part.name, "failed": status, "waited_s": round(time.monotonic() - begin)})
+                print(f"---- {part.name} ended with {status}:\n{log[-2500:]}", flush=True)
+    print("\n".join(results.read_text().splitlines()))
+    return failures
+
+
+def _batches(parts: list[Part]) -> list[list[Part]]:
+    """Parts that run at the same time."""
+    together = [part for part in parts if part.together]
+    batches = [[part] for part in parts if not part.together]
+    return [*batches[:1], together, *batches[1:]] if together else batches
+
+
+def _start(part: Part, out: Path, seconds: float) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if part.name in TESTS:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=25", "--tb=short"]
+        command += ["-n", "6", *TESTS[part.name]]
+    else:
+        command = [sys.executable, "-m", "benchmarks.gpu.parts", part.name, str(out / "results.jsonl")]
+    with (out / f"{_file_name(part.name)}.log").open("w") as log:
+        limited = ["timeout", "-k", "5", str(int(seconds)), *command]
+        return subprocess.Popen(limited, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def _file_name(part: str) -> str:
+    return part.replace(":", "-")
+
+
+def _write(results: Path, row: dict[str, Any]) -> None:
+    with results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
