@@ -202,7 +202,9 @@ def test_an_error_like_the_end_of_a_connection_is_reported_as_it_is(config: Engi
 
 
 @pytest.mark.slow
-def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., CoreGroup]) -> None:
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., CoreGroup], is_lost: bool) -> None:
+    """is_lost: the suspect is aborted while there is no core, so no step tells that it has ended."""
     core = start(step_timeout_s=60)
     add(core, "poison", POISON)
     add(core, "a")
@@ -217,6 +219,8 @@ def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., C
 
     # Two cores die of the three; the next one has the first of them alone.
     wait_until(is_alone)
+    if is_lost:
+        kill(core)
     core.abort_requests(["poison"])
     outputs = finish(core)
     assert [len(tokens(outputs[name])) for name in ("a", "b")] == [6, 6]

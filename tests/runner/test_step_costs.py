@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,11 +42,16 @@ def test_ranks_measure_the_same_steps_and_agree_on_their_costs(
         )
         for rank in range(4)
     ]
+    # The second rank's clock goes four times as fast.
+    clock = threading.local()
+    clocks = SimpleNamespace(perf_counter=lambda: time.perf_counter() * clock.speed)
+    monkeypatch.setattr(dummy_runs, "time", clocks)
     monkeypatch.setattr(dummy_runs, "_time_dummy_batch", time_step)
     monkeypatch.setattr(dummy_runs, "_MEASURED_S", 0.1)
 
     def measure(rank: int) -> list[tuple[int, float]]:
         runner: Any = rank
+        clock.speed = 1 + 3 * (rank % 2)
         return dummy_runs.measure_step_costs(runner, most_tokens, parallels[rank])
 
     costs = run_ranks(4, measure)

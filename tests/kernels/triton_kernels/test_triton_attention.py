@@ -27,7 +27,7 @@ NAN = float("nan")
 
 @dataclass
 class Step:
-    """Queries and a cache with a shuffled block table; positions that nobody may read are NaN."""
+    """Queries and a cache with a shuffled block table; positions that no query may read are NaN."""
 
     query_THD: Tensor
     key_cache: Tensor
@@ -67,7 +67,7 @@ def make_step(
     needed = [-(-length // block_size) for length in lengths]
     num_blocks = 1 + sum(needed) + 2
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).int()
-    # Entries beyond a request's blocks are stale: blocks that nobody may read.
+    # Entries beyond a request's blocks are stale: blocks that the request may not read.
     table = order[-1].repeat(len(parts), max(needed) + 1)
     cache = torch.full((num_blocks, 2, block_size, num_kv_heads, head_size), NAN)
     taken = 0
