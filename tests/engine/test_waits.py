@@ -144,3 +144,25 @@ def test_a_limited_lock_is_reentrant() -> None:
         "Thread the-other waited 0.05 s for thread MainThread to do something, which hangs or is overloaded.",
         "taken",
     ]
+
+
+def test_a_wanted_lock_is_handed_over_at_its_next_release() -> None:
+    """A thread that takes the lock again and again would otherwise keep it for as long as it keeps the interpreter."""
+    lock, is_over = LimitedLock("do something", timeout_s=10), threading.Event()
+    num_entries = num_while_wanted = 0
+
+    def take_again_and_again() -> None:
+        nonlocal num_entries, num_while_wanted
+        while not is_over.is_set():
+            with lock:
+                num_entries += 1
+                num_while_wanted += lock._is_wanted
+
+    thread = threading.Thread(target=take_again_and_again)
+    thread.start()
+    wait_until(lambda: num_entries > 1000, "the thread takes the lock")
+    lock.hold(10)
+    is_over.set()
+    lock._lock.release()
+    thread.join(PATIENCE_S)
+    assert num_while_wanted <= 5

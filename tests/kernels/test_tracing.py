@@ -257,7 +257,7 @@ def adapted(ids_T: Tensor, adapters_T: Tensor, weights: dict[str, Tensor], last:
     normed_RD, _ = add_rms_norm(x_TD, embedding(adapters_T, weights["adapters"], torch.float32), weights["norm"], 1e-5)
     both_RX = concatenate_rows(normed_RD, side_T3)
     called = trace_opaque(doubled_and_rolled, [both_RX], [WIDTH + 3, 3])
-    return [(called or doubled_and_rolled(None, both_RX))[0]]
+    return [concatenate_rows(*(called or doubled_and_rolled(None, both_RX)))]
 
 
 @pytest.mark.parametrize("last", [None, [0], [2, 5, 298, 299], list(range(300))])
