@@ -45,7 +45,6 @@ test-triton: $(VENV)/.installed
 	.venv-triton/bin/python -m pip install --quiet $(foreach file,$(CONSTRAINTS),--constraint $(file)) "$(TORCH)" \
 		"$(TRITON)" --editable ".[dev]"
 	TRITON_INTERPRET=1 .venv-triton/bin/python $(PYTEST) -n $(JOBS) tests/kernels/triton_kernels tests/attention
-	.venv-triton/bin/python $(PYTEST) -n $(JOBS) tests/kernels/triton_kernels
 
 # Builds the kernels with the address and undefined-behaviour sanitizers, elsewhere, and runs their tests.
 sanitize: $(VENV)/.installed

@@ -137,7 +137,7 @@ def test_a_worker_that_dies_amid_prompts_loses_and_repeats_nothing(
 def test_logits_are_held_a_few_rows_at_a_time(
     model: tuple[Any, Path], most_results: int, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of at most five rows, and of as many as have ten results, three each."""
+    """Parts have at most five rows, and no more than ten results, three of each row."""
     oracle, folder = model
     monkeypatch.setattr("penstock.config.sampling._MAX_LOGITS", {"cpu": 5 * VOCAB_SIZE})
     monkeypatch.setattr(prompt_logprobs, "_MAX_RESULTS", most_results)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,3 +202,35 @@ def test_splits_are_powers_of_two_from_the_shapes() -> None:
     assert choose_num_splits(8, 8, 1 << 17, device) == 8
     assert choose_num_splits(256, 8, 1 << 17, device) == 1
     assert choose_num_splits(1, 1, 1536, device) == 8
+
+
+_COMPILED = """
+import sys
+sys.path[:0] = {paths!r}
+import pytest, torch
+from support.triton_compile import compile_only
+from penstock.kernels.triton.kv_cache import rotate_and_write
+from penstock.kernels.triton.paged_attention import decode_attention, prefill_attention
+counts = compile_only(pytest.MonkeyPatch())
+for num_heads, num_kv_heads, head_size in ((32, 8, 128), (16, 8, 128)):
+    pages = torch.empty(4, 2, num_kv_heads, 16, head_size, dtype=torch.bfloat16)
+    keys, values = pages.transpose(0, 1).transpose(2, 3)
+    for num_rows in (1, 64, 256):
+        qkv = torch.empty(num_rows, (num_heads + 2 * num_kv_heads) * head_size, dtype=torch.bfloat16)
+        numbers = torch.zeros(num_rows, dtype=torch.int64)
+        query = rotate_and_write(qkv, num_heads, torch.empty(64, head_size), numbers, keys, values, numbers)
+        table, lengths = torch.zeros(num_rows, 128, dtype=torch.int32), numbers.int()
+        decode_attention(query, keys, values, table, lengths, 0.1)
+        prefill_attention(query, keys, values, table, torch.zeros(num_rows + 1, dtype=torch.int32), lengths, 0.1)
+print(counts)
+"""
+
+
+def test_the_kernels_compile_for_an_h100_once_per_number_of_heads() -> None:
+    """In a process without the interpreter; no GPU is needed. Decodes compile with and without splits."""
+    script = _COMPILED.format(paths=[str(Path(__file__).parents[2])])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = ast.literal_eval(done.stdout)
+    assert counts == {"_rotate_and_write_kernel": 2, "_decode_kernel": 4, "_merge_kernel": 1, "_prefill_kernel": 2}
