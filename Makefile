@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernel
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade $(addprefix --constraint ,$(CONSTRAINTS)) pip
 	$(BIN)/python -m pip install --quiet $(foreach file,$(CONSTRAINTS),--constraint $(file) --build-constraint $(file)) \
-		"$(TORCH)" --editable ".[dev]"
+		"$(TORCH)" --editable ".[dev,server]"
 	touch $@
 
 demo: $(VENV)/.installed

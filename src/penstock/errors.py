@@ -62,6 +62,14 @@ class ContextTooLong(InvalidRequest):
     """A request that can never fit into this engine's context or KV cache."""
 
 
+class Overloaded(PenstockError, RuntimeError):
+    """A request that is not admitted, since too much is queued. retry_after_s: estimated seconds until it would be."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class ModelError(PenstockError):
     """The model folder, its configuration or its weights cannot be used."""
 
