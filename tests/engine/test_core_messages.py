@@ -10,7 +10,7 @@ from penstock.contract import ArrayBytes, ContractVersionError, LogprobsLists, S
 from penstock.engine import messages
 from penstock.engine.messages import Answer, EngineRequest, FromCore, ToCore
 from penstock.errors import WorkerError, error_as_data, error_from_data
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 
 _ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 _floats = st.floats(allow_nan=False)
@@ -56,6 +56,14 @@ _outputs = st.builds(
     first_scheduled_time=st.none() | _floats,
 )
 _numbers = st.integers(0, 2**32)
+_stats = st.builds(
+    SchedulerStats,
+    num_running_reqs=_numbers,
+    num_waiting_reqs=_numbers,
+    num_blocks=_numbers,
+    num_used_blocks=_numbers,
+    num_computed_tokens=_numbers,
+)
 _error = error_as_data(WorkerError("gone", method="get_output", rank=2, cause_type="ValueError"))
 _to_core = st.one_of(
     st.builds(messages.AddRequest, call_id=_numbers, request=_requests),
@@ -66,7 +74,7 @@ _to_core = st.one_of(
 _from_core = st.one_of(
     st.builds(messages.CoreStarted, max_model_len=_numbers, vocab_size=_numbers, kv_cache_bytes=_numbers),
     st.builds(messages.CoreBusy),
-    st.builds(messages.StepOutputs, outputs=st.lists(_outputs, max_size=3)),
+    st.builds(messages.StepOutputs, outputs=st.lists(_outputs, max_size=3), stats=st.none() | _stats),
     st.builds(
         Answer,
         call_id=_numbers,

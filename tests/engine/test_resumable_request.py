@@ -42,7 +42,8 @@ def test_no_output_is_lost_or_repeated(known: list[int], lives: list[tuple[int, 
     for life, (num_preemptions, steps) in enumerate(lives):
         # The next core is asked for everything that the first one was asked for, behind what was told.
         assert given.output_token_ids == [*known, *told]
-        assert msgspec.structs.replace(given, output_token_ids=known) == request
+        assert given.is_admitted == (life > 0)
+        assert msgspec.structs.replace(given, output_token_ids=known, is_admitted=False) == request
         for token_ids, tells_history in steps:
             history = {
                 "num_cached_tokens": life,

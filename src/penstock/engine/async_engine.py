@@ -142,6 +142,29 @@ class AsyncEngine(RefusesMethods):
         finally:
             self._close(stream)
 
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AdmittedRequest:
+        """Submit a prompt, and wait until the core has admitted it; its outputs are read from the result.
+
+        The arguments are those of `generate`. Raises what `generate` does before its first output; Overloaded when
+        the queue is full.
+        """
+        params = self._default_sampling_params if sampling_params is None else sampling_params
+        check_is_params(params)
+        stream = await self._open(prompt, params, request_id, priority)
+        try:
+            await stream.admission()
+        except BaseException:
+            self._close(stream)
+            raise
+        return AdmittedRequest(stream, self._close)
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -336,10 +359,42 @@ class AsyncEngine(RefusesMethods):
         with suppress(PenstockError):
             if not stream.is_over:
                 self._thread.submit(lambda: _abandon(self._dispatcher, stream))
+        stream.is_over = True
 
     def _remove(self, stream: OutputStream) -> None:
         with self._lock:
             self._streams.discard(stream)
+
+
+class AdmittedRequest:
+    """Outputs of a request that the core has admitted, to be read once: `async with request: async for ...`.
+
+    Leaving the block, or `close`, aborts a request that has not ended.
+    """
+
+    def __init__(self, stream: OutputStream, close: Callable[[OutputStream], None]) -> None:
+        self._stream = stream
+        self._close = close
+
+    def close(self) -> None:
+        """Abort the request if it has not ended. A second call does nothing."""
+        self._close(self._stream)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._stream.is_over:
+            raise StopAsyncIteration
+        return await self._stream.next()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def _load_for_event_loops(folder: Path) -> Tokenizer:
@@ -370,20 +425,23 @@ class _StreamDispatcher(Dispatcher):
 
     def __init__(self, core: CoreClient, processor: OutputProcessor, lock: StreamLock) -> None:
         super().__init__(core, processor, lock)
-        core.on_refused(self._refuse)
+        core.on_admission(self._take_admission)
 
     def step(self) -> None:
         super().step()
         for stream in self._lock.take_orphans():
             _abandon(self, stream)
 
-    def _refuse(self, core_id: str, error: PenstockError) -> None:
+    def _take_admission(self, core_id: str, error: PenstockError | None) -> None:
         with self._lock:
             request = self._processor.request_of(core_id)
             if request is None:
                 return
             stream = request.inbox
             assert isinstance(stream, OutputStream), "its requests come from `AsyncEngine`"
+            if error is None:
+                stream.admit()
+                return
             stream.fail(error)
         self.abandon([request.req_id])
 

@@ -84,6 +84,7 @@ class EngineCore:
         self._cause_of_death: str | None = None
         # Notifies the driver of the core that workers were lost.
         self._loss_callback: Callable[[], None] = lambda: None
+        self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
         self.scheduler = Scheduler(
             config.scheduler,
             engine.kv_cache_config,
@@ -135,6 +136,8 @@ class EngineCore:
         if not is_ready:
             self.scheduler.wait_for(request.req_id, _GRAMMAR)
         self.wake()
+        if self._admission_callback is not None:
+            self._admission_callback(request.req_id, None)
 
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """Abort requests, waiting or running; unknown ids are ignored."""
@@ -171,8 +174,8 @@ class EngineCore:
         """Whether the next step has work: an output is due, or lost workers are to be replaced."""
         return self.scheduler.has_unfinished_requests() or self._has_lost_workers
 
-    def on_refused(self, callback: Callable[[str, PenstockError], None]) -> None:
-        """Do nothing: `add_request` of a core in this process raises at once."""
+    def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
+        self._admission_callback = callback
 
     def on_loss(self, callback: Callable[[], None]) -> None:
         self._loss_callback = callback

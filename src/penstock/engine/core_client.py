@@ -44,10 +44,11 @@ class CoreClient(Protocol):
     def on_loss(self, callback: Callable[[], None]) -> None:
         """Set the callback for losses that make `has_unfinished_requests` true; it may run in any thread."""
 
-    def on_refused(self, callback: Callable[[str, PenstockError], None]) -> None:
-        """Make `add_request` of a core in another process return at once; `step` reports refusals to the callback.
+    def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
+        """Make `add_request` return at once. callback: gets each request's id, and the error that refuses it or None.
 
-        Such a core refuses a request between two steps, which may be long. callback: gets request id and reason.
+        A core in another process answers between two steps, which may be long, and `step` calls the callback then.
+        A core in this process calls it from `add_request`, which raises refusals.
         """
 
     def step(self) -> list[EngineCoreOutput]:

@@ -65,8 +65,8 @@ class CoreGroup:
         self._inbox: queue.SimpleQueue[tuple[CoreProcess, CoreMessage | None] | None] = queue.SimpleQueue()
         self._turns: deque[list[EngineCoreOutput]] = deque()
         self._is_woken = False
-        self._refusal_callback: Callable[[str, PenstockError], None] | None = None
-        self._refused: list[tuple[str, PenstockError]] = []
+        self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
+        self._answered: list[tuple[str, PenstockError | None]] = []
         self._ended_by: PenstockError | None = None
         self._loss_callback: Callable[[], None] = lambda: None
         parallel, cache = config.parallel, config.cache
@@ -101,7 +101,7 @@ class CoreGroup:
         return [engine.pid for engine in self._engines]
 
     def add_request(self, request: EngineRequest) -> None:
-        """As `CoreClient`, unless refusals go to a callback (`on_refused`).
+        """As `CoreClient`, unless refusals go to a callback (`on_admission`).
 
         A late refusal, as from a core that is being replaced, ends the request with an error.
         """
@@ -115,10 +115,13 @@ class CoreGroup:
             engine = self._choose(request)
             call = engine.add(request)
             if call is None:
+                # A core that is being replaced admits it.
+                self._answered.append((request.req_id, None))
+                self.wake()
                 return
-            if self._refusal_callback is not None:
+            if self._admission_callback is not None:
                 call.is_awaited = False
-                call.on_refused = lambda error: self._refused.append((request.req_id, error))
+                call.on_admission = lambda error: self._answered.append((request.req_id, error))
                 return
             self._wait_for(lambda: call.is_over, REFUSAL_TIMEOUT_S)
             call.is_awaited = False
@@ -154,10 +157,10 @@ class CoreGroup:
                 self._receive(0.0)
             outputs = [output for turn in self._turns for output in turn]
             self._turns.clear()
-            refused, self._refused = self._refused, []
-        for req_id, error in refused:
-            assert self._refusal_callback is not None, "refusals are collected for a callback only"
-            self._refusal_callback(req_id, error)
+            answered, self._answered = self._answered, []
+        if self._admission_callback is not None:
+            for req_id, error in answered:
+                self._admission_callback(req_id, error)
         return outputs
 
     def wait_for_work(self) -> None:
@@ -222,8 +225,8 @@ class CoreGroup:
             answers = [answer for call in calls for answer in _result_of(call)]
         return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
 
-    def on_refused(self, callback: Callable[[str, PenstockError], None]) -> None:
-        self._refusal_callback = callback
+    def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
+        self._admission_callback = callback
 
     def on_loss(self, callback: Callable[[], None]) -> None:
         """As `CoreClient`, for lost cores; cores replace their lost workers themselves."""

@@ -124,7 +124,7 @@ class _Server:
                     if isinstance(message, CloseCore):
                         return
                     self._outbox.send(self._answer(message))
-                self._outbox.send(StepOutputs(outputs=core.step()))
+                self._outbox.send(StepOutputs(outputs=core.step(), stats=core.stats()))
                 core.wait_for_work()
         finally:
             ended.set()

@@ -99,6 +99,8 @@ def sample_requests(request: EngineRequest) -> list[EngineRequest]:
                 # Log-probabilities of the prompt are the same for all samples.
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             ),
+            # The first one is admitted, or refused, for all.
+            is_admitted=request.is_admitted or index > 0,
         )
         for index in range(params.n)
     ]

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.contract import Parts, SamplingParams
 from penstock.errors import ErrorData
-from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +22,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: end-of-sequence tokens, unless the parameters ignore them.
     output_token_ids: tokens generated earlier by a core that was lost; generation continues after them.
     needs_tokens_on_host: the host must read its tokens before its next step; other requests run ahead meanwhile.
+    is_admitted: another core has admitted it, or another sample of its prompt, so no limit of the queue applies.
     """
 
     req_id: str
@@ -34,6 +35,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     parts: Parts | None = None
     output_token_ids: list[int] = []
     needs_tokens_on_host: bool = False
+    is_admitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,10 @@ class CoreBusy(_Message, frozen=True, kw_only=True, tag="busy"):
 
 
 class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
-    """Outputs of a step, possibly none."""
+    """Outputs of a step, possibly none. stats: after the step; None between a broker and its front ends."""
 
     outputs: list[EngineCoreOutput]
+    stats: SchedulerStats | None = None
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):

@@ -75,14 +75,23 @@ class OutputStream:
         self.is_over = False
         self._kind = kind
         self._lock = lock
+        self._is_admitted = False
         self._has_news = False
+        self._has_output = False
         self._error: Exception | None = None
         self._watch: asyncio.TimerHandle | None = None
 
     def append(self, progress: Progress, /) -> None:
         """Note that the request has progressed; the lock is held."""
+        self._is_admitted = True
         if progress.finished or self._kind is not RequestOutputKind.FINAL_ONLY:
+            self._has_output = True
             self._notify()
+
+    def admit(self) -> None:
+        """Note that the core has admitted the request; the lock is held."""
+        self._is_admitted = True
+        self._notify()
 
     def fail(self, error: Exception) -> None:
         """Raise this error in the reader, unless the request has ended; the lock is held."""
@@ -108,11 +117,25 @@ class OutputStream:
 
     async def next(self) -> RequestOutput:
         """Wait for the next output. Raises the error of the request or the engine."""
-        await self.wake.wait()
-        self.wake.clear()
-        with self._lock:
-            self._has_news = False
-            return self._take()
+        while True:
+            await self.wake.wait()
+            self.wake.clear()
+            with self._lock:
+                self._has_news = False
+                if self._has_output or self._error is not None:
+                    self._has_output = False
+                    return self._take()
+
+    async def admission(self) -> None:
+        """Wait until the core has admitted the request. Raises the error of a refusal, or of the engine."""
+        while not self._is_admitted:
+            await self.wake.wait()
+            with self._lock:
+                if self._error is not None:
+                    self._take()
+                if not self._is_admitted:
+                    self.wake.clear()
+                    self._has_news = False
 
     def _take(self) -> RequestOutput:
         progress = self.progress

@@ -124,7 +124,7 @@ class ResumableRequest:
             self._num_preemptions += 1
             self._num_preemptions_before = self._num_preemptions
         return msgspec.structs.replace(
-            self._request, output_token_ids=[*self._request.output_token_ids, *self._token_ids]
+            self._request, output_token_ids=[*self._request.output_token_ids, *self._token_ids], is_admitted=True
         )
 
 
@@ -142,7 +142,7 @@ class Call:
     answer: None until it has arrived. lost: why no answer arrives, or did not in time. is_awaited: whether a caller
         still waits for it.
     req_id: id of the request that it adds, if any. aborted: ids of the requests that it aborts.
-    on_refused: called with the error when the core refuses that request, which has ended then.
+    on_admission: called once with the error when the core refuses that request, which has ended then, or with None.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Call:
     is_awaited: bool = True
     req_id: str | None = None
     aborted: frozenset[str] = frozenset()
-    on_refused: Callable[[PenstockError], None] | None = None
+    on_admission: Callable[[PenstockError | None], None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -404,6 +404,8 @@ class EngineSupervisor:
             if self._aborting.get(req_id) == answer.call_id:
                 del self._aborting[req_id]
         error = call.error
+        if error is None and call.on_admission is not None:
+            call.on_admission(None)
         if error is None or call.is_awaited:
             return None
         if call.req_id is None:
@@ -411,9 +413,9 @@ class EngineSupervisor:
         # A request that was aborted meanwhile has ended, and its id may be reused.
         elif call.req_id in self.requests and call.req_id not in self._aborting:
             ended = self._end_request(call.req_id, FinishReason.ERROR, str(error))
-            if call.on_refused is None:
+            if call.on_admission is None:
                 return [ended]
-            call.on_refused(error)
+            call.on_admission(error)
             return []
         return None
 

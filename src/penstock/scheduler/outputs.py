@@ -21,13 +21,14 @@ class FinishReason(StrEnum):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests and KV cache blocks of one scheduler, or of several together, at one moment.
 
-    num_blocks: usable blocks. num_used_blocks: held blocks.
+    num_blocks: usable blocks. num_used_blocks: held blocks. num_computed_tokens: tokens of all steps so far.
     """
 
     num_running_reqs: int
     num_waiting_reqs: int
     num_blocks: int
     num_used_blocks: int
+    num_computed_tokens: int = 0
 
 
 class _NewTokens(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

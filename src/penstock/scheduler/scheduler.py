@@ -96,6 +96,7 @@ class Scheduler:
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._last_draft_step_id = -1
         self._next_step_id = 0
+        self._num_computed_tokens = 0
         self._features = [make_feature(self) for make_feature in features]
 
     @property
@@ -116,6 +117,7 @@ class Scheduler:
             num_waiting_reqs=self.num_waiting,
             num_blocks=pool.num_blocks - 1,
             num_used_blocks=pool.num_used_blocks,
+            num_computed_tokens=self._num_computed_tokens,
         )
 
     @property
@@ -264,6 +266,7 @@ class Scheduler:
         """
         for feature in self._features:
             feature.take_results(scheduler_output, model_runner_output)
+        self._num_computed_tokens += scheduler_output.total_num_scheduled_tokens
         return self._in_flight.settle(scheduler_output, model_runner_output)
 
     def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
