@@ -66,16 +66,27 @@ class AsyncEngine(RefusesMethods):
 
     @classmethod
     @also_from_vllm
-    def from_config(cls, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None = None) -> Self:
-        """Engine with this configuration. load_core: returns its core or the client of one; None takes the default."""
+    def from_config(
+        cls,
+        config: EngineConfig,
+        load_core: Callable[[EngineConfig], CoreClient] | None = None,
+        *,
+        front_end: int = 0,
+    ) -> Self:
+        """Engine with this configuration. load_core: returns its core or the client of one; None takes the default.
+
+        front_end: number among the front ends of one broker, so that requests of two get different seeds.
+        """
         engine = cls.__new__(cls)
-        engine._set_up(config, load_core)
+        engine._set_up(config, load_core, front_end)
         return engine
 
     # vLLM's name; its `EngineArgs` are an `EngineConfig` here (`penstock.EngineArgs`).
     from_engine_args = from_config
 
-    def _set_up(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None) -> None:
+    def _set_up(
+        self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] | None, front_end: int = 0
+    ) -> None:
         refuse_at_exit()
         check_async_engine(config)
         self._default_sampling_params = default_sampling_params(config.model)
@@ -94,7 +105,7 @@ class AsyncEngine(RefusesMethods):
         self._thread = CoreThread(start=start, on_end=lambda end: _fail_all(lock, streams, end))
         self._dispatcher = self._thread.dispatcher
         self._tokenizer = tokenizer()
-        self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core)
+        self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core, front_end)
         self._intake = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="penstock-intake")
         # An engine that is garbage-collected without a shutdown must free its memory.
         weakref.finalize(self, self._thread.stop).atexit = False

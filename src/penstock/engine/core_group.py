@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
+from penstock.engine.child_process import CoreHandle, start_core
 from penstock.engine.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
-from penstock.engine.core_process import CoreProcess
 from penstock.engine.core_server import ServedCore
 from penstock.engine.guards import OwningProcess
 from penstock.engine.messages import CoreMessage, EngineRequest
@@ -25,7 +25,7 @@ from penstock.errors import EngineDead, InvalidRequest, LifecycleError, Penstock
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
 from penstock.observability.standard_streams import occupy_standard_descriptors
-from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
+from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, SchedulerStats, summed_stats
 
 # Grace period of cores that were asked to shut down.
 _END_TIMEOUT_S = 30.0
@@ -38,6 +38,10 @@ def load_engine_core(config: EngineConfig) -> ServedCore:
     return EngineCore(config)
 
 
+# Callback for a core's messages, and the end of its connection (None).
+Deliver: TypeAlias = Callable[[CoreHandle, CoreMessage | None], None]
+
+
 class CoreGroup:
     """`CoreClient` of the cores of a configuration, whose processes it starts.
 
@@ -45,6 +49,8 @@ class CoreGroup:
     (`EngineSupervisor`); other cores are not affected. When restarts do not help, all calls raise EngineDead.
 
     load_core: creates a core in its process; it is pickled by its name. start_timeout_s: timeout of `load_core`.
+    connect: connects to one core, or a broker of several, instead of starting processes; gets the callback for its
+        messages.
     meanwhile: called while the cores start; an exception of it aborts the start.
 
     Raises what `load_core` raises; EngineDead when a process dies during its start, WaitTimeout when it times out.
@@ -55,6 +61,7 @@ class CoreGroup:
         config: EngineConfig,
         load_core: Callable[[EngineConfig], ServedCore] = load_engine_core,
         *,
+        connect: Callable[[Deliver], CoreHandle] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
@@ -62,29 +69,36 @@ class CoreGroup:
         self._owner = OwningProcess()
         # Held while messages are handled: by callers, and by the reader thread of a core that died between calls.
         self._lock = threading.RLock()
-        self._inbox: queue.SimpleQueue[tuple[CoreProcess, CoreMessage | None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[CoreHandle, CoreMessage | None] | None] = queue.SimpleQueue()
         self._turns: deque[list[EngineCoreOutput]] = deque()
         self._is_woken = False
         self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
         self._answered: list[tuple[str, PenstockError | None]] = []
         self._ended_by: PenstockError | None = None
         self._loss_callback: Callable[[], None] = lambda: None
+        self._waiting_callback: Callable[[], None] = lambda: None
         parallel, cache = config.parallel, config.cache
-        num_engines = parallel.num_engines_here
+        num_engines = parallel.num_engines_here if connect is None else 1
         block_size = cache.block_size * parallel.decode_context_parallel_size
         has_choice = cache.enable_prefix_caching and num_engines > 1
         self._router = Router(num_engines, block_size if has_choice else None)
         self._starter = ProcessStarter()
         self._engines: list[EngineSupervisor] = []
         deliver = _deliver_to(weakref.ref(self), self._inbox)
+        starter = self._starter
+
+        def start(config: EngineConfig, send_timeout_s: float) -> CoreHandle:
+            if connect is not None:
+                return connect(deliver)
+            return start_core(config, load_core, starter, deliver, send_timeout_s=send_timeout_s)
+
         try:
             with self._listening():
                 for index in range(num_engines):
-                    name = "the core" if num_engines == 1 else f"the core of engine {index}"
+                    name = "the broker" if connect is not None else "the core"
+                    name = name if num_engines == 1 else f"{name} of engine {index}"
                     own = replace(config, parallel=parallel.of_engine(index))
-                    self._engines.append(
-                        EngineSupervisor(name, own, load_core, self._starter, deliver, start_timeout_s=start_timeout_s)
-                    )
+                    self._engines.append(EngineSupervisor(name, own, start, start_timeout_s=start_timeout_s))
                 meanwhile()
                 self._wait_until(self._are_running)
         except BaseException as error:
@@ -94,6 +108,11 @@ class CoreGroup:
         started = [engine.started for engine in self._engines if engine.started is not None]
         self.max_model_len = min(one.max_model_len for one in started)
         self.vocab_size = started[0].vocab_size
+
+    @property
+    def engines(self) -> Sequence[EngineSupervisor]:
+        """Supervisors of the cores, by engine."""
+        return self._engines
 
     @property
     def process_ids(self) -> list[int]:
@@ -152,11 +171,10 @@ class CoreGroup:
         """Outputs that the cores have sent; empty after `LONGEST_WAIT_S`, so that other callers get the lock."""
         with self._listening():
             self._is_woken = False
-            self._wait_for(lambda: bool(self._turns) or self._is_woken, LONGEST_WAIT_S)
+            self._wait_for(lambda: bool(self._turns or self._answered) or self._is_woken, LONGEST_WAIT_S)
             while not self._inbox.empty():
                 self._receive(0.0)
-            outputs = [output for turn in self._turns for output in turn]
-            self._turns.clear()
+            outputs = self.take_outputs()
             answered, self._answered = self._answered, []
         if self._admission_callback is not None:
             for req_id, error in answered:
@@ -165,6 +183,16 @@ class CoreGroup:
 
     def wait_for_work(self) -> None:
         """Do nothing: the cores wait in their processes."""
+
+    def while_waiting(self, callback: Callable[[], None]) -> None:
+        """Set a function to be called several times a second while a call of this client waits for its answer."""
+        self._waiting_callback = callback
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """Return the outputs that have arrived, without waiting."""
+        outputs = [output for turn in self._turns for output in turn]
+        self._turns.clear()
+        return outputs
 
     def wake(self) -> None:
         """End `step`, which then returns no outputs."""
@@ -238,12 +266,7 @@ class CoreGroup:
             self._check_running()
             calls = self._call_running("stats")
             known: list[SchedulerStats] = [_result_of(call) for _, call in calls if call.lost is None]
-        return SchedulerStats(
-            num_running_reqs=sum(stats.num_running_reqs for stats in known),
-            num_waiting_reqs=sum(stats.num_waiting_reqs for stats in known),
-            num_blocks=sum(stats.num_blocks for stats in known),
-            num_used_blocks=sum(stats.num_used_blocks for stats in known),
-        )
+        return summed_stats([NO_STATS, *known])
 
     def check_health(self) -> None:
         """As `CoreClient`, after replacement cores have started."""
@@ -295,7 +318,7 @@ class CoreGroup:
         asked = self._engines if asked is None else asked
         self._wait_until(self._are_running)
         calls = [engine.call(method, *args) for engine in asked]
-        self._wait_for(lambda: all(call.is_over for call in calls), timeout_s)
+        self._wait_for(lambda: all(call.is_over for call in calls), timeout_s, self._waiting_callback)
         for engine, call in zip(asked, calls, strict=True):
             if not call.is_over:
                 call.is_awaited = False
@@ -304,10 +327,15 @@ class CoreGroup:
 
     def _wait_until(self, is_over: Callable[[], bool]) -> None:
         """Handle messages until a condition holds, for as long as the cores send heartbeats."""
-        self._wait_for(is_over, None)
+        self._wait_for(is_over, None, self._waiting_callback)
 
-    def _wait_for(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
-        """Handle messages until a condition holds or the timeout passes. Raises the error of dead cores."""
+    def _wait_for(
+        self, is_over: Callable[[], bool], timeout_s: float | None, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Handle messages until a condition holds or the timeout passes. Raises the error of dead cores.
+
+        meanwhile: called after each wait for a message.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not is_over():
             self._check_running()
@@ -315,6 +343,7 @@ class CoreGroup:
             if left_s <= 0.0:
                 return
             self._receive(min(left_s, LONGEST_WAIT_S))
+            meanwhile()
 
     def _receive(self, timeout_s: float) -> None:
         """Handle one message, if one arrives in time, and the timers of the cores that sent none."""
@@ -370,13 +399,13 @@ class CoreGroup:
 
 
 def _deliver_to(
-    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreProcess, CoreMessage | None] | None]
-) -> Callable[[CoreProcess, CoreMessage | None], None]:
+    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreHandle, CoreMessage | None] | None]
+) -> Callable[[CoreHandle, CoreMessage | None], None]:
     """Return the callback that queues a core's messages. It holds the group by a weak reference, so that a group which
     is garbage-collected ends its processes with their starter.
     """
 
-    def deliver(process: CoreProcess, message: CoreMessage | None) -> None:
+    def deliver(process: CoreHandle, message: CoreMessage | None) -> None:
         inbox.put((process, message))
         if message is not None:
             return

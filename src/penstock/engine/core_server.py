@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import queue
-import sys
 import threading
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from penstock.contract import decode, encode
+from penstock.config import EngineConfig
+from penstock.contract import decode
+from penstock.engine.child_main import ParentConnection
 from penstock.engine.core_client import CoreClient
 from penstock.engine.messages import (
     AbortRequests,
@@ -18,23 +17,15 @@ from penstock.engine.messages import (
     Answer,
     CloseCore,
     CoreBusy,
-    CoreEnded,
-    CoreLog,
-    CoreMessage,
-    CoreStart,
     CoreStarted,
-    FromCore,
     StepOutputs,
     ToCore,
     UtilityCall,
 )
 from penstock.errors import ConfigError, error_as_data
-from penstock.executor.processes import end_with_parent, leave_end_to_parent
 from penstock.executor.serialization import dumps, loads
-from penstock.observability.logging import send_log
 
 _Asked: TypeAlias = AddRequest | AbortRequests | UtilityCall | CloseCore
-PROGRAM = "from penstock.engine.core_server import main; main()"
 _UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "stats", "check_health"})
 # Heartbeat interval while the core runs no steps because of a call or a recovery.
 _HEARTBEAT_S = 0.2
@@ -57,56 +48,27 @@ class ServedCore(CoreClient, Protocol):
     def kv_cache_bytes(self) -> int: ...
 
 
-def main() -> None:
-    """Run a core's process. Arguments: id of the parent process, and descriptor of the connection to it."""
-    parent, descriptor = map(int, sys.argv[1:])
-    end_with_parent(parent)
-    leave_end_to_parent()
-    outbox = _Outbox(Connection(descriptor))
+def serve_core(argument: tuple[Callable[[EngineConfig], ServedCore], EngineConfig], parent: ParentConnection) -> None:
+    """Load a core and serve it to the parent process. argument: function that loads it, and its configuration."""
+    load_core, config = argument
+    core = load_core(config)
     try:
-        start: CoreStart = pickle.loads(outbox.connection.recv_bytes())
-        send_log(start.log_levels, outbox.log)
-        load_core, config = loads(start.sent)
-        core: ServedCore = load_core(config)
-        try:
-            outbox.send(
-                CoreStarted(
-                    max_model_len=core.max_model_len, vocab_size=core.vocab_size, kv_cache_bytes=core.kv_cache_bytes
-                )
+        parent.send(
+            CoreStarted(
+                max_model_len=core.max_model_len, vocab_size=core.vocab_size, kv_cache_bytes=core.kv_cache_bytes
             )
-            _Server(core, outbox).run()
-        finally:
-            core.close()
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            outbox.send(CoreEnded(error=error_as_data(error)))
-        raise SystemExit(1) from error
-
-
-class _Outbox:
-    """Sending end of the connection, for several threads."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: CoreMessage | CoreLog) -> None:
-        data = encode(FromCore(message))
-        with self._lock:
-            self.connection.send_bytes(data)
-
-    def log(self, fields: dict[str, str | int | float]) -> None:
-        """Send a log record, unless the connection is closed."""
-        with contextlib.suppress(OSError):
-            self.send(CoreLog(fields=fields))
+        )
+        _Server(core, parent).run()
+    finally:
+        core.close()
 
 
 class _Server:
     """Runs a core's steps and answers its client, until `CloseCore` or the end of the connection."""
 
-    def __init__(self, core: ServedCore, outbox: _Outbox) -> None:
+    def __init__(self, core: ServedCore, parent: ParentConnection) -> None:
         self._core = core
-        self._outbox = outbox
+        self._parent = parent
         self._arrived: queue.Queue[bytes | None] = queue.Queue()
         self._is_answering = False
 
@@ -123,8 +85,8 @@ class _Server:
                 while (message := self._next(message)) is not None:
                     if isinstance(message, CloseCore):
                         return
-                    self._outbox.send(self._answer(message))
-                self._outbox.send(StepOutputs(outputs=core.step(), stats=core.stats()))
+                    self._parent.send(self._answer(message))
+                self._parent.send(StepOutputs(outputs=core.step(), stats=core.stats()))
                 core.wait_for_work()
         finally:
             ended.set()
@@ -132,7 +94,7 @@ class _Server:
     def _read(self) -> None:
         try:
             while True:
-                self._arrived.put(self._outbox.connection.recv_bytes())
+                self._arrived.put(self._parent.receive())
                 self._core.wake()
         except (EOFError, OSError):
             self._arrived.put(None)
@@ -142,7 +104,7 @@ class _Server:
         while not ended.wait(_HEARTBEAT_S):
             if self._is_answering or self._core.is_recovering:
                 try:
-                    self._outbox.send(CoreBusy())
+                    self._parent.send(CoreBusy())
                 except OSError:
                     return
 
@@ -171,14 +133,16 @@ class _Server:
                 self._core.abort_requests(message.req_ids)
                 return Answer(call_id=message.call_id)
             self._is_answering = True
-            return Answer(call_id=message.call_id, result=self._call(message))
+            return Answer(call_id=message.call_id, result=call_utility(self._core, message))
         except BaseException as error:
             return Answer(call_id=message.call_id, error=error_as_data(error))
         finally:
             self._is_answering = False
 
-    def _call(self, message: UtilityCall) -> bytes:
-        if message.method not in _UTILITIES:
-            raise ConfigError(f"A core has no method {message.method!r} to be called. Allowed: {sorted(_UTILITIES)}.")
-        result = getattr(self._core, message.method)(*loads(message.arguments))
-        return dumps(f"The answer of {message.method}", result)
+
+def call_utility(core: CoreClient, message: UtilityCall) -> bytes:
+    """Call a method of a core for another process. Returns the pickled result."""
+    if message.method not in _UTILITIES:
+        raise ConfigError(f"A core has no method {message.method!r} to be called. Allowed: {sorted(_UTILITIES)}.")
+    result = getattr(core, message.method)(*loads(message.arguments))
+    return dumps(f"The answer of {message.method}", result)

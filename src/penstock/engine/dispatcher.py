@@ -48,8 +48,10 @@ def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputPr
     )
 
 
-def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreClient) -> InputProcessor:
-    """Input processor of an engine, with the limits of its core."""
+def input_processor_for(
+    config: EngineConfig, tokenizer: Tokenizer, core: CoreClient, front_end: int = 0
+) -> InputProcessor:
+    """Input processor of an engine, with the limits of its core. front_end: its number among those of one broker."""
     return InputProcessor(
         config.model,
         tokenizer,
@@ -59,6 +61,7 @@ def input_processor_for(config: EngineConfig, tokenizer: Tokenizer, core: CoreCl
         structured=config.structured,
         policy=config.scheduler.policy,
         engine=config.parallel.data_parallel_rank or 0,
+        front_end=front_end,
     )
 
 

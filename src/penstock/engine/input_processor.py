@@ -45,7 +45,8 @@ class InputProcessor:
 
     max_model_len, vocab_size: limits of the core. sampling, structured: limits of requests; None takes the defaults.
     policy: scheduling policy; only "priority" allows priorities.
-    engine: data parallel rank among engines of the same seed behind an external load balancer, mixed into the seeds.
+    engine: data parallel rank among engines of the same seed behind an external load balancer; front_end: number among
+        the front ends of one broker. Both are mixed into the seeds.
 
     A request without a seed gets one from the engine's seed and the number of requests accepted before it. So equal
     calls to engines of the same seed give equal tokens, and equal prompts in one run differ.
@@ -62,6 +63,7 @@ class InputProcessor:
         structured: StructuredOutputsConfig | None = None,
         policy: str = "fcfs",
         engine: int = 0,
+        front_end: int = 0,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -69,6 +71,8 @@ class InputProcessor:
         self._vocab_size = vocab_size
         self._policy = policy
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
+        if front_end:
+            self._seed += f" from {front_end}"
         self._eos_token_ids = model.eos_token_ids
         if tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}

@@ -40,10 +40,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CoreStart:
-    """First message to a core's process, pickled.
+    """First message to a child process, pickled.
 
-    sent: the function that makes the core, and its configuration, serialised by themselves. log_levels: log level of
-    each logger whose lines are sent back (`CoreLog`).
+    sent: the function that the process runs, and its argument, serialised by themselves. log_levels: log level of each
+    logger whose lines are sent back (`CoreLog`).
     """
 
     sent: bytes
@@ -84,6 +84,16 @@ class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
     kv_cache_bytes: int
 
 
+class FrontStarted(_Message, frozen=True, kw_only=True, tag="front"):
+    """The front end's process accepts requests."""
+
+
+class FrontEnded(_Message, frozen=True, kw_only=True, tag="drained"):
+    """Last message of a front end that was asked to end. num_aborted: requests that had not finished."""
+
+    num_aborted: int
+
+
 class CoreBusy(_Message, frozen=True, kw_only=True, tag="busy"):
     """Heartbeat of a core that runs no steps because of a call or a recovery."""
 
@@ -101,6 +111,26 @@ class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
     call_id: int
     result: bytes = b""
     error: ErrorData | None = None
+
+
+class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
+    """Heartbeat of a broker, several times a second.
+
+    stats: of all cores together, after their last steps. num_engines: cores. num_recovering: cores that are being
+    replaced. num_restarts: replaced cores so far. stalled_s: longest time since a core with unfinished requests has
+    computed a token. num_requests: unfinished requests. num_queued_requests, num_queued_tokens: those that no core
+    could run at once, and their prompt tokens. num_refused: requests refused so far since the queue was full.
+    """
+
+    stats: SchedulerStats
+    num_engines: int
+    num_recovering: int
+    num_restarts: int
+    stalled_s: float
+    num_requests: int
+    num_queued_requests: int
+    num_queued_tokens: int
+    num_refused: int
 
 
 class CoreLog(_Message, frozen=True, kw_only=True, tag="log"):
@@ -122,7 +152,9 @@ class ToCore(msgspec.Struct, frozen=True):
 
 
 # Messages that the client of a core handles; the reader thread writes log records itself.
-CoreMessage: TypeAlias = CoreStarted | CoreBusy | StepOutputs | Answer | CoreEnded
+CoreMessage: TypeAlias = (
+    CoreStarted | FrontStarted | FrontEnded | CoreBusy | StepOutputs | Answer | CoreEnded | BrokerStatus
+)
 
 
 class FromCore(msgspec.Struct, frozen=True):

@@ -9,14 +9,13 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import encode
-from penstock.engine.core_process import CoreProcess
-from penstock.engine.core_server import ServedCore
+from penstock.engine.child_process import CoreHandle
 from penstock.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -40,9 +39,9 @@ from penstock.errors import (
     WaitTimeout,
     error_from_data,
 )
-from penstock.executor.processes import ProcessStarter, describe_end, was_killed, where_to_look
+from penstock.executor.processes import describe_end, was_killed, where_to_look
 from penstock.executor.serialization import dumps
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, FinishReason
 
 logger = logging.getLogger(__name__)
 # Longest wait of `add_request` for the core's refusal.
@@ -51,6 +50,10 @@ REFUSAL_TIMEOUT_S = 1.0
 LONGEST_WAIT_S = 0.25
 # Start phases of workers in processes of their own, each of which has a timeout.
 _NUM_START_PHASES = 6
+
+
+# Starts a process with the core of a configuration; the number is the timeout of sending to it, in seconds.
+StartCore: TypeAlias = Callable[[EngineConfig, float], CoreHandle]
 
 
 class Heartbeat:
@@ -170,8 +173,9 @@ class EngineSupervisor:
     It keeps what a replacement process needs: the requests with their tokens, and the changes of the weights. Requests
     that repeatedly run when cores are lost are quarantined (`Quarantine`).
 
+    stats: counts of the core's scheduler after its last step; zeros before. num_restarts: replaced processes so far.
     name: name of the core in errors and logs.
-    deliver: called with the process and each of its messages, in a reader thread.
+    start: starts a process with the core of a configuration; the process delivers its messages in a reader thread.
 
     Methods raise EngineDead, or the start error of the first core, when restarts are exhausted.
     """
@@ -180,9 +184,7 @@ class EngineSupervisor:
         self,
         name: str,
         config: EngineConfig,
-        load_core: Callable[[EngineConfig], ServedCore],
-        starter: ProcessStarter,
-        deliver: Callable[[CoreProcess, CoreMessage | None], None],
+        start: StartCore,
         *,
         start_timeout_s: float,
     ) -> None:
@@ -190,9 +192,10 @@ class EngineSupervisor:
         self.config = config
         self.config_updates: list[Any] = []
         self.requests: dict[str, ResumableRequest] = {}
-        self._load_core = load_core
-        self._starter = starter
-        self._deliver = deliver
+        self._start_core = start
+        self.stats = NO_STATS
+        self.num_restarts = 0
+        self._last_progress = time.monotonic()
         parallel = config.parallel
         self._start_timeout_s = start_timeout_s
         # A core with workers in other processes has a timeout of its own for their steps.
@@ -221,6 +224,11 @@ class EngineSupervisor:
         return self._state is _State.RUNNING
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds since the core has computed a token; 0 without requests, and while it is being replaced."""
+        return time.monotonic() - self._last_progress if self.requests and self.is_running else 0.0
+
+    @property
     def is_responsive(self) -> bool:
         """Whether the core runs, and its last message is recent."""
         return self.is_running and self._heartbeat.silent_s < REFUSAL_TIMEOUT_S
@@ -239,6 +247,7 @@ class EngineSupervisor:
         """
         if not self.requests:
             self._failures.note_idle()
+            self._last_progress = time.monotonic()
         try:
             # A request that waits for the replacement core is encoded once as a check.
             call = self._submit(request) if self.is_running else None
@@ -279,6 +288,10 @@ class EngineSupervisor:
         if message is None:
             return self._handle_exit()
         if isinstance(message, StepOutputs):
+            if message.stats is not None and message.stats != self.stats:
+                if message.stats.num_computed_tokens != self.stats.num_computed_tokens:
+                    self._last_progress = time.monotonic()
+                self.stats = message.stats
             return self._handle_outputs(message.outputs)
         if isinstance(message, Answer):
             return self._handle_answer(message)
@@ -307,9 +320,10 @@ class EngineSupervisor:
     def timed_out(self, name: str, timeout_s: float | None = None) -> WaitTimeout:
         """Error of a call that waited `timeout_s`; None takes the heartbeat timeout."""
         limit_s = self._heartbeat.limit_s if timeout_s is None else timeout_s
+        process = f" in process {self.pid}" if self.pid else ""
         return WaitTimeout(
-            f"Process {os.getpid()} waited {limit_s:g} s in {name} for {self.name} in process {self.pid}, which hangs "
-            "or is overloaded."
+            f"Process {os.getpid()} waited {limit_s:g} s in {name} for {self.name}{process}, which hangs or is "
+            "overloaded."
         )
 
     def request_shutdown(self) -> None:
@@ -338,9 +352,10 @@ class EngineSupervisor:
 
     @property
     def _label(self) -> str:
-        return f"{self.name[0].upper()}{self.name[1:]}, process {self.pid},"
+        process = f" process {self.pid}," if self.pid else ""
+        return f"{self.name[0].upper()}{self.name[1:]},{process}"
 
-    def _start(self) -> CoreProcess:
+    def _start(self) -> CoreHandle:
         """Start a process; `CoreStarted` arrives when its core is ready."""
         self._state = _State.STARTING
         self._heartbeat = Heartbeat(self._start_timeout_s if self.started is None else self._replacement_timeout_s)
@@ -350,16 +365,18 @@ class EngineSupervisor:
             # The same size as before, whatever memory is free now.
             cache = replace(config.cache, kv_cache_memory_bytes=self.started.kv_cache_bytes or None)
             config = replace(config, cache=cache, replaces_lost_core=True)
-        return CoreProcess(config, self._load_core, self._starter, self._deliver, send_timeout_s=self._step_timeout_s)
+        return self._start_core(config, self._step_timeout_s)
 
     def _handle_started(self, started: CoreStarted) -> None:
         """Submit the kept requests and weight changes to a core that has started."""
         self._state = _State.RUNNING
+        self._last_progress = time.monotonic()
         self._failures.note_start()
         self._heartbeat = Heartbeat(self._step_timeout_s)
         if self.started is None:
             self.started = started
             return
+        self.num_restarts += 1
         logger.info("%s goes on with %d requests", self._label, len(self.requests))
         for update in self.config_updates:
             self.call("collective_rpc", "update_config", None, (update,), None).is_awaited = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -29,6 +30,15 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_used_blocks: int
     num_computed_tokens: int = 0
+
+
+NO_STATS = SchedulerStats(num_running_reqs=0, num_waiting_reqs=0, num_blocks=0, num_used_blocks=0)
+
+
+def summed_stats(stats: Iterable[SchedulerStats]) -> SchedulerStats:
+    """Sum of the counts of several schedulers."""
+    rows = [msgspec.structs.astuple(one) for one in stats]
+    return SchedulerStats(**dict(zip(SchedulerStats.__struct_fields__, map(sum, zip(*rows, strict=True)), strict=True)))
 
 
 class _NewTokens(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

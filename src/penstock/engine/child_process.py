@@ -1,4 +1,4 @@
-"""Handle of an engine core in a process of its own."""
+"""Handles of child processes that exchange messages with this one, and of an engine core in one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import pickle
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
+from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.contract import decode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
-from penstock.engine.core_server import PROGRAM, ServedCore
+from penstock.engine.child_main import PROGRAM, ParentConnection
+from penstock.engine.core_server import ServedCore, serve_core
 from penstock.engine.messages import CoreLog, CoreMessage, CoreStart, FromCore
 from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.select import environment_of_core
@@ -28,44 +30,61 @@ _END_TIMEOUT_S = 30.0
 _EXIT_CODE_TIMEOUT_S = 2.0
 
 
-class CoreProcess:
-    """Starts a core's process and delivers its messages.
+class CoreHandle(Protocol):
+    """Process with an engine core, or connection to one, as its supervisor sees it."""
 
-    load_core: creates the core in the process; it is pickled by its name.
+    pid: int
+
+    def send(self, data: bytes) -> None:
+        """Send an encoded `ToCore`; see `ChildProcess.send`."""
+
+    def kill(self) -> None:
+        """End it at once; its end is delivered after its messages."""
+
+    def exit_code(self) -> int | None:
+        """Exit code of a process whose end was delivered; None if there is none."""
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Wait for its end, `grace_s` seconds at most, then kill it, and free what it holds."""
+
+
+class ChildProcess:
+    """Starts a child process and delivers its messages.
+
+    run: function that the process runs with `argument` and its connection to this process; pickled by its name.
+    who: prefix of its log records. environment: changes to this process's environment.
     deliver: called with this object and each message, and with None at the end of the connection, in a reader thread,
         which also writes the process's log records.
-    send_timeout_s: timeout of sending a message to the process.
+    send_timeout_s: timeout of sending a message to the process. descriptors: inherited under the same numbers.
 
-    An error of loading the core comes as its first message. Raises ConfigError for a configuration that cannot be
-    pickled.
+    An error of `run` comes as a message, `CoreEnded`. Raises ConfigError for an argument that cannot be pickled.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
-        load_core: Callable[[EngineConfig], ServedCore],
+        run: Callable[[Any, ParentConnection], None],
+        argument: Any,
         starter: ProcessStarter,
-        deliver: Callable[[CoreProcess, CoreMessage | None], None],
+        deliver: Callable[[ChildProcess, CoreMessage | None], None],
         *,
         send_timeout_s: float,
+        who: str = "",
+        environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        sent = dumps("The configuration", (load_core, config))
-        start = CoreStart(sent=sent, log_levels=levels())
-        place, num_places = config.parallel.place(0)
-        threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
+        start = CoreStart(sent=dumps("The configuration", (run, argument)), log_levels=levels())
         self._deliver = deliver
-        engine = config.parallel.engine_number
-        self._who = "" if engine is None else f"Engine {engine}: "
+        self._who = who
         self._connection, theirs = Pipe()
         limit_waits(self._connection, send_s=send_timeout_s)
         # Only the child keeps its end of the connection, so that its exit closes the connection.
         with theirs:
-            environment = {"OMP_NUM_THREADS": str(threads.num_threads), **environment_of_core(config)}
-            self._process = starter.start(PROGRAM, [os.getpid(), theirs.fileno()], [theirs.fileno()], environment)
+            arguments = [os.getpid(), theirs.fileno()]
+            self._process = starter.start(PROGRAM, arguments, [theirs.fileno(), *descriptors], environment or {})
         _processes.add(self)
         self.pid = self._process.pid
         self._has_ended = threading.Event()
-        threading.Thread(target=self._read, name=f"penstock-core-{self.pid}", daemon=True).start()
+        threading.Thread(target=self._read, name=f"penstock-child-{self.pid}", daemon=True).start()
         self.send(pickle.dumps(start))
 
     def send(self, data: bytes) -> None:
@@ -79,7 +98,7 @@ class CoreProcess:
             raise
         except OSError:
             # Its last messages and its end are still to be read.
-            logger.debug("The core's process %d exited before a message reached it", self.pid)
+            logger.debug("The child process %d exited before a message reached it", self.pid)
 
     def kill(self) -> None:
         """Kill the process; its end is delivered after its messages."""
@@ -97,7 +116,7 @@ class CoreProcess:
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            logger.debug("The core's process %d is killed", self.pid)
+            logger.debug("The child process %d is killed", self.pid)
             self._process.kill()
             self._process.wait()
         # The reader thread may wait for a lock of this caller while it delivers the end.
@@ -117,12 +136,35 @@ class CoreProcess:
             self._deliver(self, None)
 
 
+def start_core(
+    config: EngineConfig,
+    load_core: Callable[[EngineConfig], ServedCore],
+    starter: ProcessStarter,
+    deliver: Callable[[CoreHandle, CoreMessage | None], None],
+    *,
+    send_timeout_s: float,
+) -> ChildProcess:
+    """Start a process with the core of this configuration. load_core: loads the core there."""
+    place, num_places = config.parallel.place(0)
+    threads = plan_threads(config.device.num_threads, quota=cpu_quota(), rank=place, num_ranks=num_places)
+    engine = config.parallel.engine_number
+    return ChildProcess(
+        serve_core,
+        (load_core, config),
+        starter,
+        deliver,
+        send_timeout_s=send_timeout_s,
+        who="" if engine is None else f"Engine {engine}: ",
+        environment={"OMP_NUM_THREADS": str(threads.num_threads), **environment_of_core(config)},
+    )
+
+
 def _close_in_fork() -> None:
     """Close the connections in a forked child, which must not keep them open."""
     for process in list(_processes):
         process._connection.close()
 
 
-_processes: weakref.WeakSet[CoreProcess] = weakref.WeakSet()
+_processes: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_fork)

@@ -1,0 +1,78 @@
+"""Brokers in processes of their own, and front ends that connect to them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config import EngineConfig
+from penstock.engine.admission import QueueLimits
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.broker import BrokerArguments, serve_fronts
+from penstock.engine.broker_connection import BrokerState, connect_to_broker
+from penstock.engine.child_process import ChildProcess
+from penstock.engine.messages import BrokerStatus, CoreMessage
+from penstock.engine.supervised_process import Deliver, SupervisedProcess
+from penstock.errors import PenstockError
+from penstock.executor.processes import ProcessStarter
+from support.fake_engine import FakeCore, load_fake_core
+
+
+class BrokerUnderTest:
+    """A broker of fake cores, started again after its loss. failures: why it ended for good. statuses: heartbeats."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        limits: QueueLimits | None = None,
+        load_core: Callable[[EngineConfig], FakeCore] = load_fake_core,
+        heartbeat_timeout_s: float = 60.0,
+    ) -> None:
+        self.config = config
+        self.path = str(folder / "broker")
+        self.failures: list[PenstockError] = []
+        self.statuses: list[BrokerStatus] = []
+        self.has_failed = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._starter = ProcessStarter()
+        self._arguments = BrokerArguments(config, limits or QueueLimits(), self._listener.fileno(), load_core)
+        self.process = SupervisedProcess(
+            "the broker",
+            self._start,
+            on_message=self._note,
+            on_failure=self._fail,
+            max_restarts=3,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+
+    def connect(self) -> AsyncEngine:
+        """Start a front end."""
+        return AsyncEngine.from_config(self.config, lambda config: connect_to_broker(self.path, config, BrokerState()))
+
+    def close(self) -> None:
+        self.process.close()
+        self._listener.close()
+        self._starter.close()
+
+    def _start(self, deliver: Deliver) -> ChildProcess:
+        return ChildProcess(
+            serve_fronts,
+            self._arguments,
+            self._starter,
+            deliver,
+            send_timeout_s=10.0,
+            descriptors=[self._listener.fileno()],
+        )
+
+    def _note(self, message: CoreMessage) -> None:
+        if isinstance(message, BrokerStatus):
+            self.statuses.append(message)
+
+    def _fail(self, error: PenstockError) -> None:
+        self.failures.append(error)
+        self.has_failed.set()
