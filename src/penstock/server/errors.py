@@ -43,8 +43,8 @@ class ApiError(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
-        self.message = message
-        self.param = param
+        self.message = _sendable(message)
+        self.param = None if param is None else _sendable(param)
         self.code = code
 
     @property
@@ -116,6 +116,11 @@ def refusals(fields: Collection[str], names: Mapping[str, str] | None = None) ->
         yield
     except InvalidRequest as error:
         raise invalid_request(error, fields, names) from error
+
+
+def _sendable(text: str) -> str:
+    """Escape lone surrogates, which clients may send and JSON cannot have."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _http_message(error: HTTPException) -> str:

@@ -29,12 +29,14 @@ class ApiKeys:
         if scope["type"] == "http" and not self._lets_in(scope):
             given = Headers(scope=scope).get("Authorization")
             what = "needs an API key" if given is None else "has a wrong API key"
-            raise ApiError(
+            error = ApiError(
                 401,
                 f"The request {what}. Send the header Authorization: Bearer KEY.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+            await error.response()(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
     def _lets_in(self, scope: Scope) -> bool:
@@ -68,7 +70,8 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("Content-Length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_bytes):
-            raise self._error()
+            await self._error().response()(scope, receive, send)
+            return
         num_bytes = 0
 
         async def limited_receive() -> Message:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from penstock.contract import RequestOutputKind, SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.conversation import Message, render_prompt
+from penstock.engine.detokenizer import SpecialTokens
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt, PromptDict
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
@@ -99,6 +100,14 @@ class ServedModel:
                 message = f"tokens[{position}]={token_id} is not a token id. Allowed: {allowed}."
                 raise ApiError(400, message, param=f"tokens[{position}]")
         return await _in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of a token, which may be part of a character."""
+        table = getattr(self.tokenizer._backend.detokenizers, "table", None)
+        if table is None:
+            return self.tokenizer.token_text(token_id).encode()
+        text, raw = table(SpecialTokens(are_shown=True, are_spaced=True))[token_id]
+        return bytes(raw or text.encode())
 
     def _mentions_developer(self) -> bool:
         """Whether the chat template has the role `developer`, which it would refuse or show otherwise."""

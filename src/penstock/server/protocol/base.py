@@ -124,7 +124,7 @@ class SamplingFields(RequestModel):
     priority: int = 0
     cache_salt: str | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
 

@@ -19,6 +19,13 @@ class ChatMessage(BaseModel):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Text of the content, as templates get it."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in self.content)
+
 
 class TemplateFields(StrictModel):
     """Fields of the template that renders a conversation. documents: one of its variables."""

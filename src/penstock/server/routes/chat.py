@@ -57,8 +57,9 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, form: AnswerFormat) -> SamplingParams:
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     changes: dict[str, Any] = {
-        "max_tokens": chat_max_tokens(request.max_completion_tokens or request.max_tokens, defaults),
+        "max_tokens": chat_max_tokens(asked, defaults),
         "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
         "structured_outputs": form.structured_outputs,
     }
@@ -87,7 +88,7 @@ class _Choices:
         last = request.messages[-1]
         self._role = model.options.response_role if request.begins_message else last.role
         # Text of the message that the answer goes on with.
-        self._echoed = last.content if request.echo and not request.begins_message else None
+        self._echoed = last.text if request.echo and not request.begins_message else None
         self._usage = Usage()
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,6 +20,8 @@ from penstock.server.generation import Generation, Submission
 from penstock.server.logprobs import LogprobsFormat
 from penstock.server.protocol.base import SamplingFields
 from penstock.server.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
 
 
 def served_model(request: Request) -> ServedModel:
@@ -42,7 +45,7 @@ def logprobs_format(model: ServedModel, request: SamplingFields, most: int | Non
         return None
     asked = request.return_tokens_as_token_ids
     names_ids = model.options.return_tokens_as_token_ids if asked is None else asked
-    return LogprobsFormat(model.tokenizer, most, names_ids=names_ids)
+    return LogprobsFormat(model, most, names_ids=names_ids)
 
 
 async def answer(
@@ -59,6 +62,9 @@ async def answer(
     Raises InvalidRequest, Overloaded and other refusals of the engine.
     """
     model = served_model(http)
+    if model.options.log_prompts:
+        for submission in submissions:
+            logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     generation = Generation(model, submissions, output_kind=kind, timeout_s=request.timeout)
     if not request.stream:
