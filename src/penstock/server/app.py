@@ -1,0 +1,80 @@
+"""The HTTP API as an ASGI application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.engine.async_engine import AsyncEngine
+from penstock.errors import PenstockError
+from penstock.server.context import REQUEST_ID_HEADER, RequestContext, request_id_of
+from penstock.server.errors import api_error
+from penstock.server.guards import ApiKeys, BodyLimit
+from penstock.server.options import ServerOptions
+from penstock.server.routes import admin, chat, completions, models, tokenize
+from penstock.server.served_model import ServedModel
+from penstock.server.validation import validation_error
+
+
+def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
+    """Application that serves the engine. It does not shut the engine down."""
+    app = FastAPI(
+        title="Penstock", version=__version__, root_path=options.root_path, separate_input_output_schemas=False
+    )
+    app.state.served_model = ServedModel(engine, options)
+    for module in (completions, chat, models, tokenize):
+        app.include_router(module.router)
+    if options.enable_admin:
+        app.include_router(admin.router)
+    app.add_exception_handler(HTTPException, _on_error)
+    app.add_exception_handler(PenstockError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=options.max_request_bytes)
+    app.add_middleware(ApiKeys, keys=options.api_keys, admin_key=options.admin_api_key)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=(REQUEST_ID_HEADER,),
+        )
+    app.add_middleware(RequestContext, logs_requests=options.enable_log_requests)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _on_error(http: Request, error: Exception) -> Response:
+    return api_error(error, request_id_of(http.scope)).response()
+
+
+async def _on_invalid_body(http: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return validation_error(error.errors(), error.body, _fields_of(http)).response()
+
+
+def _fields_of(http: Request) -> list[str]:
+    """Names of the fields of the body that the request's route takes."""
+    body_field = getattr(http.scope.get("route"), "body_field", None)
+    annotation = getattr(getattr(body_field, "field_info", None), "annotation", None)
+    return list(getattr(annotation, "model_fields", ()))
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI document, without FastAPI's status 422: invalid requests get 400 here."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,132 @@
+"""Errors of the HTTP API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from penstock.errors import ContextTooLong, EngineDead, InvalidRequest, LifecycleError, Overloaded, WaitTimeout
+
+logger = logging.getLogger(__name__)
+
+# Path of a field at the beginning of an error's text, such as "messages[0].content[1]".
+_PATH = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*")
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(HTTPException):
+    """An error response. param: the client's name of the field. code: a name for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.message = _sendable(message)
+        self.param = None if param is None else _sendable(param)
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as data."""
+        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status_code, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return json_response(self.body, self.status_code, self.headers)
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def api_error(error: Exception, request_id: str) -> ApiError:
+    """Response to an exception; the cause of an internal one is logged with the request's id, and not shown."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, _http_message(error), headers=error.headers)
+    if isinstance(error, InvalidRequest):
+        return invalid_request(error)
+    if isinstance(error, Overloaded):
+        retry_after = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return ApiError(429, str(error), code="overloaded", headers=retry_after)
+    if isinstance(error, (EngineDead, LifecycleError, WaitTimeout)):
+        logger.error("Request %s fails, since the engine does not serve: %s", request_id, error)
+        return ApiError(503, f"The engine does not serve: {error}", code="engine_unavailable")
+    logger.error("Request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"The server failed. Its log has the cause under the request id {request_id}.")
+
+
+def invalid_request(
+    error: InvalidRequest, fields: Collection[str] = (), names: Mapping[str, str] | None = None
+) -> ApiError:
+    """Response to a request that cannot be served.
+
+    fields: names of the request's fields, of which one at the beginning of the text is the `param`.
+    names: the client's names of parameters, by the engine's.
+    """
+    message, param = str(error), None
+    if (match := _PATH.match(message)) is not None:
+        path = match[0]
+        for own, client in (names or {}).items():
+            if path == own or path.startswith((f"{own}.", f"{own}[")):
+                message = client + message[len(own) :]
+                path = client + path[len(own) :]
+                break
+        param = path if re.split(r"[.\[]", path, maxsplit=1)[0] in fields else None
+    if isinstance(error, ContextTooLong):
+        prompt = next((name for name in ("messages", "prompt", "input") if name in fields), None)
+        return ApiError(400, message, param=param or prompt, code="context_length_exceeded")
+    return ApiError(400, message, param=param)
+
+
+@contextmanager
+def refusals(fields: Collection[str], names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Convert an InvalidRequest of the engine to the response of a request with these fields; see `invalid_request`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise invalid_request(error, fields, names) from error
+
+
+def _sendable(text: str) -> str:
+    """Escape lone surrogates, which clients may send and JSON cannot have."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _http_message(error: HTTPException) -> str:
+    if error.status_code == 404:
+        return "There is no such route. /openapi.json lists the routes."
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow")
+        return f"This route does not have the method. Allowed: {allowed}."
+    return str(error.detail or HTTPStatus(error.status_code).phrase)

@@ -1,0 +1,43 @@
+"""Choice of a request's answer format: tool calls and reasoning, as the served model writes them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.contract import StructuredOutputsParams
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import UnsupportedParameter
+from penstock.server.answer import AnswerFormat, PlainAnswer
+from penstock.server.options import ServerOptions
+
+_PARSERS = "penstock.server.answers"
+
+
+def choose_format(
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None,
+    parallel_tool_calls: bool,
+    structured_outputs: StructuredOutputsParams | None,
+    options: ServerOptions,
+    tokenizer: Tokenizer,
+) -> AnswerFormat:
+    """Format of the answers. Raises InvalidRequest for tools that the server's options cannot serve."""
+    try:
+        parsers = importlib.import_module(_PARSERS)
+    except ModuleNotFoundError:
+        if tools and tool_choice != "none":
+            message = "tools needs parsers of tool calls, which this server does not have."
+            raise UnsupportedParameter(message) from None
+        return PlainAnswer(structured_outputs)
+    chosen: AnswerFormat = parsers.answer_format(
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel_tool_calls,
+        structured_outputs=structured_outputs,
+        options=options,
+        tokenizer=tokenizer,
+    )
+    return chosen

@@ -1,0 +1,89 @@
+"""Middleware that refuses requests before their route: API keys, and size limits."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.server.errors import ApiError
+
+# Paths for probes, which have no key.
+PUBLIC_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))
+ADMIN_PATHS = frozenset(("/reset_prefix_cache",))
+
+
+class ApiKeys:
+    """Check of `Authorization: Bearer KEY`. keys: of clients; empty lets all in. admin_key: for ADMIN_PATHS."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_key: str | None) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+        self._admin_digests = [] if admin_key is None else [_digest(admin_key)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._lets_in(scope):
+            given = Headers(scope=scope).get("Authorization")
+            what = "needs an API key" if given is None else "has a wrong API key"
+            error = ApiError(
+                401,
+                f"The request {what}. Send the header Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _lets_in(self, scope: Scope) -> bool:
+        path = get_route_path(scope)
+        if path in PUBLIC_PATHS:
+            return True
+        digests = self._admin_digests if path in ADMIN_PATHS else self._digests
+        if not digests:
+            return True
+        kind, _, key = Headers(scope=scope).get("Authorization", "").partition(" ")
+        given = _digest(key.strip())
+        # All keys are compared, in constant time each.
+        matches = [hmac.compare_digest(given, digest) for digest in digests]
+        return kind.lower() == "bearer" and any(matches)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class BodyLimit:
+    """Size limit of request bodies, whether their length is declared or not."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("Content-Length", "")
+        if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_bytes):
+            await self._error().response()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def limited_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._error()
+            return message
+
+        await self._app(scope, limited_receive, send)
+
+    def _error(self) -> ApiError:
+        message = f"The body is too large. Allowed: {self._max_bytes:,} bytes (max_request_bytes)."
+        return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})

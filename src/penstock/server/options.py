@@ -1,0 +1,70 @@
+"""Options of the HTTP API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the HTTP API, with vLLM's names where it has them.
+
+    served_model_name: names that requests may give as `model`; the first one is in the responses.
+    api_keys: keys of clients, sent as `Authorization: Bearer KEY`; empty lets every client in.
+    enable_admin, admin_api_key: routes that change the engine, and the key that they need.
+    allowed_origins, allowed_methods, allowed_headers, allow_credentials: CORS; without origins there are no headers.
+    root_path: path prefix that a proxy strips.
+    max_request_bytes: size limit of a request's body; larger ones get status 413.
+    keep_alive_interval_s: seconds without output after which a stream gets a comment; 0 sends none.
+    enable_log_requests: log a line per request. log_prompts: with it, log prompts and messages too.
+
+    chat_template: template of chats instead of the model's own: Jinja text or a path.
+    trust_request_chat_template: whether requests may bring a template of their own.
+    default_chat_template_kwargs: template variables of requests that do not set them.
+    response_role: role of the answers. enable_auto_tool_choice, tool_call_parser, reasoning_parser: form of answers.
+    return_tokens_as_token_ids: tokens of log-probabilities are "token_id:17" rather than text.
+
+    Raises ConfigError.
+    """
+
+    served_model_name: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    enable_admin: bool = False
+    admin_api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    max_request_bytes: int = 32 * 2**20
+    keep_alive_interval_s: float = 15.0
+    enable_log_requests: bool = False
+    log_prompts: bool = False
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    response_role: str = "assistant"
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    return_tokens_as_token_ids: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name or not all(self.served_model_name):
+            raise ConfigError("served_model_name is empty. Give at least one name.")
+        if not all(self.api_keys):
+            raise ConfigError("api_keys has an empty key, which every client could send. Leave it out.")
+        if self.enable_admin and not self.admin_api_key:
+            raise ConfigError("enable_admin needs admin_api_key, the key of those who may change the engine.")
+        if self.max_request_bytes < 1:
+            raise ConfigError(f"max_request_bytes={self.max_request_bytes} is not valid. Allowed: at least 1.")
+        if self.keep_alive_interval_s < 0:
+            raise ConfigError(f"keep_alive_interval_s={self.keep_alive_interval_s} is not valid. Allowed: 0 or more.")
+        if self.log_prompts and not self.enable_log_requests:
+            raise ConfigError("log_prompts needs enable_log_requests.")
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the form of the model's tool calls.")

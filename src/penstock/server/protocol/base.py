@@ -1,0 +1,149 @@
+"""Base of the requests' models, and fields that several routes share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.contract.param_checks import shown
+from penstock.server.protocol.other_fields import OTHER_FIELDS
+
+# Type of validation errors that carry the name of their field as `param`.
+FIELD_ERROR = "penstock_field"
+
+
+def field_error(param: str, message: str) -> PydanticCustomError:
+    """Error of a validator about a field: its name, and the whole text."""
+    return PydanticCustomError(FIELD_ERROR, "{message}", {"param": param, "message": message})
+
+
+class StrictModel(BaseModel):
+    """Base of nested objects: unknown fields and values of other types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), frozen=True)
+
+
+class RequestModel(StrictModel):
+    """Base of request bodies. A field of null counts as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_other_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in OTHER_FIELDS.keys() & (given.keys() - cls.model_fields.keys()):
+            value, field = given.pop(name), OTHER_FIELDS[name]
+            if field.allowed is not None and value not in field.allowed:
+                raise field_error(name, f"{name}={shown(value)} is not available: {field.why}.")
+        return given
+
+
+class StreamOptions(StrictModel):
+    """Options of a stream. include_usage: a last chunk with the usage. continuous_usage_stats: usage in every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    # Obfuscation pads OpenAI's chunks against observers of encrypted connections; there is none here.
+    include_obfuscation: bool = False
+
+
+class JsonSchemaFormat(StrictModel):
+    """A JSON schema with its name. strict: changes nothing, since a schema is always enforced."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class JsonSchemaResponseFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+class StructuralTagFormat(BaseModel):
+    """Text with parts that follow schemas; its fields are checked with the structural tag."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    type: Literal["structural_tag"]
+
+
+ResponseFormat: TypeAlias = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | StructuralTagFormat, Field(discriminator="type")
+]
+
+
+class SamplingFields(RequestModel):
+    """Fields of sampling, by the names of `SamplingParams`; absent ones take the engine's defaults.
+
+    timeout: seconds after which the request is aborted. It gets status 408 if nothing was sent; a stream ends with
+        finish_reason "abort".
+    request_id: replaces the random part of the response's id; two requests that run at once cannot share one.
+    """
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "stream_options is allowed only with stream=true.")
+        if self.stream and self.prompt_logprobs is not None:
+            raise field_error("prompt_logprobs", "prompt_logprobs is allowed only without stream=true.")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise field_error("response_format", "There are response_format and structured_outputs. Give one of them.")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats

@@ -1,0 +1,49 @@
+"""Fields of OpenAI's and vLLM's requests that no request model has: accepted without an effect, or refused."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class OtherField(NamedTuple):
+    """A field that changes nothing here.
+
+    allowed: values that ask for nothing; None allows all. why: why there are no others, for the error.
+    """
+
+    allowed: tuple[Any, ...] | None
+    why: str
+
+
+_NO_EFFECT = OtherField(None, "it changes no answer")
+_ONE_MODEL_OF_TEXT = "models here read and write text"
+_NOT_SEARCHED = "there is no search of the web here"
+_OLD_TOOLS = "give tools and tool_choice, which have replaced it"
+
+OTHER_FIELDS: dict[str, OtherField] = {
+    # About the client's account or OpenAI's service; they change no answer.
+    "user": _NO_EFFECT,
+    "metadata": _NO_EFFECT,
+    "store": _NO_EFFECT,
+    "safety_identifier": _NO_EFFECT,
+    "service_tier": _NO_EFFECT,
+    "prompt_cache_key": _NO_EFFECT,
+    "prompt_cache_retention": _NO_EFFECT,
+    "verbosity": _NO_EFFECT,
+    # These would change the answer.
+    "suffix": OtherField(("",), "models here continue a text, and fill no gap in one"),
+    "modalities": OtherField((["text"],), _ONE_MODEL_OF_TEXT),
+    "audio": OtherField((), _ONE_MODEL_OF_TEXT),
+    "prediction": OtherField((), "give the engine speculative_config={'method': 'ngram', ...} instead"),
+    "web_search_options": OtherField((), _NOT_SEARCHED),
+    "functions": OtherField(([],), _OLD_TOOLS),
+    "function_call": OtherField(("none",), _OLD_TOOLS),
+    "moderation": OtherField((), "there is no moderation of texts here"),
+    "use_beam_search": OtherField((False,), "LLM.beam_search has it"),
+    "length_penalty": OtherField((1, 1.0), "it belongs to beam search, which LLM.beam_search has"),
+    "logits_processors": OtherField(([],), "the engine's option logits_processors loads them"),
+    "prompt_embeds": OtherField((), "prompts here are text or token ids"),
+    "mm_processor_kwargs": OtherField(({},), _ONE_MODEL_OF_TEXT),
+    "media_io_kwargs": OtherField(({},), _ONE_MODEL_OF_TEXT),
+    "kv_transfer_params": OtherField((), "KV caches are not sent between engines here"),
+}

@@ -1,0 +1,165 @@
+"""Responses, for the OpenAPI document. They are sent as dictionaries, without validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class ErrorBody(BaseModel):
+    """An error. param: name of the request's field. code: name of the error for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody
+
+
+_DESCRIPTIONS = {
+    400: "The request is not valid.",
+    401: "The API key is missing or wrong.",
+    404: "The model is not served here.",
+    408: "The request's timeout passed before anything was sent.",
+    413: "The body is too large.",
+    429: "Too many requests wait; Retry-After has the seconds to wait.",
+    500: "The server or the request's generation failed.",
+    503: "The engine does not serve.",
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Error responses of a route."""
+    return {status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class UsageBody(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobsBody(BaseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobsBody | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class CompletionResponse(BaseModel):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobsBody(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class FunctionBody(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCallBody(BaseModel):
+    id: str
+    type: str
+    function: FunctionBody
+
+
+class AnswerMessage(BaseModel):
+    role: str
+    content: str | None
+    refusal: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobsBody | None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: str
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class PrefixCacheReset(BaseModel):
+    reset: bool
+
+
+_GENERATION_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
+_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"model": CompletionResponse, "content": _STREAM},
+    **_GENERATION_ERRORS,
+}
+CHAT_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"model": ChatCompletionResponse, "content": _STREAM},
+    **_GENERATION_ERRORS,
+}

@@ -1,0 +1,45 @@
+"""Requests and responses of `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, model_validator
+
+from penstock.server.protocol.base import RequestModel, field_error
+from penstock.server.protocol.chat import ChatMessage, TemplateFields
+
+
+class TokenizeRequest(TemplateFields, RequestModel):
+    """Text or conversation to tokenise: `prompt` or `messages`. return_token_strs: the tokens as text too.
+
+    add_special_tokens: the default is true for a prompt, and false for messages.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_text(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise field_error("prompt", "Give either prompt or messages.")
+        return self
+
+
+class DetokenizeRequest(RequestModel):
+    """Token ids to write as text, special tokens included."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str

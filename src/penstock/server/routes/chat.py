@@ -1,0 +1,217 @@
+"""Route `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.contract import SamplingParams
+from penstock.engine.outputs import CompletionOutput, RequestOutput
+from penstock.server.answer import (
+    AnswerEvent,
+    AnswerFormat,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from penstock.server.connection import DONE, event
+from penstock.server.conversation import render_request
+from penstock.server.errors import refusals
+from penstock.server.formats import choose_format
+from penstock.server.generation import Generation, Submission
+from penstock.server.logprobs import prompt_logprobs
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.responses import CHAT_RESPONSES
+from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
+from penstock.server.samples import Answer, AnswerSample, Usage
+from penstock.server.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
+from penstock.server.served_model import ServedModel
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", responses=CHAT_RESPONSES)
+async def create_chat_completion(request: ChatCompletionRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    model = served_model(http)
+    model.check_name(request.model)
+    id = response_id("chatcmpl", request)
+    with refusals(type(request).model_fields, _client_names(request)):
+        form = choose_format(
+            tools=request.tools,
+            tool_choice=request.tool_choice,
+            parallel_tool_calls=request.parallel_tool_calls,
+            structured_outputs=structured_outputs(request),
+            options=model.options,
+            tokenizer=model.tokenizer,
+        )
+        params = _params(request, model.default_params, form)
+        prompt = await render_request(model, request)
+        choices = _Choices(model, request, form, params, id)
+        submissions = [Submission(prompt, params, id, request.priority)]
+        return await answer(http, request, submissions, whole=choices.whole, events=choices.events)
+
+
+def _params(request: ChatCompletionRequest, defaults: SamplingParams, form: AnswerFormat) -> SamplingParams:
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    changes: dict[str, Any] = {
+        "max_tokens": chat_max_tokens(asked, defaults),
+        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+        "structured_outputs": form.structured_outputs,
+    }
+    if not form.skip_special_tokens:
+        changes["skip_special_tokens"] = False
+    return sampling_params(request, defaults, **changes)
+
+
+def _client_names(request: ChatCompletionRequest) -> dict[str, str]:
+    names = client_names(request) | {"logprobs": "top_logprobs"}
+    return names if request.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
+
+
+class _Choices:
+    """Choices of one request, as a whole or in chunks."""
+
+    def __init__(
+        self, model: ServedModel, request: ChatCompletionRequest, form: AnswerFormat, params: SamplingParams, id: str
+    ) -> None:
+        self._request = request
+        self._form = form
+        self._n = params.n
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self._base = response_base(id, kind, model)
+        self._logprobs_form = logprobs_format(model, request, params.logprobs)
+        last = request.messages[-1]
+        self._role = model.options.response_role if request.begins_message else last.role
+        # Text of the message that the answer goes on with.
+        self._echoed = last.text if request.echo and not request.begins_message else None
+        self._usage = Usage()
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Body of a response, from the last output."""
+        (output,) = outputs
+        self._usage.note(0, output)
+        body = {
+            **self._base,
+            "choices": [self._whole_choice(output, completion) for completion in output.outputs],
+            "usage": self._usage.data(),
+        }
+        if self._request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return body
+
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """Events of a stream."""
+        samples: list[AnswerSample] = []
+        async for _, output in generation.outputs():
+            self._usage.note(0, output)
+            if not samples:
+                samples = [self._sample(index, output) for index in range(self._n)]
+                for sample in samples:
+                    yield event(self._first_chunk(sample, output))
+            for completion in output.outputs:
+                sample = samples[completion.index]
+                if sample.finish_reason is None:
+                    for chunk in self._chunks(sample, completion):
+                        yield event(chunk)
+        if self._request.includes_usage:
+            yield event({**self._base, "choices": [], "usage": self._usage.data()})
+        yield DONE
+
+    def _sample(self, index: int, output: RequestOutput) -> AnswerSample:
+        return AnswerSample(index, self._form.parser(output.prompt_token_ids))
+
+    def _shown(self, events: Sequence[AnswerEvent]) -> list[AnswerEvent]:
+        """Events that the response has."""
+        if self._request.include_reasoning:
+            return list(events)
+        return [event for event in events if not isinstance(event, ReasoningDelta)]
+
+    def _whole_choice(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        sample = self._sample(completion.index, output)
+        answer = Answer.of(self._shown(sample.push(completion)))
+        message: dict[str, Any] = {"role": self._role, "content": answer.content, "refusal": None}
+        if self._echoed is not None:
+            message["content"] = f"{self._echoed}{answer.content or ''}"
+        if answer.content is None and not answer.tool_calls and answer.reasoning is None:
+            message["content"] = self._echoed or ""
+        if answer.reasoning is not None:
+            message |= _reasoning(answer.reasoning)
+        if answer.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.tool_calls
+            ]
+        choice = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        return choice
+
+    def _first_chunk(self, sample: AnswerSample, output: RequestOutput) -> dict[str, Any]:
+        chunk = self._chunk(sample, {"role": self._role, "content": self._echoed or ""})
+        if self._request.return_token_ids:
+            chunk["prompt_token_ids"] = output.prompt_token_ids
+        return chunk
+
+    def _chunks(self, sample: AnswerSample, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Chunks of a sample's next part. Log-probabilities and token ids are in the first of them."""
+        deltas = [_delta(event) for event in self._shown(sample.push(completion))]
+        logprobs = self._logprobs(completion)
+        returned = completion.token_ids if self._request.return_token_ids else []
+        if not deltas and completion.token_ids and (logprobs is not None or returned):
+            deltas = [{"content": ""}]
+        chunks = [self._chunk(sample, delta) for delta in deltas]
+        if chunks:
+            choice = chunks[0]["choices"][0]
+            choice["logprobs"] = logprobs
+            if self._request.return_token_ids:
+                choice["token_ids"] = returned
+        if sample.finish_reason is not None:
+            chunks.append(self._chunk(sample, {}, completion))
+        return chunks
+
+    def _chunk(
+        self, sample: AnswerSample, delta: dict[str, Any], ended: CompletionOutput | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": sample.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if ended is not None:
+            choice |= {"finish_reason": sample.finish_reason, "stop_reason": ended.stop_reason}
+        chunk = {**self._base, "choices": [choice]}
+        if self._request.includes_usage:
+            chunk["usage"] = self._usage.data() if self._request.repeats_usage else None
+        return chunk
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if self._logprobs_form is None:
+            return None
+        return self._logprobs_form.chat(completion.token_ids, completion.logprobs or ())
+
+
+def _delta(event: AnswerEvent) -> dict[str, Any]:
+    match event:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return _reasoning(text)
+        case ToolCallStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case ToolCallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Reasoning by both names that clients read."""
+    return {"reasoning": text, "reasoning_content": text}

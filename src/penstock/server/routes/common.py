@@ -1,0 +1,84 @@
+"""Parts that the generating routes share: names of requests, and the running of a generation."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from penstock.contract import RequestOutputKind
+from penstock.engine.outputs import RequestOutput
+from penstock.server.connection import EventStream, while_connected
+from penstock.server.context import request_id_of
+from penstock.server.errors import json_response
+from penstock.server.generation import Generation, Submission
+from penstock.server.logprobs import LogprobsFormat
+from penstock.server.protocol.base import SamplingFields
+from penstock.server.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+
+def served_model(request: Request) -> ServedModel:
+    """The model that the app of this request serves."""
+    model: ServedModel = request.app.state.served_model
+    return model
+
+
+def response_id(prefix: str, request: SamplingFields) -> str:
+    return f"{prefix}-{request.request_id or uuid.uuid4().hex}"
+
+
+def response_base(id: str, kind: str, model: ServedModel) -> dict[str, Any]:
+    """First fields of a response or of its chunks. kind: its `object`."""
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
+
+
+def logprobs_format(model: ServedModel, request: SamplingFields, most: int | None) -> LogprobsFormat | None:
+    """Format of a request's log-probabilities. most: top ones per token; None if they are not requested."""
+    if most is None:
+        return None
+    asked = request.return_tokens_as_token_ids
+    names_ids = model.options.return_tokens_as_token_ids if asked is None else asked
+    return LogprobsFormat(model, most, names_ids=names_ids)
+
+
+async def answer(
+    http: Request,
+    request: SamplingFields,
+    submissions: Sequence[Submission],
+    *,
+    whole: Callable[[list[RequestOutput]], dict[str, Any]],
+    events: Callable[[Generation], AsyncGenerator[bytes, None]],
+) -> Response:
+    """Generate, and respond with a stream or a whole answer, as requested.
+
+    whole: body of a whole answer, from the last outputs. events: events of a stream.
+    Raises InvalidRequest, Overloaded and other refusals of the engine.
+    """
+    model = served_model(http)
+    if model.options.log_prompts:
+        for submission in submissions:
+            logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    generation = Generation(model, submissions, output_kind=kind, timeout_s=request.timeout)
+    if not request.stream:
+        async with generation:
+            return json_response(whole(await while_connected(http.receive, _finals(generation))))
+    await while_connected(http.receive, generation.start())
+    return EventStream(
+        events(generation),
+        on_end=generation.close,
+        request_id=request_id_of(http.scope),
+        keep_alive_s=model.options.keep_alive_interval_s,
+    )
+
+
+async def _finals(generation: Generation) -> list[RequestOutput]:
+    await generation.start()
+    return await generation.finals()

@@ -1,0 +1,176 @@
+"""Route `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.contract import SamplingParams
+from penstock.engine.detokenizer import SpecialTokens
+from penstock.engine.outputs import CompletionOutput, RequestOutput
+from penstock.engine.prompts import PromptDict, RenderedText
+from penstock.server.connection import DONE, event
+from penstock.server.errors import refusals
+from penstock.server.generation import Generation, Submission
+from penstock.server.logprobs import CompletionLogprobs, Row, prompt_logprobs
+from penstock.server.protocol.completion import CompletionRequest
+from penstock.server.protocol.responses import COMPLETION_RESPONSES
+from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
+from penstock.server.samples import Usage
+from penstock.server.sampling import client_names, sampling_params
+from penstock.server.served_model import ServedModel
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=COMPLETION_RESPONSES)
+async def create_completion(request: CompletionRequest, http: Request) -> Response:
+    """Continue one or several prompts."""
+    model = served_model(http)
+    model.check_name(request.model)
+    id = response_id("cmpl", request)
+    with refusals(type(request).model_fields, client_names(request)):
+        params = _params(request, model.default_params)
+        submissions = [
+            Submission(_prompt(given, request), params, _name(id, index, request), request.priority)
+            for index, given in enumerate(request.prompt)
+        ]
+        choices = _Choices(model, request, params, id)
+        return await answer(http, request, submissions, whole=choices.whole, events=choices.events)
+
+
+def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    changes: dict[str, Any] = {"logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None:
+        changes["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    if request.max_tokens == 0:
+        # The engine generates one token at least, which is not returned.
+        changes |= {"max_tokens": 1, "min_tokens": 0}
+    return sampling_params(request, defaults, **changes)
+
+
+def _prompt(given: str | list[int], request: CompletionRequest) -> PromptDict:
+    prompt: PromptDict = {"cache_salt": request.cache_salt}
+    if isinstance(given, str):
+        prompt["prompt"] = given if request.add_special_tokens else RenderedText(given)
+    else:
+        prompt["prompt_token_ids"] = given
+    return prompt
+
+
+def _name(id: str, index: int, request: CompletionRequest) -> str:
+    return id if len(request.prompt) == 1 else f"{id}-{index}"
+
+
+class _Choices:
+    """Choices of one request, as a whole or in chunks. A prompt's choices have the indices from prompt * n on."""
+
+    def __init__(self, model: ServedModel, request: CompletionRequest, params: SamplingParams, id: str) -> None:
+        self._model = model
+        self._request = request
+        self._n = params.n
+        self._skips_special = params.skip_special_tokens
+        self._base = response_base(id, "text_completion", model)
+        self._form = logprobs_format(model, request, request.logprobs)
+        self._usage = Usage()
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Body of a response, from the prompts' last outputs."""
+        choices = []
+        for index, output in enumerate(outputs):
+            self._take(index, output)
+            for completion in output.outputs:
+                choice = self._choice(index, output, completion, is_first=True)
+                choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs) if self._returns_prompt else None
+                choices.append(choice)
+        return {**self._base, "choices": choices, "usage": self._usage.data()}
+
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """Events of a stream."""
+        request = self._request
+        started: set[int] = set()
+        ended: set[int] = set()
+        async for index, output in generation.outputs():
+            self._take(index, output)
+            for completion in output.outputs:
+                number = index * self._n + completion.index
+                is_news = completion.token_ids or completion.text or completion.finish_reason is not None
+                if number in ended or not (is_news or number not in started):
+                    continue
+                choice = self._choice(index, output, completion, is_first=number not in started)
+                started.add(number)
+                if completion.finish_reason is not None:
+                    ended.add(number)
+                yield event(self._chunk([choice]))
+        if request.includes_usage:
+            yield event({**self._base, "choices": [], "usage": self._usage.data()})
+        yield DONE
+
+    @property
+    def _returns_prompt(self) -> bool:
+        return self._request.prompt_logprobs is not None
+
+    def _take(self, index: int, output: RequestOutput) -> None:
+        """Count an output, without the token that only the engine needs."""
+        if self._request.max_tokens == 0:
+            for completion in output.outputs:
+                completion.text, completion.token_ids = "", []
+                if completion.logprobs is not None:
+                    completion.logprobs = []
+                if completion.finish_reason == "stop":
+                    completion.finish_reason, completion.stop_reason = "length", None
+        self._usage.note(index, output)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._base, "choices": choices}
+        if self._request.includes_usage:
+            chunk["usage"] = self._usage.data() if self._request.repeats_usage else None
+        return chunk
+
+    def _choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, *, is_first: bool
+    ) -> dict[str, Any]:
+        """A choice, or its next part. is_first: whether the part begins with the prompt, if that is echoed."""
+        number = index * self._n + completion.index
+        has_prompt = is_first and self._request.echo
+        text = completion.text
+        if has_prompt:
+            text = self._prompt_text(index, output) + text
+        choice = {
+            "index": number,
+            "text": text,
+            "logprobs": self._logprobs_part(number, output, completion, has_prompt=has_prompt),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        return choice
+
+    def _prompt_text(self, index: int, output: RequestOutput) -> str:
+        given = self._request.prompt[index]
+        if isinstance(given, str) and self._request.truncate_prompt_tokens is None:
+            return given
+        return self._model.tokenizer.decode(output.prompt_token_ids, self._skips_special)
+
+    def _logprobs_part(
+        self, number: int, output: RequestOutput, completion: CompletionOutput, *, has_prompt: bool
+    ) -> dict[str, Any] | None:
+        if self._form is None:
+            return None
+        token_ids, rows = completion.token_ids, list[Row | None](completion.logprobs or ())
+        if has_prompt:
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            rows = [*(output.prompt_logprobs or ()), *rows]
+        writer = self._logprobs.get(number)
+        if writer is None:
+            special = SpecialTokens(are_shown=not self._skips_special, are_spaced=True)
+            before = () if self._request.echo else output.prompt_token_ids
+            detokenizer = self._model.tokenizer.start_detokenizer(before, special)
+            writer = self._logprobs[number] = CompletionLogprobs(self._form, detokenizer)
+        return writer.part(token_ids, rows)

@@ -1,0 +1,51 @@
+"""Routes of the served model: `/v1/models` and `/version`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.server.errors import json_response
+from penstock.server.protocol.responses import ModelCard, ModelList, Version, errors
+from penstock.server.routes.common import served_model
+from penstock.server.served_model import ServedModel
+
+router = APIRouter()
+_STARTED = int(time.time())
+
+
+@router.get("/v1/models", responses={200: {"model": ModelList}, **errors(401)})
+async def list_models(http: Request) -> Response:
+    """Names of the served model."""
+    model = served_model(http)
+    return json_response({"object": "list", "data": [_card(model, name) for name in model.names]})
+
+
+@router.get("/v1/models/{id:path}", responses={200: {"model": ModelCard}, **errors(401, 404)})
+async def retrieve_model(id: str, http: Request) -> Response:
+    """One name of the served model."""
+    model = served_model(http)
+    model.check_name(id)
+    return json_response(_card(model, id))
+
+
+@router.get("/version", responses={200: {"model": Version}})
+async def version() -> Response:
+    """Version of Penstock."""
+    return json_response({"version": __version__})
+
+
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "penstock",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+    }

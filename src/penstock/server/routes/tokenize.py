@@ -1,0 +1,48 @@
+"""Routes `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.server.conversation import render
+from penstock.server.errors import json_response, refusals
+from penstock.server.protocol.responses import errors
+from penstock.server.protocol.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from penstock.server.routes.common import served_model
+
+router = APIRouter()
+_ERRORS = errors(400, 401, 404, 413, 500)
+
+
+@router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **_ERRORS})
+async def tokenize(request: TokenizeRequest, http: Request) -> Response:
+    """Token ids of a text or of a conversation, as a request with it would have them."""
+    model = served_model(http)
+    model.check_name(request.model)
+    with refusals(type(request).model_fields):
+        text, adds_special = request.prompt, True
+        if request.messages is not None:
+            prompt = await render(model, request.messages, request, request.tools, {})
+            text, adds_special = str(prompt["prompt"]), False
+        if request.add_special_tokens is not None:
+            adds_special = request.add_special_tokens
+        token_ids = await model.encode(text or "", add_special_tokens=adds_special)
+    texts = [model.tokenizer.token_text(id) for id in token_ids] if request.return_token_strs else None
+    body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids, "token_strs": texts}
+    return json_response(body)
+
+
+@router.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **_ERRORS})
+async def detokenize(request: DetokenizeRequest, http: Request) -> Response:
+    """Text of token ids, special tokens included."""
+    model = served_model(http)
+    model.check_name(request.model)
+    with refusals(type(request).model_fields):
+        text = await model.decode(request.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})

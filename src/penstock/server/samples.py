@@ -1,0 +1,111 @@
+"""Samples of an HTTP request: usage, and answers in parts, for every API that streams or returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.outputs import CompletionOutput, RequestOutput
+from penstock.server.answer import (
+    AnswerEvent,
+    AnswerParser,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+
+
+class Usage:
+    """Token counts of an HTTP request. `note` takes the outputs of its prompts: deltas, or final ones.
+
+    completion_tokens: of all samples. A prompt counts once, however many samples it has.
+    """
+
+    def __init__(self) -> None:
+        self.completion_tokens = 0
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens: dict[int, int] = {}
+
+    def note(self, index: int, output: RequestOutput) -> None:
+        """Count an output. index: number of its prompt."""
+        self._prompt_tokens[index] = len(output.prompt_token_ids)
+        self._cached_tokens[index] = output.num_cached_tokens
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompt_tokens.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached_tokens.values())
+
+    def data(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class AnswerSample:
+    """One sample of an answer: its parser, and what has come of it.
+
+    finish_reason: as chat completions have it, "tool_calls" if the answer calls tools; None while it goes on.
+    """
+
+    def __init__(self, index: int, parser: AnswerParser) -> None:
+        self.index = index
+        self.finish_reason: str | None = None
+        self._parser = parser
+        self._calls_tools = False
+
+    def push(self, completion: CompletionOutput) -> list[AnswerEvent]:
+        """Events of the sample's next output, a delta or the whole one."""
+        events = self._parser.push(completion.text)
+        if completion.finish_reason is not None:
+            events = [*events, *self._parser.finish()]
+        self._calls_tools = self._calls_tools or any(isinstance(event, ToolCallStart) for event in events)
+        if completion.finish_reason is not None:
+            is_call = self._calls_tools and completion.finish_reason == "stop"
+            self.finish_reason = "tool_calls" if is_call else completion.finish_reason
+        return events
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole tool call. arguments: JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer. content, reasoning: None if the answer has none."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Iterable[AnswerEvent]) -> Answer:
+        """Answer from all its events."""
+        answer = cls()
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    answer.content = (answer.content or "") + text
+                case ReasoningDelta(text):
+                    answer.reasoning = (answer.reasoning or "") + text
+                case ToolCallStart(_, id, name):
+                    answer.tool_calls.append(ToolCall(id, name))
+                case ToolCallArguments(index, text):
+                    answer.tool_calls[index].arguments += text
+        return answer

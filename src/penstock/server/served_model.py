@@ -1,0 +1,123 @@
+"""The model behind the HTTP API: its engine, tokenizer, names and limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from penstock.contract import RequestOutputKind, SamplingParams
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.conversation import Message, render_prompt
+from penstock.engine.detokenizer import SpecialTokens
+from penstock.engine.outputs import RequestOutput
+from penstock.engine.prompts import Prompt, PromptDict
+from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
+from penstock.server.errors import ApiError
+from penstock.server.options import ServerOptions
+
+_Result = TypeVar("_Result")
+
+
+class ServedModel:
+    """All that routes need of the engine.
+
+    default_params: sampling parameters of fields that a request leaves out. max_model_len: longest context in tokens.
+    """
+
+    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.names = options.served_model_name
+        self.default_params: SamplingParams = engine.get_default_sampling_params()
+        self.tokenizer: Tokenizer = engine._tokenizer
+        self.max_model_len: int = engine._input_processor._max_model_len
+        self._knows_developer = self._mentions_developer()
+
+    @property
+    def name(self) -> str:
+        """Name in responses."""
+        return self.names[0]
+
+    def check_name(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served; None takes the one that is."""
+        if name is not None and name not in self.names:
+            served = ", ".join(map(repr, self.names))
+            message = f"The model {name!r} is not served here. Allowed: {served}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int,
+        output_kind: RequestOutputKind,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one prompt; see `AsyncEngine.generate`."""
+        return self.engine.generate(prompt, params, request_id, priority=priority, output_kind=output_kind)
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> PromptDict:
+        """Prompt of a conversation. Raises InvalidRequest as `render_prompt`."""
+        if chat_template is not None and not self.options.trust_request_chat_template:
+            message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
+            raise ApiError(400, message, param="chat_template")
+        template = self.options.chat_template if chat_template is None else chat_template
+        if not self._knows_developer and chat_template is None:
+            messages = [_as_system(message) for message in messages]
+        return await _in_thread(
+            lambda: render_prompt(
+                self.tokenizer,
+                messages,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs={**self.options.default_chat_template_kwargs, **variables},
+            )
+        )
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await _in_thread(lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids. Raises ApiError for ids outside the vocabulary."""
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.tokenizer.vocab_size:
+                allowed = f"0 to {self.tokenizer.vocab_size - 1}"
+                message = f"tokens[{position}]={token_id} is not a token id. Allowed: {allowed}."
+                raise ApiError(400, message, param=f"tokens[{position}]")
+        return await _in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of a token, which may be part of a character."""
+        table = getattr(self.tokenizer._backend.detokenizers, "table", None)
+        if table is None:
+            return self.tokenizer.token_text(token_id).encode()
+        text, raw = table(SpecialTokens(are_shown=True, are_spaced=True))[token_id]
+        return bytes(raw or text.encode())
+
+    def _mentions_developer(self) -> bool:
+        """Whether the chat template has the role `developer`, which it would refuse or show otherwise."""
+        template = self.options.chat_template or self.tokenizer.for_callers().chat_template
+        return "developer" in str(template)
+
+
+def _as_system(message: Message) -> Message:
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+async def _in_thread(work: Callable[[], _Result]) -> _Result:
+    return await asyncio.to_thread(work)
