@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
+from penstock.config.queue import QueueLimits
 from penstock.contract import SamplingParams, decode, encode
-from penstock.engine.admission import QueueLimits
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import AddRequest, Answer, CoreStarted, EngineRequest, FromCore, ToCore
 from penstock.errors import ContextTooLong, EngineDead, InvalidRequest, Overloaded, error_from_data

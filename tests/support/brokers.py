@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.config import EngineConfig
-from penstock.engine.admission import QueueLimits
+from penstock.config.queue import QueueLimits
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.broker import BrokerArguments, serve_fronts
 from penstock.engine.broker_connection import BrokerState, connect_to_broker

@@ -15,6 +15,7 @@ from penstock.cli.failures import readable_errors
 from penstock.cli.flags import EngineCommand, with_dashes
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
+from penstock.cli.serve import serve
 
 
 class CommandGroup(TyperGroup):
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 app.command(cls=EngineCommand)(generate)
 app.command(cls=EngineCommand)(chat)
+app.command(cls=EngineCommand)(serve)
 app.command()(env)
 app.command(cls=EngineCommand)(plan)
 app.command(cls=EngineCommand)(bench)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.models import OptionInfo
 
+from penstock.cli.dataclass_flags import parameters_of
 from penstock.cli.failures import readable_errors
 from penstock.cli.flags import Flags, with_dashes
 from penstock.errors import ConfigError
@@ -60,13 +61,22 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
 
 
 def engine_command(
-    *, without: tuple[str, ...], shows_log: bool = True
+    *,
+    without: tuple[str, ...],
+    shows_log: bool = True,
+    groups: Mapping[str, type] | None = None,
+    group_flags: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator that makes a command of a function.
 
     The command has the options above, except `without`, in place of the parameter `engine`, in which the function gets
     them as `EngineConfig.create` takes them. Exceptions become a message and an exit code.
+
+    groups: options classes, by parameters in whose place the command has a flag per field (`parameters_of`). The
+    function gets the fields that were given as a dictionary. group_flags: flags of fields with another name.
     """
+    groups, group_flags = groups or {}, group_flags or {}
+    expanded = {name: parameters_of(one, group_flags) for name, one in groups.items()}
     names = [name for name in _ENGINE_OPTIONS if name not in without]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -76,10 +86,13 @@ def engine_command(
                 if shows_log:
                     configure_logging("debug" if debug else None)
                 engine = {name: given.pop(name) for name in names if name in given}
+                for group, fields in expanded.items():
+                    given[group] = {field.name: given.pop(field.name) for field in fields}
                 function(engine=_as_created(**engine), **given)
 
         parameters = inspect.signature(function, eval_str=True).parameters
-        own = [parameter for name, parameter in parameters.items() if name != "engine"]
+        own = [parameter for name, parameter in parameters.items() if name != "engine" and name not in expanded]
+        own += [parameter for fields in expanded.values() for parameter in fields]
         flags = Flags(engine=_engine_flags(names), own=_own_flags(own))
         command.__signature__ = inspect.Signature([*own, *map(_parameter, names)])  # type: ignore[attr-defined]
         return command

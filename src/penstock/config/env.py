@@ -3,6 +3,7 @@
 | variable | meaning |
 | --- | --- |
 | PENSTOCK_LOG_LEVEL | level of Penstock's log: debug, info (default), warning, error |
+| PENSTOCK_API_KEY | API key of `penstock serve`; several are separated by commas |
 | PENSTOCK_PLUGINS | comma-separated names of the entry points to load as plugins; unset loads all, empty none |
 | PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: avx512, avx2, generic |
 | PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch, with Penstock's other kernels |
@@ -44,6 +45,10 @@ _REPORTED = (
 
 def log_level() -> str:
     return os.environ.get("PENSTOCK_LOG_LEVEL", "info").upper()
+
+
+def api_keys() -> list[str]:
+    return [key for key in os.environ.get("PENSTOCK_API_KEY", "").split(",") if key]
 
 
 def cpu_kernels() -> str:

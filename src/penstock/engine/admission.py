@@ -5,26 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
 
+from penstock.config.queue import QueueLimits
 from penstock.engine.messages import EngineRequest
 from penstock.errors import Overloaded
 
 # Requests that recently began to run, from which waiting times are estimated.
 _NUM_RECENT = 64
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limits of the queue; None for no limit.
-
-    max_num_queued_requests: requests beyond those that the cores may run at once (`max_num_seqs` each).
-    max_num_queued_tokens: prompt tokens of the requests without a token so far. A single request may exceed it.
-    """
-
-    max_num_queued_requests: int | None = None
-    max_num_queued_tokens: int | None = None
 
 
 class Admission:

@@ -220,6 +220,17 @@ class AsyncEngine(RefusesMethods):
             # A cancelled caller does not cancel the abort itself.
             await asyncio.shield(self._call("abort", lambda: self._dispatcher.abort(req_ids)))
 
+    async def abort_all(self) -> None:
+        """End all requests; their streams get a last output with finish_reason "abort"."""
+        with self._lock:
+            running = [stream.progress for stream in self._streams if stream.progress is not None]
+        await self.abort([progress.req_id for progress in running])
+
+    @also_from_vllm
+    def get_num_unfinished_requests(self) -> int:
+        """Number of requests with a reader."""
+        return len(self._streams)
+
     @also_from_vllm
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.

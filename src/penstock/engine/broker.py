@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from penstock.config import EngineConfig
+from penstock.config.queue import QueueLimits
 from penstock.contract import decode, encode
-from penstock.engine.admission import Admission, QueueLimits
+from penstock.engine.admission import Admission
 from penstock.engine.child_main import ParentConnection
 from penstock.engine.core_group import CoreGroup, load_engine_core
 from penstock.engine.core_server import ServedCore, call_utility

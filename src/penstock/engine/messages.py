@@ -84,6 +84,12 @@ class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
     kv_cache_bytes: int
 
 
+class Drain(_Message, frozen=True, kw_only=True, tag="drain"):
+    """End a front end: refuse new requests, abort those that run after `timeout_s` seconds, and exit."""
+
+    timeout_s: float
+
+
 class FrontStarted(_Message, frozen=True, kw_only=True, tag="front"):
     """The front end's process accepts requests."""
 
@@ -149,6 +155,12 @@ class ToCore(msgspec.Struct, frozen=True):
     """Any message of a client."""
 
     message: AddRequest | AbortRequests | UtilityCall | CloseCore
+
+
+class ToFront(msgspec.Struct, frozen=True):
+    """Any message to a front end's process."""
+
+    message: Drain
 
 
 # Messages that the client of a core handles; the reader thread writes log records itself.

@@ -1,0 +1,61 @@
+"""`penstock serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.dataclass_flags import create
+from penstock.config import env
+from penstock.config.queue import QueueLimits
+from penstock.errors import ConfigError
+from penstock.server.network import NetworkOptions
+from penstock.server.options import ServerOptions
+
+
+@options.engine_command(
+    without=(),
+    groups={"network": NetworkOptions, "server": ServerOptions, "queue": QueueLimits},
+    group_flags={"api_keys": "--api-key"},
+)
+def serve(
+    model_tag: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="demo, a folder, or a hub id  [default: demo]")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="The model, as a flag")] = None,
+    *,
+    network: dict[str, Any],
+    server: dict[str, Any],
+    queue: dict[str, Any],
+    engine: dict[str, Any],
+) -> None:
+    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
+
+    SIGTERM and Ctrl-C let running requests finish; a second one ends the server at once. --config FILE.yaml has flags
+    by name. PENSTOCK_API_KEY is an API key that the list of processes does not show.
+    """
+    if model_tag is not None and model is not None:
+        raise ConfigError(f"The model is given twice: {model_tag!r} and model={model!r}. Leave one of them out.")
+    name = model_tag or model or "demo"
+    keys = [*(server.pop("api_keys") or []), *env.api_keys()]
+    names = tuple(server.pop("served_model_name") or [name])
+    server_options = create(ServerOptions, server, api_keys=tuple(keys), served_model_name=names)
+    network_options = create(NetworkOptions, network)
+    limits = create(QueueLimits, queue)
+    _check_packages()
+    from penstock.config import EngineConfig
+    from penstock.server.launcher import Launcher
+
+    Launcher(EngineConfig.create(name, **engine), server_options, network_options, limits).run()
+
+
+def _check_packages() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"penstock serve needs the package {error.name}. Install the extra: pip install 'penstock[server]'."
+        ) from error

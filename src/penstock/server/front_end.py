@@ -1,0 +1,162 @@
+"""Front end: process that serves HTTP, as a client of the broker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.config import EngineConfig
+from penstock.contract import decode
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.broker_connection import BrokerState, connect_to_broker
+from penstock.engine.child_main import ParentConnection
+from penstock.engine.messages import FrontEnded, FrontStarted, ToFront
+from penstock.server import health
+from penstock.server.app import create_app
+from penstock.server.network import NetworkOptions
+from penstock.server.options import ServerOptions
+
+logger = logging.getLogger(__name__)
+# Interval at which a front end looks whether its engine lives.
+_HEALTH_POLL_S = 1.0
+# Interval at which a draining front end looks whether its requests have ended.
+_DRAIN_POLL_S = 0.02
+# Time for the last bytes of responses after the drain.
+_LAST_BYTES_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndArguments:
+    """Arguments of a front end's process.
+
+    number: number among all front ends ever started. broker_path: Unix socket of the broker. descriptor: listening
+    socket for HTTP. health_limit_s: see `Health`.
+    """
+
+    config: EngineConfig
+    options: ServerOptions
+    network: NetworkOptions
+    number: int
+    broker_path: str
+    descriptor: int
+    health_limit_s: float
+
+
+def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
+    """Connect to the broker and serve HTTP, until the parent drains the front end or closes its connection."""
+    broker = BrokerState()
+    engine = AsyncEngine.from_config(
+        arguments.config,
+        lambda config: connect_to_broker(arguments.broker_path, config, broker),
+        front_end=arguments.number,
+    )
+    try:
+        app = create_app(engine, arguments.options)
+        state = health.Health(broker, arguments.health_limit_s)
+        app.state.health = state
+        app.include_router(health.router)
+        app.add_middleware(health.Drainage, health=state)
+        listener = socket.socket(fileno=arguments.descriptor)
+        asyncio.run(_FrontEnd(engine, app, state, arguments.network, listener, parent).run())
+    finally:
+        engine.shutdown()
+
+
+class _FrontEnd:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        app: FastAPI,
+        state: health.Health,
+        network: NetworkOptions,
+        listener: socket.socket,
+        parent: ParentConnection,
+    ) -> None:
+        self._engine = engine
+        self._health = state
+        self._listener = listener
+        self._parent = parent
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=int(network.timeout_keep_alive),
+                timeout_graceful_shutdown=int(_LAST_BYTES_S),
+                ssl_certfile=network.ssl_certfile,
+                ssl_keyfile=network.ssl_keyfile,
+                ssl_keyfile_password=network.ssl_keyfile_password,
+                ssl_ca_certs=network.ssl_ca_certs,
+                ssl_cert_reqs=network.ssl_cert_reqs,
+            ),
+            lambda: parent.send(FrontStarted()),
+        )
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        drain: asyncio.Future[Any] = loop.create_future()
+
+        def read() -> None:
+            timeout_s = _read_drain(self._parent)
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(drain.set_result, timeout_s)
+
+        threading.Thread(target=read, name="penstock-parent", daemon=True).start()
+        serving: asyncio.Future[Any] = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        while not (serving.done() or drain.done()):
+            await asyncio.wait({serving, drain}, timeout=_HEALTH_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            # A front end whose client of the broker has ended is started again.
+            await self._engine.check_health()
+        if drain.done():
+            await self._drain(drain.result())
+            self._server.should_exit = True
+        await serving
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and abort those that have not finished in time."""
+        self._health.is_draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._engine.get_num_unfinished_requests() and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        num_left = self._engine.get_num_unfinished_requests()
+        if num_left:
+            logger.warning("%d requests have not finished within %g s and are aborted", num_left, timeout_s)
+            await self._engine.abort_all()
+        with contextlib.suppress(OSError):
+            self._parent.send(FrontEnded(num_aborted=num_left))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, without its signal handlers. on_start: called once it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _read_drain(parent: ParentConnection) -> float:
+    """Wait for the parent to drain the front end. Returns the timeout: 0 at the end of the connection."""
+    try:
+        return decode(parent.receive(), ToFront).message.timeout_s
+    except (EOFError, OSError):
+        return 0.0

@@ -1,0 +1,206 @@
+"""Launcher: starts and supervises the broker and the front ends of a server, and ends them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+from penstock.config import EngineConfig
+from penstock.config.queue import QueueLimits
+from penstock.contract import encode
+from penstock.engine.broker import BrokerArguments, serve_fronts
+from penstock.engine.child_process import ChildProcess
+from penstock.engine.messages import (
+    CloseCore,
+    CoreMessage,
+    CoreStarted,
+    Drain,
+    FrontEnded,
+    FrontStarted,
+    ToCore,
+    ToFront,
+)
+from penstock.engine.supervised_process import Deliver, SupervisedProcess
+from penstock.errors import PenstockError
+from penstock.executor.processes import ProcessStarter
+from penstock.server.front_end import FrontEndArguments, serve_http
+from penstock.server.network import NetworkOptions
+from penstock.server.options import ServerOptions
+from penstock.worker.capabilities import check_async_engine, check_options
+
+logger = logging.getLogger(__name__)
+_SEND_TIMEOUT_S = 30.0
+# Grace period of the broker, which closes its cores.
+_BROKER_GRACE_S = 30.0
+# Time of a front end after its drain, for the last bytes and its exit.
+_FRONT_GRACE_S = 10.0
+
+# A process that has started (by its name), an error that ends the server, or the number of a signal.
+_Event: TypeAlias = "str | PenstockError | int"
+_Start: TypeAlias = Callable[[Deliver], ChildProcess]
+
+
+class Launcher:
+    """Runs a server: one broker, and front ends that share the listening socket.
+
+    A lost broker or front end is started again; requests survive the loss of the broker.
+    """
+
+    def __init__(
+        self, config: EngineConfig, options: ServerOptions, network: NetworkOptions, limits: QueueLimits
+    ) -> None:
+        check_options(config)
+        check_async_engine(config)
+        self._config = config
+        self._options = options
+        self._network = network
+        self._limits = limits
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._front_numbers = itertools.count()
+        self._began = time.monotonic()
+        # The broker kills its own cores after this time without a heartbeat.
+        self._health_limit_s = config.parallel.longest_step_s + config.parallel.step_timeout_s
+        if config.parallel.executor == "uni":
+            self._health_limit_s = config.parallel.step_timeout_s
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; a second one ends it at once.
+
+        Raises ConfigError when the address cannot be had; what starting the engine raises; EngineDead when the engine
+        has failed for good.
+        """
+        if not (self._network.is_local or self._options.api_keys):
+            logger.warning(
+                "host=%s lets every machine that reaches it use this server, since there is no api_key",
+                self._network.host,
+            )
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        starter = ProcessStarter()
+        try:
+            with self._network.listen() as http, socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(folder / "broker"))
+                listener.listen()
+                self._serve(http, listener, starter)
+        finally:
+            starter.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            if self._network.uds is not None:
+                Path(self._network.uds).unlink(missing_ok=True)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _serve(self, http: socket.socket, listener: socket.socket, starter: ProcessStarter) -> None:
+        broker = self._start_broker(listener, starter)
+        fronts: list[SupervisedProcess] = []
+        try:
+            for _ in range(self._network.api_server_count):
+                fronts.append(self._start_front(http, listener, starter))
+            self._wait_for_start([broker, *fronts], self._network.url(http))
+            while True:
+                event = self._events.get()
+                if isinstance(event, PenstockError):
+                    raise event
+                if isinstance(event, int):
+                    self._drain(fronts)
+                    return
+        finally:
+            for process in fronts:
+                process.close()
+            broker.expect_end()
+            broker.send(encode(ToCore(CloseCore())))
+            broker.close(_BROKER_GRACE_S)
+
+    def _wait_for_start(self, processes: list[SupervisedProcess], url: str) -> None:
+        while not all(process.has_started for process in processes):
+            event = self._events.get()
+            if isinstance(event, PenstockError):
+                raise event
+            if isinstance(event, int):
+                self._events.put(event)
+                return
+            logger.info("%s started after %.1f s", event, time.monotonic() - self._began)
+        logger.info("Ready after %.1f s: %s serves %s", time.monotonic() - self._began, url, self._names())
+
+    def _drain(self, fronts: list[SupervisedProcess]) -> None:
+        timeout_s = self._network.shutdown_timeout
+        logger.info("Shutting down: running requests have %g s to finish", timeout_s)
+        for front in fronts:
+            front.expect_end()
+            front.send(encode(ToFront(Drain(timeout_s=timeout_s))))
+        deadline = time.monotonic() + timeout_s + _FRONT_GRACE_S
+        while not all(front.wait(0.0) for front in fronts) and time.monotonic() < deadline:
+            try:
+                event = self._events.get(timeout=0.05)
+            except queue.Empty:
+                continue
+            if isinstance(event, int):
+                logger.warning("Ending at once, after a second signal")
+                return
+
+    def _start_broker(self, listener: socket.socket, starter: ProcessStarter) -> SupervisedProcess:
+        descriptor = listener.fileno()
+        arguments = BrokerArguments(self._config, self._limits, descriptor)
+
+        def start(deliver: Deliver) -> ChildProcess:
+            return ChildProcess(
+                serve_fronts,
+                arguments,
+                starter,
+                deliver,
+                send_timeout_s=_SEND_TIMEOUT_S,
+                descriptors=[descriptor],
+            )
+
+        return self._supervise("The broker", start, heartbeat_timeout_s=self._health_limit_s)
+
+    def _start_front(self, http: socket.socket, listener: socket.socket, starter: ProcessStarter) -> SupervisedProcess:
+        path, descriptor = listener.getsockname(), http.fileno()
+
+        def start(deliver: Deliver) -> ChildProcess:
+            arguments = FrontEndArguments(
+                config=self._config,
+                options=self._options,
+                network=self._network,
+                number=next(self._front_numbers),
+                broker_path=path,
+                descriptor=descriptor,
+                health_limit_s=self._health_limit_s,
+            )
+            return ChildProcess(
+                serve_http, arguments, starter, deliver, send_timeout_s=_SEND_TIMEOUT_S, descriptors=[descriptor]
+            )
+
+        return self._supervise("A front end", start)
+
+    def _supervise(self, name: str, start: _Start, heartbeat_timeout_s: float | None = None) -> SupervisedProcess:
+        def on_message(message: CoreMessage) -> None:
+            if isinstance(message, CoreStarted | FrontStarted):
+                self._events.put(name)
+            elif isinstance(message, FrontEnded) and message.num_aborted:
+                logger.warning("%s has aborted %d requests", name, message.num_aborted)
+
+        return SupervisedProcess(
+            name,
+            start,
+            on_message=on_message,
+            on_failure=self._events.put,
+            max_restarts=self._config.parallel.max_restarts,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+
+    def _names(self) -> str:
+        return ", ".join(self._options.served_model_name)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(number)

@@ -1,0 +1,114 @@
+"""Sockets and processes of the server: where it listens, with which certificates, and how it ends."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config.checks import check_integer, check_seconds
+from penstock.errors import ConfigError
+
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """Options of the sockets and processes of a server, with vLLM's names where it has them.
+
+    host, port: address to listen on; port 0 takes a free one. uds: path of a Unix socket to listen on instead.
+    api_server_count: front-end processes, which share the address.
+    ssl_certfile, ssl_keyfile, ssl_keyfile_password: certificate and key for HTTPS. ssl_ca_certs: authorities of client
+    certificates. ssl_cert_reqs: whether clients need one: 0 no, 1 optional, 2 required.
+    timeout_keep_alive: seconds after which an idle connection is closed.
+    shutdown_timeout: seconds that running requests have to finish after SIGTERM.
+
+    Raises ConfigError.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    api_server_count: int = 1
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    timeout_keep_alive: float = 5.0
+    shutdown_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_integer("port", self.port, 0)
+        if self.port > 65535:
+            raise ConfigError(f"port={self.port} is not valid. Allowed: 0 to 65535.")
+        check_integer("api_server_count", self.api_server_count, 1)
+        check_seconds("timeout_keep_alive", self.timeout_keep_alive)
+        if not self.shutdown_timeout >= 0:
+            raise ConfigError(f"shutdown_timeout={self.shutdown_timeout} is not valid. Allowed: 0 or more seconds.")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs={self.ssl_cert_reqs} is not valid. Allowed: 0, 1, 2.")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            missing = "ssl_certfile" if self.ssl_certfile is None else "ssl_keyfile"
+            raise ConfigError(f"{missing} is missing: HTTPS needs ssl_certfile and ssl_keyfile.")
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}={path!r} is not a file. Give the path of a PEM file.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.uds is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def listen(self) -> socket.socket:
+        """Open the listening socket. Raises ConfigError when the address cannot be had."""
+        if self.uds is not None:
+            return _listen_on_path(self.uds)
+        try:
+            family, _, _, _, address = socket.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"host={self.host!r} and port={self.port} cannot be listened on: {error.strerror or error}. Give "
+                "another port, or end the process that has it."
+            ) from error
+        return listener
+
+    def url(self, listener: socket.socket) -> str:
+        """Address for clients."""
+        if self.uds is not None:
+            return f"unix:{self.uds}"
+        host, port = listener.getsockname()[:2]
+        scheme = "http" if self.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _listen_on_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) and not _has_listener(path):
+            os.unlink(path)
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"uds={path!r} cannot be listened on: {error.strerror}. Give another path.") from error
+    return listener
+
+
+def _has_listener(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
