@@ -69,7 +69,7 @@ def test_bytes_after_a_sized_body_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://here", "http://", "http://here:port"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--base-url"):
         HttpClient(url, {}, time.perf_counter)
 

@@ -107,7 +107,8 @@ def as_text(request: SampleRequest, tokenizer: Tokenizer, rng: random.Random) ->
     target = len(request.prompt)
     ids = request.prompt
     for _ in range(_TRIES_OF_TEXT):
-        text = tokenizer.decode(ids)
+        # Bytes that are no character would come back as another, longer one.
+        text = tokenizer.decode(ids).replace("\ufffd", "")
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) == target:
             break

@@ -35,10 +35,11 @@ class LoadSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        concurrency = self.max_concurrency
         for flag, value, is_valid, allowed in (
             ("--request-rate", self.request_rate, self.request_rate > 0, "more than 0, or inf"),
             ("--burstiness", self.burstiness, 0 < self.burstiness < math.inf, "more than 0"),
-            ("--max-concurrency", self.max_concurrency, (self.max_concurrency or 1) > 0, "1 or more"),
+            ("--max-concurrency", concurrency, concurrency is None or concurrency > 0, "1 or more"),
             ("--request-timeout", self.request_timeout_s, self.request_timeout_s > 0, "more than 0 seconds"),
             ("--disconnect-fraction", self.disconnect_fraction, 0 <= self.disconnect_fraction <= 1, "0 to 1"),
             ("--seed", self.seed, self.seed >= 0, "0 or more"),
