@@ -103,10 +103,10 @@ async def answer(request: ServedRequest, delay_s: float = 0.0) -> None:
         return
     body = request.body
     is_chat = "messages" in body
-    num_tokens = body["max_completion_tokens"] if is_chat else body["max_tokens"]
+    num_tokens = body.get("max_completion_tokens", body.get("max_tokens", 16))
     num_prompt = 7 if is_chat or isinstance(body["prompt"], str) else len(body["prompt"])
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
-    if not body["stream"]:
+    if not body.get("stream"):
         await asyncio.sleep(num_tokens * delay_s)
         text = "x" * num_tokens
         part = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
