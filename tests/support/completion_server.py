@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -59,13 +61,18 @@ Handler = Callable[[ServedRequest], Awaitable[None]]
 
 @dataclass
 class CompletionServer:
-    """Server at `url`. handler: answers a request. requests: that have come. num_cut: streams that the client left."""
+    """Server at `url`. handler: answers a request. requests: that have come. num_cut: streams that the client left.
+
+    keeps_requests: False forgets what was asked.
+    """
 
     handler: Handler
     url: str = ""
     requests: list[ServedRequest] = field(default_factory=list)
     num_connections: int = 0
     num_cut: int = 0
+    num_requests: int = 0
+    keeps_requests: bool = True
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
@@ -90,16 +97,28 @@ class CompletionServer:
         method, path, _ = first.split(" ")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        parsed = json.loads(body) if body else None
-        request = ServedRequest(len(self.requests), connection, method, path, headers, parsed, writer)
-        self.requests.append(request)
+        try:
+            parsed = json.loads(body) if body else None
+        except ValueError:
+            parsed = body.decode()
+        request = ServedRequest(self.num_requests, connection, method, path, headers, parsed, writer)
+        self.num_requests += 1
+        if self.keeps_requests:
+            self.requests.append(request)
         return request
 
 
+_METRICS = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model_name="served"} 0.0
+vllm:num_requests_waiting{model_name="served"} 0.0
+"""
+
+
 async def answer(request: ServedRequest, delay_s: float = 0.0) -> None:
-    """Answer a completion or chat completion with `max_tokens` tokens, each after a delay; and /v1/models."""
+    """Answer a completion or chat completion with `max_tokens` tokens, each after a delay; and every GET."""
     if request.method == "GET":
-        await request.whole(200, {"data": [{"id": "served", "root": "demo"}]})
+        answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "served", "root": "demo"}]}, "/metrics": _METRICS}
+        await request.whole(200, answers.get(request.path, {}))
         return
     body = request.body
     is_chat = "messages" in body
@@ -128,10 +147,10 @@ async def answer(request: ServedRequest, delay_s: float = 0.0) -> None:
 
 
 @asynccontextmanager
-async def serving(handler: Handler = answer) -> AsyncIterator[CompletionServer]:
-    """Serve on a free port, on this event loop."""
+async def serving(handler: Handler = answer, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[CompletionServer]:
+    """Serve on a port, by default a free one, on this event loop."""
     server = CompletionServer(handler)
-    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, backlog=2048)
+    listener = await asyncio.start_server(server.serve, host, port, backlog=2048)
     server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     tasks_before = asyncio.all_tasks()
     try:
@@ -167,3 +186,28 @@ def serving_in_a_thread(handler: Handler = answer) -> Iterator[CompletionServer]
         loop.call_soon_threadsafe(done.set)
         thread.join()
         loop.close()
+
+
+async def _serve_alone() -> None:
+    """Serve on --host and --port until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--leak-bytes", type=int, default=0, help="memory that each request leaves behind")
+    arguments = parser.parse_args()
+    leaked = []
+
+    async def leak_and_answer(request: ServedRequest) -> None:
+        leaked.append(b"x" * arguments.leak_bytes)
+        request_is_bad = request.method == "POST" and not isinstance(request.body, dict)
+        await (request.whole(400, {"error": {"message": "bad"}}) if request_is_bad else answer(request, 0.001))
+
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    async with serving(leak_and_answer, arguments.host, arguments.port) as server:
+        server.keeps_requests = False
+        await stopped.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve_alone())

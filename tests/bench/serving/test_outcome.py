@@ -104,6 +104,7 @@ def test_a_whole_response_has_no_first_token() -> None:
     assert outcome.status is Status.COMPLETED
     assert (outcome.ttft_s, outcome.tpot_s, outcome.itl_s) == (None, None, [])
     assert (outcome.latency_s, outcome.prompt_len, outcome.output_len, outcome.text) == (2.0, 5, 2, "ab")
+    assert outcome.finish_reason == "length"
 
 
 @pytest.mark.parametrize(

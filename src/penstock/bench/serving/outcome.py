@@ -38,6 +38,7 @@ class Outcome:
     first_token: float | None = None
     chunk_times: list[float] = field(default_factory=list)
     text: str = ""
+    finish_reason: str | None = None
     status: Status = Status.FAILED
     http_status: int | None = None
     cause: str = ""
@@ -135,7 +136,7 @@ class AnswerReader:
         self._rest = b""
         self._pieces: list[bytes] = []
         self._texts: list[str] = []
-        self._is_finished = False
+        self._is_done = False
 
     def begin(self, status: int, headers: Mapping[str, str], now: float) -> None:
         outcome = self._outcome
@@ -159,7 +160,7 @@ class AnswerReader:
         outcome.end = now
         if not self._is_stream:
             self._take_whole(b"".join(self._pieces), now)
-        elif not self._is_finished:
+        elif not self._is_done and outcome.finish_reason is None:
             raise RequestFailed("stream ended early", "the stream ended without a finish_reason or [DONE]")
         outcome.text = "".join(self._texts)
         if not outcome.is_counted:
@@ -168,7 +169,7 @@ class AnswerReader:
 
     def _take_event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
-            self._is_finished = True
+            self._is_done = True
             return
         if self._take_answer(self._decode("malformed chunk", data)):
             outcome = self._outcome
@@ -183,7 +184,7 @@ class AnswerReader:
         if status != 200:
             raise RequestFailed(f"HTTP {status}", _message(body))
         self._take_answer(self._decode("malformed response", body))
-        if not self._is_finished:
+        if self._outcome.finish_reason is None:
             raise RequestFailed("malformed response", f"the response has no finish_reason: {_shown(body)}")
 
     def _take_answer(self, answer: _Answer) -> bool:
@@ -194,7 +195,8 @@ class AnswerReader:
             self._take_usage(answer.usage)
         has_token = False
         for choice in answer.choices:
-            self._is_finished |= choice.finish_reason is not None
+            if choice.finish_reason is not None:
+                self._outcome.finish_reason = choice.finish_reason
             if (text := choice.new_text()) is not None:
                 self._texts.append(text)
                 has_token = True
