@@ -248,7 +248,7 @@ def measure_streams(client: Client, server: ServerProcess, requests: Requests, n
     )
     time.sleep(1.0)
     after = server.usage()
-    most = max(usage.memory_bytes for usage in during)
+    most = max(usage.memory_bytes for usage in [*during, after])
     num_failed = sum(outcome.status is not Status.COMPLETED for outcome in outcomes)
     return [
         Figure(

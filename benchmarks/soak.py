@@ -2,6 +2,7 @@
 
     python -m benchmarks.soak [--model demo] [--minutes 10] [--clients 24] [--output FOLDER] [--option max-num-seqs=8]
 
+The KV cache is small, so that all of its pages are in use when the warm-up ends, and grow memory no more.
 Memory of all processes, descriptors, threads and /metrics are sampled every 10 s. At the end: whether memory grew by
 more than 2% after the warm-up, which is the first fifth; which errors were not the clients' own; and what still runs or
 waits in the server when all clients have left. The exit code is 1 if any of these is wrong.
@@ -218,14 +219,20 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--interval", type=float, default=10.0, help="seconds between samples")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv-cache-memory-bytes", default="64MiB")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--option", nargs="*", default=[], help="more flags of the server, without their dashes")
     parser.add_argument("--output", type=Path, help="a folder for the page")
     arguments = parser.parse_args()
     quiet_environment()
     raise_descriptor_limit()
-    options = [f"--{option}" for option in arguments.option]
-    command = serve_command(arguments.model, f"--threads={arguments.threads}", "--served-model-name=measured", *options)
+    command = serve_command(
+        arguments.model,
+        f"--threads={arguments.threads}",
+        f"--kv-cache-memory-bytes={arguments.kv_cache_memory_bytes}",
+        "--served-model-name=measured",
+        *(f"--{option}" for option in arguments.option),
+    )
     with tempfile.TemporaryDirectory() as folder:
         findings = soak(command, "measured", Path(folder) / "server.log", arguments)
     page = as_markdown(findings, machine(arguments.threads))

@@ -37,16 +37,18 @@ def _totals(settings: ServeSettings, result: ServeResult) -> Table:
         if count or name in ("completed", "failed"):
             table.add_row("of which rejected (429)" if name == "rejected" else name, f"{count:,}", "requests")
     table.add_row("duration", number(figures["duration"]), "s")
-    table.add_row("requests", number(figures["request_throughput"]), "1/s")
+    table.add_row("request throughput", number(figures["request_throughput"]), "1/s")
     if figures["request_goodput"] is not None:
         targets = " ".join(f"{metric}:{target:g}" for metric, target in settings.goodput.items())
         table.add_row("goodput", number(figures["request_goodput"]), f"1/s within {targets}")
-    table.add_row("output tokens", number(figures["output_throughput"]), f"tok/s of {figures['total_output_tokens']:,}")
+    table.add_row(
+        "output throughput", number(figures["output_throughput"]), f"tok/s of {figures['total_output_tokens']:,}"
+    )
     both = figures["total_input_tokens"] + figures["total_output_tokens"]
-    table.add_row("input and output tokens", number(figures["total_token_throughput"]), f"tok/s of {both:,}")
+    table.add_row("total throughput", number(figures["total_token_throughput"]), f"tok/s of {both:,}")
     if figures["max_output_tokens_per_s"] is not None:
-        table.add_row("output tokens, best second", number(figures["max_output_tokens_per_s"]), "tok/s")
-    table.add_row("open requests, most", f"{figures['max_concurrent_requests']:,}", "requests")
+        table.add_row("peak output throughput", number(figures["max_output_tokens_per_s"]), "tok/s in a second")
+    table.add_row("peak concurrency", f"{figures['max_concurrent_requests']:,}", "requests")
     return table
 
 
@@ -61,7 +63,8 @@ def _title(settings: ServeSettings, result: ServeResult) -> str:
 
 
 def _latencies(settings: ServeSettings, figures: Mapping[str, Any]) -> Table:
-    columns = ["mean", "median", "std", *map(percentile_name, settings.metric_percentiles)]
+    percentiles = [percentile_name(percent) for percent in settings.metric_percentiles if percent != 50]
+    columns = ["mean", "median", "std", *percentiles]
     table = Table("milliseconds")
     for column in columns:
         table.add_column(column, justify="right")

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 # Titles of the metrics.
 METRICS = {
     "ttft": "Time to first token",
-    "tpot": "Time per output token, without the first",
+    "tpot": "Time per output token",
     "itl": "Inter-token latency",
     "e2el": "End-to-end latency",
 }
