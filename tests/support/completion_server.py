@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import signal
+import ssl
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -147,10 +148,12 @@ async def answer(request: ServedRequest, delay_s: float = 0.0) -> None:
 
 
 @asynccontextmanager
-async def serving(handler: Handler = answer, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[CompletionServer]:
-    """Serve on a port, by default a free one, on this event loop."""
+async def serving(
+    handler: Handler = answer, host: str = "127.0.0.1", port: int = 0, context: ssl.SSLContext | None = None
+) -> AsyncIterator[CompletionServer]:
+    """Serve on a port, by default a free one, on this event loop. context: of TLS."""
     server = CompletionServer(handler)
-    listener = await asyncio.start_server(server.serve, host, port, backlog=2048)
+    listener = await asyncio.start_server(server.serve, host, port, backlog=2048, ssl=context)
     server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     tasks_before = asyncio.all_tasks()
     try:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import h11
 import pytest
@@ -169,5 +173,39 @@ def test_a_body_without_a_length_ends_with_its_connection() -> None:
         async with serving(until_close) as server:
             client = HttpClient(server.url, {}, time.perf_counter)
             assert (await fetch(client, "GET", "/")).body == b"hello"
+
+    asyncio.run(check())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+def test_certificates_are_checked_unless_told_otherwise(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    files = ["-subj", "/CN=localhost", "-keyout", key, "-out", certificate]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def check() -> None:
+        async with serving(hello, context=context) as server:
+            url = server.url.replace("http:", "https:")
+            client = HttpClient(url, {}, time.perf_counter, verify=False)
+            assert [response.body for response in await fetches(client, 2)] == [b"hello"] * 2
+            client.close()
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await fetch(HttpClient(url, {}, time.perf_counter), "GET", "/")
+
+    asyncio.run(check())
+
+
+def test_a_body_larger_than_the_buffer_arrives_whole() -> None:
+    async def large(request: ServedRequest) -> None:
+        await request.whole(200, "x" * 1_000_000)
+
+    async def check() -> None:
+        async with serving(large) as server:
+            client = HttpClient(server.url, {}, time.perf_counter)
+            assert {response.body for response in await fetches(client, 2)} == {b"x" * 1_000_000}
+            client.close()
 
     asyncio.run(check())
