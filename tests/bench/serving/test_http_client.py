@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import h11
 import pytest
@@ -209,3 +210,25 @@ def test_a_body_larger_than_the_buffer_arrives_whole() -> None:
             client.close()
 
     asyncio.run(check())
+
+
+def test_a_host_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up = []
+
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        look_up = loop.getaddrinfo
+
+        async def count(host: str, *args: Any, **options: Any) -> Any:
+            looked_up.append(host)
+            return await look_up(host, *args, **options)
+
+        monkeypatch.setattr(loop, "getaddrinfo", count)
+        async with serving(hello) as server:
+            client = HttpClient(server.url.replace("127.0.0.1", "localhost"), {}, time.perf_counter)
+            await asyncio.gather(*(fetch(client, "GET", "/") for _ in range(10)))
+            client.close()
+            assert server.num_connections == 10
+
+    asyncio.run(check())
+    assert looked_up.count("localhost") == 1

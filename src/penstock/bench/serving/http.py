@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -51,7 +52,7 @@ class HttpClient:
         if parts.scheme not in _PORTS or not parts.hostname:
             raise ConfigError(f"--base-url {base_url!r} is not valid. Allowed: such as http://127.0.0.1:8000.")
         try:
-            self._address = (parts.hostname, parts.port or _PORTS[parts.scheme])
+            self._host, self._port = parts.hostname, parts.port or _PORTS[parts.scheme]
         except ValueError as error:
             raise ConfigError(f"--base-url {base_url!r} is not valid: {error}.") from error
         self._ssl = _ssl_context(verify=verify) if parts.scheme == "https" else None
@@ -64,6 +65,9 @@ class HttpClient:
         self._clock = clock
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._idle: list[_Connection] = []
+        # IP addresses of the host, looked up once.
+        self._addresses: list[str] = []
+        self._lookup = asyncio.Lock()
 
     def message(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Bytes of a request. body: JSON."""
@@ -103,10 +107,32 @@ class HttpClient:
             connection = self._idle.pop()
             if connection.is_reusable:
                 return connection
-        _, made = await asyncio.get_running_loop().create_connection(
-            lambda: _Connection(self._clock, self._buffer), *self._address, ssl=self._ssl
-        )
-        return made
+        return await self._connect()
+
+    async def _connect(self) -> _Connection:
+        """Connect to the first address that answers, and remember it."""
+        loop = asyncio.get_running_loop()
+        async with self._lookup:
+            if not self._addresses:
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                self._addresses = [str(address[0]) for *_, address in found]
+        refused: OSError | None = None
+        for address in self._addresses:
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self._clock, self._buffer),
+                    address,
+                    self._port,
+                    ssl=self._ssl,
+                    server_hostname=self._host if self._ssl else None,
+                )
+            except OSError as error:
+                refused = error
+            else:
+                self._addresses = [address]
+                return connection
+        assert refused is not None
+        raise refused
 
 
 class _Connection(asyncio.BufferedProtocol):
