@@ -25,7 +25,14 @@ USER_PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md
 RUN = ("python", "sh")
 # Data, and what is printed.
 SHOWN = ("text", "json", "toml")
-REASONS = ("installs packages", "needs a GPU", "needs the network", "needs a Ray cluster", "asks at a terminal")
+REASONS = (
+    "installs packages",
+    "needs a GPU",
+    "needs the network",
+    "needs a Ray cluster",
+    "needs a server",
+    "asks at a terminal",
+)
 # What pages call a model of the reader's own.
 MODEL_OF_ONES_OWN = "path/or/hub-id"
 _BLOCK = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<language>\S*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -556,7 +556,7 @@ COMMANDS = {
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
     "vllm bench latency --model demo --nnodes 2": "expert parallelism, several nodes and external load balancers",
     "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
-    "vllm bench serve --model demo": "asks for the HTTP server",
+    "vllm bench serve --help": "Measure a running server",
     "vllm bench throughput --model demo --dataset-name sharegpt": "asks for benchmarks on datasets",
     "vllm bench latency --model demo --request-rate 4": "asks for server benchmarks",
     "vllm collect-env": "Penstock",

@@ -81,7 +81,7 @@ def _figures_table(title: str, rows: list[tuple[str, dict[str, Any], float, str]
     for name, figures, factor, unit in rows:
         percentiles = figures["percentiles"]
         values = [figures["median"], figures["mean"], percentiles["10"], percentiles["90"]]
-        table.add_row(name, *(_number(factor * value) for value in values), f"{100 * figures['spread']:.0f}%", unit)
+        table.add_row(name, *(number(factor * value) for value in values), f"{100 * figures['spread']:.0f}%", unit)
     return table
 
 
@@ -94,15 +94,15 @@ def _long_context_table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             f"{row['context']:,}",
             str(row["batch_size"]),
-            _number(row["prefill_tokens_per_s"]["median"]),
-            _number(row["output_tokens_per_s"]["median"]),
-            _number(1e3 * row["step_s"]["median"]),
+            number(row["prefill_tokens_per_s"]["median"]),
+            number(row["output_tokens_per_s"]["median"]),
+            number(1e3 * row["step_s"]["median"]),
             f"{100 * row['step_s']['spread']:.0f}%",
             "" if share is None else f"{100 * share['median']:.0f}%",
         )
     return table
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Format with at least three significant digits."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"

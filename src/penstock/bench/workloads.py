@@ -56,7 +56,10 @@ def make_settings(workload: str, seed: int, **given: int | None) -> Settings:
     """
     if workload not in WORKLOADS:
         vllm.command_as_ours(f"bench {workload}")
-        raise ConfigError(f"There is no workload {workload!r}. Allowed: {', '.join(WORKLOADS)}.")
+        raise ConfigError(
+            f"There is no workload {workload!r}. Allowed: {', '.join(WORKLOADS)}; or `penstock bench serve ...` for a "
+            "server."
+        )
     settings: dict[str, Any] = dict(WORKLOADS[workload])
     for name, value in given.items():
         if value is None:

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli.bench import bench
+from penstock.cli.bench_serve import ManyValuesCommand, bench_serve
 from penstock.cli.chat import chat
 from penstock.cli.env import env
 from penstock.cli.failures import readable_errors
@@ -19,9 +20,15 @@ from penstock.cli.serve import serve
 
 
 class CommandGroup(TyperGroup):
-    """Group of the commands. Commands of vLLM's that Penstock does not have are refused by feature."""
+    """Group of the commands, whose names may have two words.
+
+    Commands of vLLM's that Penstock does not have are refused by feature.
+    """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        both = " ".join(args[:2])
+        if len(args) > 1 and self.get_command(ctx, both) is not None:
+            args = [both, *args[2:]]
         if args and self.get_command(ctx, args[0]) is None:
             with readable_errors():
                 from penstock.config import vllm
@@ -50,6 +57,7 @@ app.command(cls=EngineCommand)(serve)
 app.command()(env)
 app.command(cls=EngineCommand)(plan)
 app.command(cls=EngineCommand)(bench)
+app.command("bench serve", cls=ManyValuesCommand)(bench_serve)
 
 
 def _show_version(is_wanted: bool) -> None:

@@ -47,7 +47,7 @@ def bench(
     """Measure how fast a model runs: random token ids in, a fixed number of tokens out.
 
     Every workload has defaults of its own. A table is printed; --output-json has every figure, the options and the
-    machine.
+    machine. `penstock bench serve` measures a server: see its own --help.
     """
     from penstock.bench.workloads import make_settings
     from penstock.config import EngineConfig

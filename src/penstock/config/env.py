@@ -11,6 +11,7 @@
 | GLOO_SOCKET_IFNAME | network interface of ranks on several machines; unset takes the one that reaches rank 0 |
 | RAY_ADDRESS | Ray cluster to connect to; unset takes the one that runs on this machine, or starts one |
 | RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and others | set by torchrun for external_launcher |
+| OPENAI_API_KEY | API key that `penstock bench serve` sends to the server that it measures |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1 forbids the network: models come from the local cache only |
 """
 
@@ -71,6 +72,11 @@ def allowed_plugins() -> list[str] | None:
     """Names of the plugins to load; None means all."""
     value = os.environ.get("PENSTOCK_PLUGINS")
     return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
+
+
+def openai_api_key() -> str | None:
+    """API key of clients; None if it is not set, or empty."""
+    return os.environ.get("OPENAI_API_KEY") or None
 
 
 def hub_is_offline() -> bool:
