@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from openai import APIError, OpenAI
 
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
-from penstock.errors import EngineDead, Overloaded
+from penstock.engine.messages import EngineRequest
+from penstock.errors import EngineDead, Overloaded, PenstockError
 from penstock.server.connection import EventStream, event
 from support.fake_engine import FakeCore, write_model
 from support.servers import Served, events_of, serving
@@ -29,7 +30,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 class SlowCore(FakeCore):
-    """Fake core of a long context, whose steps wait until `go` is set."""
+    """Fake core of a long context that acknowledges admissions, and whose steps can wait until `go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,9 +38,16 @@ class SlowCore(FakeCore):
         self.go = threading.Event()
         self.on_step = lambda step: time.sleep(0.002)
 
-    def hold_from(self, step: int) -> None:
-        """Let steps wait for `go`, from this one on."""
-        self.on_step = lambda number: None if number < step else self.go.wait(60) and None
+    def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
+        self.acknowledge = callback
+
+    def add_request(self, request: EngineRequest) -> None:
+        super().add_request(request)
+        self.acknowledge(request.req_id, None)
+
+    def hold(self) -> None:
+        """Let steps wait for `go`."""
+        self.on_step = lambda step: self.go.wait(60) and None
 
 
 @pytest.fixture
@@ -161,16 +169,37 @@ def test_a_refusal_of_the_core_comes_before_the_headers(server: Served, core: Sl
     assert reply.error["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_died_is_unavailable(server: Served, core: SlowCore, stream: bool) -> None:
+def test_an_engine_that_died_is_unavailable(server: Served, core: SlowCore) -> None:
     def die(step: int) -> None:
         raise RuntimeError("the device is gone")
 
     core.on_step = die
-    for _ in range(2):
+    for stream in (False, False, True):
         reply = server.post("/v1/completions", {"prompt": "the", "stream": stream})
         assert reply.status == 503
         assert reply.error["code"] == "engine_unavailable"
+
+
+def test_a_stream_whose_engine_dies_ends_with_the_error(server: Served, core: SlowCore) -> None:
+    def die(step: int) -> None:
+        time.sleep(0.02)
+        if step > 4:
+            raise RuntimeError("the device is gone")
+
+    core.on_step = die
+    reply = server.post("/v1/completions", {**ENDLESS, "stream": True})
+    assert reply.status == 200
+    assert json.loads(events_of(reply.body)[-1])["error"]["code"] == "engine_unavailable"
+
+
+def test_the_headers_of_a_stream_come_with_the_admission(server: Served, core: SlowCore) -> None:
+    core.hold()
+    with server.connect() as sock:
+        post(sock, "/v1/completions", {**ENDLESS, "stream": True})
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+        core.go.set()
+        wait_until(lambda: core.running)
+    wait_until(lambda: not core.running, "it is aborted")
 
 
 def test_a_request_that_is_not_admitted_is_told_when_to_retry(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +227,10 @@ def test_an_internal_error_shows_an_id_and_no_cause(
 def refuse(server: Served, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Let the engine raise this error for every request."""
 
-    async def generate(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+    async def submit(*_: Any, **__: Any) -> None:
         raise error
-        yield
 
-    monkeypatch.setattr(server.engine, "generate", generate)
+    monkeypatch.setattr(server.engine, "submit", submit)
 
 
 def test_two_running_requests_cannot_share_an_id(server: Served, core: SlowCore) -> None:
@@ -229,10 +257,7 @@ def test_a_silent_stream_gets_comments() -> None:
         async def receive() -> Any:
             await asyncio.sleep(60)
 
-        async def on_end() -> None:
-            sent.append(b"end")
-
-        stream = EventStream(events(), on_end=on_end, request_id="x", keep_alive_s=0.1)
+        stream = EventStream(events(), on_end=lambda: sent.append(b"end"), request_id="x", keep_alive_s=0.1)
         await stream({"type": "http"}, receive, send)
 
     asyncio.run(run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -59,7 +59,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        on_end: Callable[[], Awaitable[None]],
+        on_end: Callable[[], None],
         request_id: str,
         keep_alive_s: float,
         error_event: Callable[[dict[str, Any]], bytes] = lambda body: event(body, "error"),
@@ -80,7 +80,7 @@ class EventStream(Response):
                 await while_connected(receive, self._write(send))
         finally:
             await self._events.aclose()
-            await self._on_end()
+            self._on_end()
 
     async def _write(self, send: Send) -> None:
         loop = asyncio.get_running_loop()

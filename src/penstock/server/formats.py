@@ -37,7 +37,11 @@ def choose_format(
         tool_choice=tool_choice,
         parallel_tool_calls=parallel_tool_calls,
         structured_outputs=structured_outputs,
-        options=options,
+        tool_call_parser=options.tool_call_parser,
+        enable_auto_tool_choice=options.enable_auto_tool_choice,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_start_str=options.reasoning_start_str,
+        reasoning_end_str=options.reasoning_end_str,
         tokenizer=tokenizer,
     )
     return chosen

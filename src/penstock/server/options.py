@@ -26,6 +26,7 @@ class ServerOptions:
     trust_request_chat_template: whether requests may bring a template of their own.
     default_chat_template_kwargs: template variables of requests that do not set them.
     response_role: role of the answers. enable_auto_tool_choice, tool_call_parser, reasoning_parser: form of answers.
+    reasoning_start_str, reasoning_end_str: markers of the reasoning parser "custom"; those of the engine.
     return_tokens_as_token_ids: tokens of log-probabilities are "token_id:17" rather than text.
 
     Raises ConfigError.
@@ -51,6 +52,8 @@ class ServerOptions:
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    reasoning_start_str: str = "<think>"
+    reasoning_end_str: str = "</think>"
     return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:

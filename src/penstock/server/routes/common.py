@@ -66,7 +66,7 @@ async def answer(
         for submission in submissions:
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    generation = Generation(model, submissions, output_kind=kind, timeout_s=request.timeout)
+    generation = Generation(model.engine, submissions, output_kind=kind, timeout_s=request.timeout)
     if not request.stream:
         async with generation:
             return json_response(whole(await while_connected(http.receive, _finals(generation))))
