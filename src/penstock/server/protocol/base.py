@@ -47,7 +47,7 @@ class RequestModel(StrictModel):
         given = {name: value for name, value in body.items() if value is not None}
         for name in OTHER_FIELDS.keys() & (given.keys() - cls.model_fields.keys()):
             value, field = given.pop(name), OTHER_FIELDS[name]
-            if field.allowed is not None and value not in field.allowed:
+            if not field.allows(value):
                 raise field_error(name, f"{name}={shown(value)} is not available: {field.why}.")
         return given
 
