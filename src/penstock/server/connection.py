@@ -28,6 +28,11 @@ def event(data: Any, name: str = "") -> bytes:
     return b"%sdata: %s\n\n" % (prefix, _encode(data))
 
 
+def stream_error(body: dict[str, Any]) -> bytes:
+    """Event of an error within a stream. body: of an error response."""
+    return event(body, "error")
+
+
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Result of `work`, which is cancelled when the client closes the connection. The body must have been read.
 
@@ -62,7 +67,7 @@ class EventStream(Response):
         on_end: Callable[[], None],
         request_id: str,
         keep_alive_s: float,
-        error_event: Callable[[dict[str, Any]], bytes] = lambda body: event(body, "error"),
+        error_event: Callable[[dict[str, Any]], bytes] = stream_error,
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
