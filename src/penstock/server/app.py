@@ -25,9 +25,7 @@ from penstock.server.validation import validation_error
 
 def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     """Application that serves the engine. It does not shut the engine down."""
-    app = FastAPI(
-        title="Penstock", version=__version__, root_path=options.root_path, separate_input_output_schemas=False
-    )
+    app = FastAPI(title="Penstock", version=__version__)
     app.state.served_model = ServedModel(engine, options)
     for module in (completions, chat, models, tokenize):
         app.include_router(module.router)
@@ -48,8 +46,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
             allow_credentials=options.allow_credentials,
             expose_headers=(REQUEST_ID_HEADER,),
         )
-    app.add_middleware(RequestContext, logs_requests=options.enable_log_requests)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(RequestContext, root_path=options.root_path, logs_requests=options.enable_log_requests)
+    app.openapi = lambda: _openapi(app, options.root_path)  # type: ignore[method-assign]
     return app
 
 
@@ -69,10 +67,12 @@ def _fields_of(http: Request) -> list[str]:
     return list(getattr(annotation, "model_fields", ()))
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, root_path: str) -> dict[str, Any]:
     """OpenAPI document, without FastAPI's status 422: invalid requests get 400 here."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        document = get_openapi(
+            title=app.title, version=app.version, routes=app.routes, servers=[{"url": root_path or "/"}]
+        )
         for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -26,6 +26,11 @@ def event(data: Any, name: str = "") -> bytes:
     """Server-sent event with this JSON data."""
     prefix = f"event: {name}\n".encode() if name else b""
     return b"%sdata: %s\n\n" % (prefix, _encode(data))
+
+
+def stream_error(body: dict[str, Any]) -> bytes:
+    """Event of an error within a stream. body: of an error response."""
+    return event(body, "error")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -59,10 +64,10 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         *,
-        on_end: Callable[[], Awaitable[None]],
+        on_end: Callable[[], None],
         request_id: str,
         keep_alive_s: float,
-        error_event: Callable[[dict[str, Any]], bytes] = lambda body: event(body, "error"),
+        error_event: Callable[[dict[str, Any]], bytes] = stream_error,
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
@@ -80,7 +85,7 @@ class EventStream(Response):
                 await while_connected(receive, self._write(send))
         finally:
             await self._events.aclose()
-            await self._on_end()
+            self._on_end()
 
     async def _write(self, send: Send) -> None:
         loop = asyncio.get_running_loop()

@@ -29,11 +29,12 @@ def request_id_of(scope: Scope) -> str:
 class RequestContext:
     """Outermost middleware: gives each request an id, logs it, and turns exceptions into responses.
 
-    An id of the client is used if it is 1 to 256 visible ASCII characters.
+    An id of the client is used if it is 1 to 256 visible ASCII characters. root_path: as in `ServerOptions`.
     """
 
-    def __init__(self, app: ASGIApp, *, logs_requests: bool) -> None:
+    def __init__(self, app: ASGIApp, *, root_path: str, logs_requests: bool) -> None:
         self._app = app
+        self._root_path = root_path
         self._logs_requests = logs_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,6 +44,8 @@ class RequestContext:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})[_STATE_KEY] = request_id
+        if self._root_path:
+            scope["root_path"] = self._root_path
         started_s = time.monotonic()
         status: int | None = None
 

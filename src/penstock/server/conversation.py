@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.prompts import PromptDict
+from penstock.server.formats import template_messages
 from penstock.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
 from penstock.server.served_model import ServedModel
 
@@ -32,7 +33,7 @@ async def render(
     if fields.documents is not None:
         variables = variables | {"documents": fields.documents}
     return await model.render(
-        [message.model_dump(exclude_none=True) for message in messages],
+        template_messages([message.model_dump(exclude_none=True) for message in messages]),
         chat_template=fields.chat_template,
         add_generation_prompt=fields.begins_message,
         continue_final_message=fields.continue_final_message,

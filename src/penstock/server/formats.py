@@ -13,6 +13,7 @@ from penstock.server.answer import AnswerFormat, PlainAnswer
 from penstock.server.options import ServerOptions
 
 _PARSERS = "penstock.server.answers"
+_HISTORY = "penstock.server.answers.history"
 
 
 def choose_format(
@@ -37,7 +38,22 @@ def choose_format(
         tool_choice=tool_choice,
         parallel_tool_calls=parallel_tool_calls,
         structured_outputs=structured_outputs,
-        options=options,
+        tool_call_parser=options.tool_call_parser,
+        enable_auto_tool_choice=options.enable_auto_tool_choice,
+        reasoning_parser=options.reasoning_parser,
+        reasoning_start_str=options.reasoning_start_str,
+        reasoning_end_str=options.reasoning_end_str,
         tokenizer=tokenizer,
     )
     return chosen
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with tool calls, answers of tools and reasoning as templates expect them. Raises InvalidRequest."""
+    try:
+        history = importlib.import_module(_HISTORY)
+    except ModuleNotFoundError:
+        return [dict(message) for message in messages]
+    plain: list[dict[str, Any]] = history.template_messages(messages)
+    # Whether the template has the role `developer` is known later.
+    return [{**one, "role": given["role"]} for one, given in zip(plain, messages, strict=True)]

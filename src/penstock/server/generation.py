@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
+import msgspec
+
 from penstock.contract import RequestOutputKind, SamplingParams
+from penstock.engine.async_engine import AdmittedRequest, AsyncEngine
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt
-from penstock.errors import PenstockError
 from penstock.server.errors import ApiError
-from penstock.server.served_model import ServedModel
 
 # Output of a prompt, after the prompt's number in its HTTP request.
 Numbered: TypeAlias = tuple[int, RequestOutput]
-# Seconds between attempts to abort an expired request, which the engine may not know yet at the first one.
-_ABORT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +34,29 @@ class Submission:
 
 
 class Generation:
-    """Outputs of an HTTP request's prompts, as an async context manager and iterator.
+    """Outputs of an HTTP request's prompts, as an async context manager.
 
     output_kind: DELTA for streams, FINAL_ONLY for whole answers. timeout_s: deadline, after which the requests are
     aborted; their outputs end with finish_reason "abort".
 
-    `start` returns once the engine has admitted the request: until the engine acknowledges that, at its first output.
-    Leaving the context aborts what still runs.
+    `start` returns once the engine has admitted all prompts. Leaving the context aborts what still runs.
     """
 
     def __init__(
         self,
-        model: ServedModel,
+        engine: AsyncEngine,
         submissions: Sequence[Submission],
         *,
         output_kind: RequestOutputKind,
         timeout_s: float | None = None,
     ) -> None:
-        self._model = model
+        self._engine = engine
         self._submissions = submissions
         self._kind = output_kind
         self._timeout_s = timeout_s
-        self._outputs = self._one() if len(submissions) == 1 else self._several()
-        self._first: Numbered | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
-        self._has_expired = False
+        self._admitted: dict[int, AdmittedRequest] = {}
+        self._deadline: asyncio.TimerHandle | None = None
+        self._abort: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,62 +64,73 @@ class Generation:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.close()
+        self.close()
 
     async def start(self) -> None:
-        """Wait for the first output. Raises the engine's refusal, or ApiError 408 if the deadline comes first."""
-        if self._timeout_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+        """Submit the prompts. Raises the engine's refusal of any, or ApiError 408 if the deadline comes first."""
+        loop = asyncio.get_running_loop()
+        end_s = None if self._timeout_s is None else loop.time() + self._timeout_s
         try:
-            self._first = await anext(self._outputs)
-            self._check_deadline(self._first[1])
-        except BaseException:
-            await self.close()
+            async with asyncio.timeout_at(end_s) as timeout:
+                await self._submit_all()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError) and timeout.expired():
+                raise self._expired() from None
             raise
+        if end_s is not None:
+            self._deadline = loop.call_at(end_s, self._expire)
 
     async def outputs(self) -> AsyncIterator[Numbered]:
         """Outputs in the order of their arrival. Raises ApiError for a request that fails."""
-        assert self._first is not None, "`start` comes first"
-        _check_success(self._first[1])
-        yield self._first
-        async for numbered in self._outputs:
-            _check_success(numbered[1])
-            yield numbered
+        async for index, output in self._one() if len(self._submissions) == 1 else self._several():
+            if output.error is not None:
+                raise ApiError(500, output.error, code="generation_failed")
+            yield index, output
 
     async def finals(self) -> list[RequestOutput]:
         """Last output of each prompt. Raises ApiError for a request that fails, or whose deadline has passed."""
         last: dict[int, RequestOutput] = {}
         async for index, output in self.outputs():
-            self._check_deadline(output)
+            if self._abort is not None and any(sample.finish_reason == "abort" for sample in output.outputs):
+                raise self._expired()
             last[index] = output
         return [last[index] for index in range(len(self._submissions))]
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Abort what still runs. A second call does nothing."""
-        if self._timer is not None:
-            self._timer.cancel()
-        await self._outputs.aclose()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for request in self._admitted.values():
+            request.close()
 
-    def _one(self) -> AsyncGenerator[Numbered, None]:
-        return self._outputs_of(0)
+    async def _submit_all(self) -> None:
+        if len(self._submissions) == 1:
+            await self._submit(0)
+            return
+        tasks = [asyncio.ensure_future(self._submit(index)) for index in range(len(self._submissions))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
-    async def _outputs_of(self, index: int) -> AsyncGenerator[Numbered, None]:
+    async def _submit(self, index: int) -> None:
         submission = self._submissions[index]
-        outputs = self._model.generate(
-            submission.prompt,
-            submission.params,
-            submission.request_id,
-            priority=submission.priority,
-            output_kind=self._kind,
+        params = msgspec.structs.replace(submission.params, output_kind=self._kind)
+        self._admitted[index] = await self._engine.submit(
+            submission.prompt, params, submission.request_id, priority=submission.priority
         )
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield index, output
+
+    async def _one(self) -> AsyncGenerator[Numbered, None]:
+        async for output in self._admitted[0]:
+            yield 0, output
 
     async def _several(self) -> AsyncGenerator[Numbered, None]:
         # One place: the outputs of a slow reader wait in the engine, which merges them.
         inbox: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(1)
-        tasks = [asyncio.create_task(self._forward(index, inbox)) for index in range(len(self._submissions))]
+        tasks = [asyncio.create_task(_forward(index, self._admitted[index], inbox)) for index in self._admitted]
         try:
             num_running = len(tasks)
             while num_running:
@@ -138,39 +144,27 @@ class Generation:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _forward(self, index: int, inbox: asyncio.Queue[Numbered | Exception | None]) -> None:
-        try:
-            async with aclosing(self._outputs_of(index)) as outputs:
-                async for numbered in outputs:
-                    await inbox.put(numbered)
-        except Exception as error:
-            await inbox.put(error)
-        else:
-            await inbox.put(None)
+            await asyncio.wait(tasks)
 
     def _expire(self) -> None:
-        self._has_expired = True
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-        self._timer = loop.call_later(_ABORT_INTERVAL_S, self._expire)
+        request_ids = [submission.request_id for submission in self._submissions]
+        self._abort = asyncio.get_running_loop().create_task(self._engine.abort(request_ids))
+        # Readers of the outputs get the error of an engine that cannot abort.
+        self._abort.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def _abort(self) -> None:
-        # The readers get the error of an engine that has ended.
-        with suppress(PenstockError):
-            await self._model.engine.abort([submission.request_id for submission in self._submissions])
-
-    def _check_deadline(self, output: RequestOutput) -> None:
-        if self._has_expired and any(completion.finish_reason == "abort" for completion in output.outputs):
-            # Clients would repeat a request with this status.
-            headers = {"x-should-retry": "false"}
-            message = f"The request was not answered within timeout={self._timeout_s:g} seconds."
-            raise ApiError(408, message, param="timeout", code="timeout", headers=headers)
+    def _expired(self) -> ApiError:
+        # Clients would repeat a request with this status.
+        headers = {"x-should-retry": "false"}
+        message = f"The request was not answered within timeout={self._timeout_s:g} seconds."
+        return ApiError(408, message, param="timeout", code="timeout", headers=headers)
 
 
-def _check_success(output: RequestOutput) -> None:
-    if output.error is not None:
-        raise ApiError(500, output.error, code="generation_failed")
+async def _forward(index: int, request: AdmittedRequest, inbox: asyncio.Queue[Numbered | Exception | None]) -> None:
+    """Put the outputs of a request into `inbox`: then its error, or None at its end."""
+    try:
+        async for output in request:
+            await inbox.put((index, output))
+    except Exception as error:
+        await inbox.put(error)
+    else:
+        await inbox.put(None)

@@ -15,7 +15,8 @@ class ServerOptions:
 
     served_model_name: names that requests may give as `model`; the first one is in the responses.
     api_keys: keys of clients, sent as `Authorization: Bearer KEY`; empty lets every client in.
-    enable_admin, admin_api_key: routes that change the engine, and the key that they need.
+    enable_admin: serve the routes that change the engine; needs admin_api_key.
+    admin_api_key: key of these routes.
     allowed_origins, allowed_methods, allowed_headers, allow_credentials: CORS; without origins there are no headers.
     root_path: path prefix that a proxy strips.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
@@ -25,7 +26,11 @@ class ServerOptions:
     chat_template: template of chats instead of the model's own: Jinja text or a path.
     trust_request_chat_template: whether requests may bring a template of their own.
     default_chat_template_kwargs: template variables of requests that do not set them.
-    response_role: role of the answers. enable_auto_tool_choice, tool_call_parser, reasoning_parser: form of answers.
+    response_role: role of the answers.
+    enable_auto_tool_choice: let the model decide whether it calls tools; needs tool_call_parser.
+    tool_call_parser: form of the model's tool calls.
+    reasoning_parser: form of the model's reasoning, which the answers have apart from their content.
+    reasoning_start_str, reasoning_end_str: markers of the reasoning parser "custom"; those of the engine.
     return_tokens_as_token_ids: tokens of log-probabilities are "token_id:17" rather than text.
 
     Raises ConfigError.
@@ -51,6 +56,8 @@ class ServerOptions:
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    reasoning_start_str: str = "<think>"
+    reasoning_end_str: str = "</think>"
     return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.engine.outputs import CompletionOutput, RequestOutput
 from penstock.server.answer import (
     AnswerEvent,
+    AnswerFormat,
     AnswerParser,
     ContentDelta,
     ReasoningDelta,
@@ -75,6 +76,36 @@ class AnswerSample:
             is_call = self._calls_tools and completion.finish_reason == "stop"
             self.finish_reason = "tool_calls" if is_call else completion.finish_reason
         return events
+
+
+class SamplePart(NamedTuple):
+    """Next part of a sample. events: what the parser made of its text; completion: its tokens and log-probabilities."""
+
+    sample: AnswerSample
+    events: list[AnswerEvent]
+    completion: CompletionOutput
+
+
+class AnswerSamples:
+    """Samples of one prompt, from its outputs: deltas, or a final one. samples: empty before the first output."""
+
+    def __init__(self, form: AnswerFormat, n: int) -> None:
+        self.usage = Usage()
+        self.samples: list[AnswerSample] = []
+        self._form = form
+        self._n = n
+
+    def push(self, output: RequestOutput) -> list[SamplePart]:
+        """Parts of the samples that go on, or end, with this output."""
+        self.usage.note(0, output)
+        if not self.samples:
+            ids = output.prompt_token_ids
+            self.samples = [AnswerSample(index, self._form.parser(ids)) for index in range(self._n)]
+        return [
+            SamplePart(sample, sample.push(completion), completion)
+            for completion in output.outputs
+            if (sample := self.samples[completion.index]).finish_reason is None
+        ]
 
 
 @dataclass(slots=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from penstock.contract import RequestOutputKind, SamplingParams
+from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.conversation import Message, render_prompt
 from penstock.engine.detokenizer import SpecialTokens
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.prompts import Prompt, PromptDict
+from penstock.engine.prompts import PromptDict
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
 from penstock.server.errors import ApiError
 from penstock.server.options import ServerOptions
@@ -45,18 +44,6 @@ class ServedModel:
             served = ", ".join(map(repr, self.names))
             message = f"The model {name!r} is not served here. Allowed: {served}."
             raise ApiError(404, message, param="model", code="model_not_found")
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int,
-        output_kind: RequestOutputKind,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one prompt; see `AsyncEngine.generate`."""
-        return self.engine.generate(prompt, params, request_id, priority=priority, output_kind=output_kind)
 
     async def render(
         self,

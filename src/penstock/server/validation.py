@@ -57,7 +57,7 @@ def _message(
             return _unknown_field(param, body[param], fields)
         return f"There is no field {param}."
     texts = dict.fromkeys(error["msg"].removeprefix("Input should be ") for error in errors[:_SHOWN_KINDS])
-    return f"{param}={shown(errors[0]['input'])} is not valid. Allowed: {' or '.join(texts)}."
+    return f"{param or 'The name of a field'}={shown(errors[0]['input'])} is not valid. Allowed: {' or '.join(texts)}."
 
 
 def _unknown_field(name: str, value: Any, fields: Collection[str]) -> str:

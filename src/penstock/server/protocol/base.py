@@ -25,8 +25,19 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), frozen=True)
 
 
+def _describe_other_fields(schema: dict[str, Any]) -> None:
+    """Add the fields of OTHER_FIELDS to the schema of a request."""
+    for name, field in OTHER_FIELDS.items():
+        described: dict[str, Any] = {"description": f"Accepted without an effect, or refused: {field.why}."}
+        if field.allowed is not None:
+            described["enum"] = [*field.allowed, None]
+        schema["properties"].setdefault(name, described)
+
+
 class RequestModel(StrictModel):
     """Base of request bodies. A field of null counts as absent."""
+
+    model_config = ConfigDict(json_schema_extra=_describe_other_fields)
 
     @model_validator(mode="before")
     @classmethod
@@ -36,7 +47,7 @@ class RequestModel(StrictModel):
         given = {name: value for name, value in body.items() if value is not None}
         for name in OTHER_FIELDS.keys() & (given.keys() - cls.model_fields.keys()):
             value, field = given.pop(name), OTHER_FIELDS[name]
-            if field.allowed is not None and value not in field.allowed:
+            if not field.allows(value):
                 raise field_error(name, f"{name}={shown(value)} is not available: {field.why}.")
         return given
 

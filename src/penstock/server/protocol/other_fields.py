@@ -14,6 +14,10 @@ class OtherField(NamedTuple):
     allowed: tuple[Any, ...] | None
     why: str
 
+    def allows(self, value: Any) -> bool:
+        """Whether a value asks for nothing. 0 is not False."""
+        return self.allowed is None or any(type(value) is type(one) and value == one for one in self.allowed)
+
 
 _NO_EFFECT = OtherField(None, "it changes no answer")
 _ONE_MODEL_OF_TEXT = "models here read and write text"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, model_validator
+from typing import Annotated
+
+from pydantic import BaseModel, Field, model_validator
 
 from penstock.server.protocol.base import RequestModel, field_error
 from penstock.server.protocol.chat import ChatMessage, TemplateFields
@@ -16,7 +18,7 @@ class TokenizeRequest(TemplateFields, RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from penstock.server.logprobs import prompt_logprobs
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.responses import CHAT_RESPONSES
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
-from penstock.server.samples import Answer, AnswerSample, Usage
+from penstock.server.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
 from penstock.server.served_model import ServedModel
 
@@ -41,7 +42,9 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
     model.check_name(request.model)
     id = response_id("chatcmpl", request)
     with refusals(type(request).model_fields, _client_names(request)):
-        form = choose_format(
+        # Schemas of tools may take long, and the first markers of reasoning.
+        form = await asyncio.to_thread(
+            choose_format,
             tools=request.tools,
             tool_choice=request.tool_choice,
             parallel_tool_calls=request.parallel_tool_calls,
@@ -53,7 +56,14 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
         prompt = await render_request(model, request)
         choices = _Choices(model, request, form, params, id)
         submissions = [Submission(prompt, params, id, request.priority)]
-        return await answer(http, request, submissions, whole=choices.whole, events=choices.events)
+        return await answer(
+            http,
+            submissions,
+            is_stream=request.stream,
+            timeout_s=request.timeout,
+            whole=choices.whole,
+            events=choices.events,
+        )
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, form: AnswerFormat) -> SamplingParams:
@@ -80,8 +90,7 @@ class _Choices:
         self, model: ServedModel, request: ChatCompletionRequest, form: AnswerFormat, params: SamplingParams, id: str
     ) -> None:
         self._request = request
-        self._form = form
-        self._n = params.n
+        self._samples = AnswerSamples(form, params.n)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._base = response_base(id, kind, model)
         self._logprobs_form = logprobs_format(model, request, params.logprobs)
@@ -89,17 +98,12 @@ class _Choices:
         self._role = model.options.response_role if request.begins_message else last.role
         # Text of the message that the answer goes on with.
         self._echoed = last.text if request.echo and not request.begins_message else None
-        self._usage = Usage()
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of a response, from the last output."""
         (output,) = outputs
-        self._usage.note(0, output)
-        body = {
-            **self._base,
-            "choices": [self._whole_choice(output, completion) for completion in output.outputs],
-            "usage": self._usage.data(),
-        }
+        choices = [self._whole_choice(part) for part in self._samples.push(output)]
+        body = {**self._base, "choices": choices, "usage": self._samples.usage.data()}
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self._request.return_token_ids:
@@ -108,24 +112,19 @@ class _Choices:
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """Events of a stream."""
-        samples: list[AnswerSample] = []
+        has_begun = False
         async for _, output in generation.outputs():
-            self._usage.note(0, output)
-            if not samples:
-                samples = [self._sample(index, output) for index in range(self._n)]
-                for sample in samples:
+            parts = self._samples.push(output)
+            if not has_begun:
+                has_begun = True
+                for sample in self._samples.samples:
                     yield event(self._first_chunk(sample, output))
-            for completion in output.outputs:
-                sample = samples[completion.index]
-                if sample.finish_reason is None:
-                    for chunk in self._chunks(sample, completion):
-                        yield event(chunk)
+            for part in parts:
+                for chunk in self._chunks(part):
+                    yield event(chunk)
         if self._request.includes_usage:
-            yield event({**self._base, "choices": [], "usage": self._usage.data()})
+            yield event({**self._base, "choices": [], "usage": self._samples.usage.data()})
         yield DONE
-
-    def _sample(self, index: int, output: RequestOutput) -> AnswerSample:
-        return AnswerSample(index, self._form.parser(output.prompt_token_ids))
 
     def _shown(self, events: Sequence[AnswerEvent]) -> list[AnswerEvent]:
         """Events that the response has."""
@@ -133,9 +132,9 @@ class _Choices:
             return list(events)
         return [event for event in events if not isinstance(event, ReasoningDelta)]
 
-    def _whole_choice(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        sample = self._sample(completion.index, output)
-        answer = Answer.of(self._shown(sample.push(completion)))
+    def _whole_choice(self, part: SamplePart) -> dict[str, Any]:
+        sample, events, completion = part
+        answer = Answer.of(self._shown(events))
         message: dict[str, Any] = {"role": self._role, "content": answer.content, "refusal": None}
         if self._echoed is not None:
             message["content"] = f"{self._echoed}{answer.content or ''}"
@@ -165,9 +164,10 @@ class _Choices:
             chunk["prompt_token_ids"] = output.prompt_token_ids
         return chunk
 
-    def _chunks(self, sample: AnswerSample, completion: CompletionOutput) -> list[dict[str, Any]]:
+    def _chunks(self, part: SamplePart) -> list[dict[str, Any]]:
         """Chunks of a sample's next part. Log-probabilities and token ids are in the first of them."""
-        deltas = [_delta(event) for event in self._shown(sample.push(completion))]
+        sample, events, completion = part
+        deltas = [_delta(event) for event in self._shown(events)]
         logprobs = self._logprobs(completion)
         returned = completion.token_ids if self._request.return_token_ids else []
         if not deltas and completion.token_ids and (logprobs is not None or returned):
@@ -190,7 +190,7 @@ class _Choices:
             choice |= {"finish_reason": sample.finish_reason, "stop_reason": ended.stop_reason}
         chunk = {**self._base, "choices": [choice]}
         if self._request.includes_usage:
-            chunk["usage"] = self._usage.data() if self._request.repeats_usage else None
+            chunk["usage"] = self._samples.usage.data() if self._request.repeats_usage else None
         return chunk
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from penstock.contract import RequestOutputKind
 from penstock.engine.outputs import RequestOutput
-from penstock.server.connection import EventStream, while_connected
+from penstock.server.connection import EventStream, stream_error, while_connected
 from penstock.server.context import request_id_of
 from penstock.server.errors import json_response
 from penstock.server.generation import Generation, Submission
@@ -50,24 +50,27 @@ def logprobs_format(model: ServedModel, request: SamplingFields, most: int | Non
 
 async def answer(
     http: Request,
-    request: SamplingFields,
     submissions: Sequence[Submission],
     *,
+    is_stream: bool,
+    timeout_s: float | None,
     whole: Callable[[list[RequestOutput]], dict[str, Any]],
     events: Callable[[Generation], AsyncGenerator[bytes, None]],
+    error_event: Callable[[dict[str, Any]], bytes] = stream_error,
 ) -> Response:
-    """Generate, and respond with a stream or a whole answer, as requested.
+    """Generate, and respond with a stream or a whole answer.
 
-    whole: body of a whole answer, from the last outputs. events: events of a stream.
+    timeout_s: as in `Generation`. whole: body of a whole answer, from the last outputs. events: events of a stream.
+    error_event: as in `EventStream`.
     Raises InvalidRequest, Overloaded and other refusals of the engine.
     """
     model = served_model(http)
     if model.options.log_prompts:
         for submission in submissions:
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
-    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    generation = Generation(model, submissions, output_kind=kind, timeout_s=request.timeout)
-    if not request.stream:
+    kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
+    generation = Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s)
+    if not is_stream:
         async with generation:
             return json_response(whole(await while_connected(http.receive, _finals(generation))))
     await while_connected(http.receive, generation.start())
@@ -76,6 +79,7 @@ async def answer(
         on_end=generation.close,
         request_id=request_id_of(http.scope),
         keep_alive_s=model.options.keep_alive_interval_s,
+        error_event=error_event,
     )
 
 

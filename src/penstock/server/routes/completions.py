@@ -39,7 +39,14 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
             for index, given in enumerate(request.prompt)
         ]
         choices = _Choices(model, request, params, id)
-        return await answer(http, request, submissions, whole=choices.whole, events=choices.events)
+        return await answer(
+            http,
+            submissions,
+            is_stream=request.stream,
+            timeout_s=request.timeout,
+            whole=choices.whole,
+            events=choices.events,
+        )
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:

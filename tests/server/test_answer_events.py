@@ -1,0 +1,168 @@
+"""Reasoning and tool calls in chat completions, from a scripted answer format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from penstock.contract import StructuredOutputsParams
+from penstock.engine.async_engine import AsyncEngine
+from penstock.server.answer import (
+    AnswerEvent,
+    AnswerParser,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from penstock.server.routes import chat as chat_route
+from support.servers import Served, serving
+
+TEXT = 'hm <f>{"a":1}</f>, <g>{}</g> done'
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+TEMPLATE = "{{ messages[0].content }}{% for tool in tools or [] %} {{ tool.function.name }}{% endfor %}"
+
+
+class MarkedAnswer:
+    """Answer `hm <f>{...}</f>, <g>{...}</g> done`: reasoning up to the first space, calls in marks, and content."""
+
+    skip_special_tokens = True
+
+    def __init__(self, text: str) -> None:
+        self.structured_outputs = StructuredOutputsParams(choice=(text,))
+
+    def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
+        assert prompt_token_ids
+        return _MarkedParser()
+
+
+class _MarkedParser:
+    def __init__(self) -> None:
+        self._text = ""
+        self._call: str | None = None
+        self._num_calls = 0
+        self._reasons = True
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        self._text += text
+        events: list[AnswerEvent] = []
+        while (match := re.match(r"</?[fg]>|[^<]", self._text)) is not None:
+            self._text = self._text[match.end() :]
+            events.append(self._event(match[0]))
+        return [event for event in events if not (isinstance(event, ToolCallArguments) and not event.text)]
+
+    def finish(self) -> list[AnswerEvent]:
+        return [ContentDelta(self._text)] if self._text else []
+
+    def _event(self, piece: str) -> AnswerEvent:
+        if piece.startswith("</"):
+            self._call = None
+            return ToolCallArguments(self._num_calls - 1, "")
+        if piece.startswith("<"):
+            self._call, self._num_calls = piece[1], self._num_calls + 1
+            return ToolCallStart(self._num_calls - 1, f"call-{self._num_calls}", piece[1])
+        if self._call is not None:
+            return ToolCallArguments(self._num_calls - 1, piece)
+        if self._reasons:
+            self._reasons = piece != " "
+            return ReasoningDelta(piece)
+        return ContentDelta(piece)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    engine = AsyncEngine("demo", enable_multiprocessing=False, num_threads=1, kv_cache_memory_bytes=8 << 20)
+    with serving(engine, chat_template=TEMPLATE) as served:
+        yield served
+
+
+@pytest.fixture
+def client(server: Served) -> OpenAI:
+    return server.client()
+
+
+def ask(client: OpenAI, monkeypatch: pytest.MonkeyPatch, text: str = TEXT, **fields: Any) -> Any:
+    monkeypatch.setattr(chat_route, "choose_format", lambda **options: MarkedAnswer(text))
+    messages: Any = [{"role": "user", "content": "Do"}]
+    return client.chat.completions.create(
+        **{"model": "demo", "messages": messages, "tools": TOOLS, "seed": 1, "max_completion_tokens": 100, **fields}
+    )
+
+
+def test_a_whole_answer_has_its_parts(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = ask(client, monkeypatch).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == ",  done"
+    assert choice.message.reasoning == choice.message.reasoning_content == "hm "
+    calls = [(call.id, call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert calls == [("call-1", "function", "f", '{"a":1}'), ("call-2", "function", "g", "{}")]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_streamed_answer_adds_up_to_the_whole(client: OpenAI, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    whole = ask(client, monkeypatch, n=n)
+    with client.chat.completions.stream(
+        model="demo",
+        messages=[{"role": "user", "content": "Do"}],
+        tools=TOOLS,
+        seed=1,
+        max_completion_tokens=100,
+        n=n,
+    ) as stream:
+        final = stream.get_final_completion()
+    for choice, expected in zip(final.choices, whole.choices, strict=True):
+        assert choice.message.content == expected.message.content
+        assert choice.finish_reason == expected.finish_reason == "tool_calls"
+        assert [(call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls or []] == [
+            (call.id, call.function.name, call.function.arguments) for call in expected.message.tool_calls
+        ]
+
+
+def test_streamed_calls_have_id_type_and_name_once(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    deltas = [chunk.choices[0].delta for chunk in ask(client, monkeypatch, stream=True)]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    starts = [(call.index, call.id, call.type, call.function.name) for call in calls if call.id is not None]
+    assert starts == [(0, "call-1", "function", "f"), (1, "call-2", "function", "g")]
+    for index, arguments in enumerate(('{"a":1}', "{}")):
+        assert "".join(call.function.arguments for call in calls if call.index == index) == arguments
+    reasoning = [delta.reasoning for delta in deltas if getattr(delta, "reasoning", None)]
+    assert "".join(reasoning) == "hm "
+
+
+def test_reasoning_is_left_out_on_request(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = ask(client, monkeypatch, extra_body={"include_reasoning": False}).choices[0].message
+    assert not hasattr(message, "reasoning")
+    assert message.content == ",  done"
+
+
+def test_an_answer_of_calls_only_has_no_content(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = ask(client, monkeypatch, 'x <f>{"a":1}</f>').choices[0].message
+    assert message.content is None
+    assert len(message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_all_tokens_stay(client: OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    response = ask(client, monkeypatch, logprobs=True, stream=stream)
+    parts = [part.choices[0].logprobs for part in response] if stream else [response.choices[0].logprobs]
+    text = "".join(entry.token for part in parts if part is not None for entry in part.content)
+    assert text.startswith(TEXT)
+
+
+@pytest.mark.parametrize("limit", [3, 12])
+def test_an_answer_that_is_cut_off_ends_with_length(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    assert ask(client, monkeypatch, max_completion_tokens=limit).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("choice", "prompt"), [(None, "Do f g"), ("auto", "Do f g"), ("none", "Do")])
+def test_tools_are_in_the_prompt_unless_none_is_chosen(
+    server: Served, client: OpenAI, monkeypatch: pytest.MonkeyPatch, choice: str | None, prompt: str
+) -> None:
+    response = ask(client, monkeypatch, extra_body={"tool_choice": choice, "return_token_ids": True})
+    assert server.post("/detokenize", {"tokens": response.prompt_token_ids}).json == {"prompt": prompt}

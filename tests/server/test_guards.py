@@ -1,0 +1,117 @@
+"""API keys, CORS, admin routes and the log of requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.engine.async_engine import AsyncEngine
+from penstock.errors import ConfigError
+from penstock.server.options import ServerOptions
+from support.fake_engine import FakeCore, write_model
+from support.servers import Served, serving
+from support.waiting import wait_until
+
+ORIGIN = "https://example.org"
+
+
+def engine_of(folder: Path) -> AsyncEngine:
+    config = EngineConfig.create(str(write_model(folder)))
+    return AsyncEngine.from_config(config, load_core=lambda config: FakeCore())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    options: dict[str, Any] = {
+        "api_keys": ("one", "two"),
+        "enable_admin": True,
+        "admin_api_key": "boss",
+        "allowed_origins": (ORIGIN,),
+        "enable_log_requests": True,
+    }
+    with serving(engine_of(tmp_path_factory.mktemp("model")), **options) as served:
+        yield served
+
+
+@pytest.mark.parametrize("key", ["one", "two"])
+def test_each_key_lets_in(server: Served, key: str) -> None:
+    assert server.client(api_key=key).models.list().data[0].id == "demo"
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer on", "Bearer one two", "Basic one", "Bearer \xff"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing", "/openapi.json", "/docs"])
+def test_no_other_key_does(server: Served, path: str, header: str) -> None:
+    reply = server.request("GET", path, Authorization=header)
+    assert reply.status == 401
+    assert reply.error["code"] == "invalid_api_key"
+    assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_probes_need_no_key(server: Served) -> None:
+    assert server.request("GET", "/version").status == 200
+    assert server.request("GET", "/health").status != 401
+
+
+def test_admin_routes_need_the_admins_key(server: Served) -> None:
+    assert server.post("/reset_prefix_cache", b"", Authorization="Bearer one").status == 401
+    assert server.post("/reset_prefix_cache", b"", Authorization="Bearer boss").json == {"reset": True}
+    assert server.request("GET", "/v1/models", Authorization="Bearer boss").status == 401
+
+
+def test_there_are_no_admin_routes_unless_enabled(tmp_path: Path) -> None:
+    with serving(engine_of(tmp_path)) as server:
+        assert server.post("/reset_prefix_cache", b"").status == 404
+
+
+def test_a_browser_of_an_allowed_origin_may_ask_and_read_errors(server: Served) -> None:
+    preflight = server.request("OPTIONS", "/v1/models", Origin=ORIGIN, Access_Control_Request_Method="GET")
+    assert preflight.status == 200
+    assert preflight.headers["access-control-allow-origin"] == ORIGIN
+    assert server.request("GET", "/v1/models", Origin=ORIGIN).headers["access-control-allow-origin"] == ORIGIN
+    other = server.request("GET", "/version", Origin="https://other.org")
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_log_has_the_request_and_not_its_prompt(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        server.post("/v1/completions", {"prompt": "secret"}, Authorization="Bearer one", X_Request_Id="log-1")
+        wait_until(lambda: "log-1 POST /v1/completions status 200" in caplog.text, "it is logged")
+    assert "secret" not in caplog.text
+
+
+def test_prompts_are_logged_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO),
+        serving(engine_of(tmp_path), enable_log_requests=True, log_prompts=True) as server,
+    ):
+        server.post("/v1/completions", {"prompt": "no secret"})
+    assert "no secret" in caplog.text
+
+
+def test_a_prefix_that_a_proxy_keeps_is_no_part_of_the_route(tmp_path: Path) -> None:
+    with serving(engine_of(tmp_path), root_path="/llm", api_keys=("one",)) as server:
+        assert server.request("GET", "/llm/version").status == 200
+        assert server.request("GET", "/version").status == 200
+        assert server.request("GET", "/openapi.json", Authorization="Bearer one").json["servers"] == [{"url": "/llm"}]
+
+
+WRONG: list[dict[str, Any]] = [
+    {"served_model_name": ()},
+    {"api_keys": ("",)},
+    {"enable_admin": True},
+    {"max_request_bytes": 0},
+    {"keep_alive_interval_s": -1},
+    {"log_prompts": True},
+    {"enable_auto_tool_choice": True},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_a_wrong_option_is_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServerOptions(**{"served_model_name": ("demo",), **options})

@@ -1,0 +1,163 @@
+"""Requests that no client library would send, on sockets and plain HTTP connections."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.engine.async_engine import AsyncEngine
+from support.fake_engine import FakeCore, write_model
+from support.servers import Served, serving
+
+LIMIT = 50_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    from penstock.config import EngineConfig
+
+    config = EngineConfig.create(str(write_model(tmp_path_factory.mktemp("model"))))
+    engine = AsyncEngine.from_config(config, load_core=lambda config: FakeCore())
+    with serving(engine, max_request_bytes=LIMIT) as served:
+        yield served
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "the", "max_tokens": 2, **fields}
+
+
+BROKEN: list[tuple[Any, str]] = [
+    (b"{", "not valid JSON"),
+    (b"", "empty"),
+    (b"null", "empty"),
+    (b"[]", "Allowed: a JSON object"),
+    (b'"text"', "Allowed: a JSON object"),
+    (b'{"prompt": "\xff"}', "parsing the body"),
+    (b"[" * 20_000, "parsing the body"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 6000 + b"}", "parsing the body"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature=nan"),
+    (b'{"prompt": "a", "seed": 99999999999999999999}', "seed=99999999999999999999"),
+    (b'{"prompt": "\\ud800"}', "not a character"),
+    (b'{"prompt": "a", "\\ud800": 1}', "not valid"),
+    (b'{"prompt": "a", "model": "\\ud800"}', "not served here"),
+    (b'{"prompt": "a", "stop": ["\\udfff"]}', "not a character"),
+    (b'{"prompt": "a", "request_id": "\\udfff"}', "request_id="),
+    (b'{"prompt": "a", "timeout": 1e999}', "timeout=inf"),
+    (b'{"prompt": [[]]}', "empty"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BROKEN, ids=lambda value: str(value)[:40])
+def test_a_broken_body_gets_a_readable_error(server: Served, body: bytes, message: str) -> None:
+    reply = server.post("/v1/completions", body)
+    assert reply.status in (400, 404)
+    assert message in reply.error["message"]
+    assert server.post("/v1/completions", completion()).status == 200
+
+
+def test_a_body_without_its_content_type_says_which(server: Served) -> None:
+    reply = server.post("/v1/completions", b'{"prompt": "a"}', Content_Type="text/plain")
+    assert reply.status == 400
+    assert "Content-Type: application/json" in reply.error["message"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_not_read(server: Served, chunked: bool) -> None:
+    size = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {10**9}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{size}\r\n\r\n"
+    with server.connect() as sock:
+        sock.sendall(head.encode())
+        if chunked:
+            sock.sendall(b"%x\r\n" % (LIMIT + 1) + b" " * (LIMIT + 1) + b"\r\n")
+        answer = b""
+        while data := sock.recv(65536):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in answer
+
+
+def test_a_body_at_the_limit_is_read(server: Served) -> None:
+    body = b'{"prompt": "the", "max_tokens": 2}'
+    assert server.post("/v1/completions", body + b" " * (LIMIT - len(body))).status == 200
+
+
+def test_a_body_that_is_cut_leaves_the_server_whole(server: Served) -> None:
+    with server.connect() as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert server.post("/v1/completions", completion()).status == 200
+
+
+def test_an_unknown_route_and_a_wrong_method_have_the_errors_shape(server: Served) -> None:
+    unknown = server.request("GET", "/v2/nothing")
+    assert unknown.status == 404
+    assert unknown.error["type"] == "not_found_error"
+    wrong = server.request("GET", "/v1/completions")
+    assert wrong.status == 405
+    assert wrong.headers["allow"] == "POST"
+    assert "POST" in wrong.error["message"]
+
+
+def test_a_model_that_is_not_served_is_not_found(server: Served) -> None:
+    for reply in (server.post("/v1/completions", completion(model="gpt")), server.request("GET", "/v1/models/gpt")):
+        assert reply.status == 404
+        assert reply.error["code"] == "model_not_found"
+        assert reply.error["param"] == "model"
+        assert "'demo'" in reply.error["message"]
+
+
+def test_the_models_have_their_longest_context(server: Served) -> None:
+    (card,) = server.request("GET", "/v1/models").json["data"]
+    assert card["id"] == "demo"
+    assert card["max_model_len"] == 64
+    assert server.request("GET", "/v1/models/demo").json == card
+
+
+def test_a_valid_request_id_comes_back_and_others_are_replaced(server: Served) -> None:
+    assert server.request("GET", "/version", X_Request_Id="mine-1").headers["x-request-id"] == "mine-1"
+    for given in ("", "has space", "x" * 300):
+        made = server.request("GET", "/version", X_Request_Id=given).headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", made)
+    assert server.post("/v1/completions", b"{", X_Request_Id="mine-2").headers["x-request-id"] == "mine-2"
+
+
+def test_two_requests_of_one_request_id_both_run(server: Served) -> None:
+    ids = {server.post("/v1/completions", completion(), X_Request_Id="same").json["id"] for _ in range(2)}
+    assert len(ids) == 2
+
+
+def test_a_stream_ends_with_done_and_has_no_empty_events(server: Served) -> None:
+    reply = server.post("/v1/completions", completion(stream=True))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    events = reply.body.decode().split("\n\n")
+    assert all(event.startswith("data: {") for event in events[:-2])
+    assert events[-2:] == ["data: [DONE]", ""]
+
+
+def test_text_and_token_ids_go_there_and_back(server: Served) -> None:
+    text = "über 日本語 😀"
+    tokens = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert tokens["max_model_len"] == 64
+    assert tokens["tokens"][0] == 0
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json == {"prompt": f"<s>{text}"}
+    bare = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json
+    assert bare["tokens"] == tokens["tokens"][1:]
+    assert bare["token_strs"] is None
+
+
+def test_wrong_token_ids_are_named(server: Served) -> None:
+    reply = server.post("/detokenize", {"tokens": [1, 100_000]})
+    assert (reply.status, reply.error["param"]) == (400, "tokens[1]")
+    assert server.post("/detokenize", {"tokens": [1, "x"]}).error["param"] == "tokens[1]"
+    assert server.post("/tokenize", {}).error["message"] == "Give either prompt or messages."
+
+
+def test_the_openapi_document_has_every_status_that_routes_return(server: Served) -> None:
+    document = server.request("GET", "/openapi.json").json
+    responses = document["paths"]["/v1/completions"]["post"]["responses"]
+    assert {"200", "400", "401", "404", "408", "413", "429", "500", "503"} == set(responses)
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"prompt", "temperature", "user", "metadata"} <= set(fields)
