@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Collection
 
 from penstock.server.answer import AnswerEvent, ContentDelta, ToolCallArguments, ToolCallStart
@@ -15,6 +16,7 @@ _NAME = re.compile(r"[\w.:/-]+")
 # Behind a call, beside whitespace. A brace is a frequent mistake.
 _BETWEEN_CALLS = ",;}"
 _LONGEST_NAME = 256
+_ID_CHARACTERS = string.ascii_letters + string.digits + "_- "
 
 
 class CallParser:
@@ -213,6 +215,8 @@ class CallParser:
         marker = self._inner_markers.at_start(self._pending)
         if marker is not None and marker in self._format.skipped:
             self._take(len(marker))
+            if marker == self._format.id_marker:
+                self._state = self._model_id
         elif self._pending[0] == "{":
             self._value = ValueScanner()
             self._begin(self._name)
@@ -220,6 +224,14 @@ class CallParser:
         else:
             return self._fail()
         return True
+
+    def _model_id(self) -> bool:
+        """Skip the id that the model gives to its call."""
+        rest = self._pending.lstrip(_ID_CHARACTERS)
+        self._take(len(self._pending) - len(rest))
+        if rest:
+            self._state = self._before_arguments
+        return bool(rest)
 
     def _arguments(self) -> bool:
         end = self._value.scan(self._pending, 0)

@@ -59,6 +59,7 @@ class ToolFormat:
     Read is more, since models vary. After one of `openers` come calls, single ones or in lists, each a JSON object with
     one of `name_keys` and one of `argument_keys`, or with `bare_names` a name before its arguments. `skipped` are texts
     between these parts. A closer ends the calls.
+    id_marker: one of `skipped`, behind which the model writes an id of the call.
     starts: first character of an answer that is calls without an opener, which only count with the name of a tool.
     """
 
@@ -72,6 +73,7 @@ class ToolFormat:
     skipped: tuple[str, ...] = ()
     starts: str = ""
     bare_names: bool = False
+    id_marker: str = ""
     name_keys: tuple[str, ...] = ("name",)
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     make_id: Callable[[], str] = openai_call_id

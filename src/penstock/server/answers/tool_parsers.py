@@ -29,16 +29,18 @@ MISTRAL_LIST = ToolFormat(
     separator=", ",
     end="]",
     openers=("[TOOL_CALLS]",),
-    skipped=("[ARGS]",),
+    skipped=("[CALL_ID]", "[ARGS]"),
     bare_names=True,
+    id_marker="[CALL_ID]",
     make_id=mistral_call_id,
 )
 MISTRAL = ToolFormat(
     head="[TOOL_CALLS]{name}[ARGS]",
     tail="",
     openers=("[TOOL_CALLS]",),
-    skipped=("[ARGS]",),
+    skipped=("[CALL_ID]", "[ARGS]"),
     bare_names=True,
+    id_marker="[CALL_ID]",
     make_id=mistral_call_id,
 )
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
