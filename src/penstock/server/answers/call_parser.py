@@ -22,7 +22,8 @@ _ID_CHARACTERS = string.ascii_letters + string.digits + "_- "
 class CallParser:
     """Parser of one answer, whose format is `format`. names: those of the tools.
 
-    Text that turns out to be no call becomes content with all its characters. Whitespace around calls is dropped.
+    Text that turns out to be no call becomes content with all its characters. Whitespace around calls is dropped, and
+    so is a further call that is cut off before its arguments.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str], *, parallel: bool) -> None:
@@ -31,6 +32,7 @@ class CallParser:
         self._max_calls = None if parallel else 1
         self._openers = Markers(format.openers)
         self._content_markers = Markers((*format.openers, *format.closers))
+        self._markers = Markers(format.markers)
         self._inner_markers = Markers((*format.closers, *format.skipped))
         self._events: list[AnswerEvent] = []
         self._pending = ""
@@ -58,12 +60,18 @@ class CallParser:
 
     def finish(self) -> list[AnswerEvent]:
         self._is_at_end = True
+        if self._is_behind_call() and self._markers.may_start(self._pending.lstrip()):
+            self._pending = ""
         while self._state():
             pass
-        is_behind_call = self._state == self._between and self._num_in_section
-        self._emit_content(("" if is_behind_call else self._candidate) + self._pending)
+        # An open call behind others is one that was cut off.
+        if not self._num_calls:
+            self._emit_content(self._candidate + self._pending)
         self._pending = self._candidate = ""
         return self._take_events()
+
+    def _is_behind_call(self) -> bool:
+        return self._drops_blanks if self._state == self._content else self._num_in_section > 0
 
     def _take_events(self) -> list[AnswerEvent]:
         events, self._events = merged(self._events), []

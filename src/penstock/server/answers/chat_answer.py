@@ -12,7 +12,7 @@ from penstock.contract import StructuredOutputsParams
 from penstock.engine.structured_grammar import reasoning_tokens
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
-from penstock.server.answer import AnswerFormat, AnswerParser, PlainAnswer
+from penstock.server.answer import AnswerEvent, AnswerFormat, AnswerParser, ContentDelta, PlainAnswer
 from penstock.server.answers.constraint import constraint
 from penstock.server.answers.reasoning import ReasoningParser
 from penstock.server.answers.tool_choice import Mode, ToolChoice, read_tool_choice
@@ -30,6 +30,19 @@ class _ToolAnswer:
 
     def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
         return self.make_parser()
+
+
+class _CallsOnly:
+    """Parser of answers that are constrained to calls: other text is of a call that was cut off, and is dropped."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        return [event for event in self._parser.push(text) if not isinstance(event, ContentDelta)]
+
+    def finish(self) -> list[AnswerEvent]:
+        return [event for event in self._parser.finish() if not isinstance(event, ContentDelta)]
 
 
 class _ReasonedAnswer:
@@ -101,10 +114,15 @@ def _tool_answer(
     follows_reasoning: bool,
 ) -> AnswerFormat:
     format = tool_call_format(tool_call_parser, tokenizer)
+
+    def make_parser() -> AnswerParser:
+        parser = format.parser(choice.tools, parallel=parallel)
+        return _CallsOnly(parser) if choice.mode is Mode.REQUIRED else parser
+
     return _ToolAnswer(
         constraint(format, choice, structured_outputs, parallel=parallel, follows_reasoning=follows_reasoning),
         not _any_special(tokenizer, format.markers),
-        lambda: format.parser(choice.tools, parallel=parallel),
+        make_parser,
     )
 
 
