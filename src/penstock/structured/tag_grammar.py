@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.structured import structural_tag as tags
@@ -28,6 +28,7 @@ class TagGrammar:
         self._split = split
         self._token_id = token_id
         self._rules: list[str] = []
+        self._names: dict[str, str] = {}
 
     def source(self, format: tags.Format) -> str:
         start = self._expression(format)
@@ -53,34 +54,45 @@ class TagGrammar:
                 return self._triggered(format)
 
     def _separated(self, format: tags.SeparatedTags) -> str:
-        one = f"part_{len(self._rules)}"
-        self._rules.append(f"{one}: {_one_of(map(self._expression, format.tags))}")
+        one = self._rule(_one_of(map(self._expression, format.tags)))
         more = "" if format.stop_after_first else f" ({' '.join([*self._terms(format.separator), one])})*"
         return f"{one}{more}" if format.at_least_one else f"({one}{more})?"
 
     def _triggered(self, format: tags.TriggeredTags) -> str:
         """Write free text, where each trigger is followed by one of its tags.
 
-        Special tokens in begin and end are matched as such tokens. A trigger also matches in ordinary tokens.
+        Special tokens in begin and end are matched as such tokens. A trigger also matches in ordinary tokens. Tags
+        share the terminals of their triggers, since each one costs time in every mask of free text.
         """
         self._rules.append(_TEXT)
-        parts = _one_of(map(self._triggered_tag, format.tags))
+        by_terminal: dict[str, list[str]] = {}
+        for tag in format.tags:
+            body = self._rule(" ".join([f"({self._expression(tag.content)})", *self._terms(tag.end)]))
+            for terminal, num_matched in self._begins(tag):
+                by_terminal.setdefault(terminal, []).append(" ".join([*self._terms(tag.begin[num_matched:]), body]))
+        parts = _one_of(f"{terminal} {_one_of(bodies)}" for terminal, bodies in by_terminal.items())
         return f"{parts} | TEXT" if format.stop_after_first else f"{parts}* TEXT"
 
-    def _triggered_tag(self, tag: tags.Tag) -> str:
-        lazy = f"begin_{len(self._rules)}"
-        self._rules.append(f"{lazy}[lazy]: TEXT {json.dumps(tag.trigger)}")
-        begins = [" ".join([lazy, *self._terms(tag.begin[len(tag.trigger) :])])]
+    def _begins(self, tag: tags.Tag) -> Iterator[tuple[str, int]]:
+        """Terminals of free text up to a tag, and the characters of its beginning that they match."""
+        yield self._rule(f"TEXT {json.dumps(tag.trigger)}", "[lazy]"), len(tag.trigger)
         before, *special = self._split(tag.begin)
         if special and len(before) < len(tag.trigger):
-            prefix = self._terminal(f"TEXT {json.dumps(before)}")
-            begins.append(" ".join([prefix, *self._terms(tag.begin[len(before) :])]))
-        return " ".join([_one_of(begins), f"({self._expression(tag.content)})", *self._terms(tag.end)])
+            yield self._terminal(f"TEXT {json.dumps(before)}"), len(before)
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        return self._named("rule_", attributes, body)
 
     def _terminal(self, body: str) -> str:
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
+        return self._named("T", "", body)
+
+    def _named(self, prefix: str, attributes: str, body: str) -> str:
+        """Name of a rule with this body, the same one for equal bodies."""
+        key = f"{prefix}{attributes}: {body}"
+        if key not in self._names:
+            self._names[key] = f"{prefix}{len(self._names)}"
+            self._rules.append(f"{self._names[key]}{attributes}: {body}")
+        return self._names[key]
 
     def _terms(self, text: str) -> list[str]:
         """Terms of a rule for a text: special tokens by their ids, the rest as strings."""
