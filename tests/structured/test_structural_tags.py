@@ -44,6 +44,12 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["", 'no{"a":1}'],
     ),
     "a tag": ({"type": "tag", **tag("f")}, [ONE], [OTHER, ONE + ONE, '{"a":1}']),
+    "any text": ({"type": "any_text"}, ["", "a\n"], []),
+    "any text in a tag": (
+        {"type": "tag", "begin": "<f>", "content": {"type": "any_text"}, "end": "</f>"},
+        ["<f></f>", "<f>a</</f>"],
+        ["<f>", "<f></f></f>"],
+    ),
     "tags that may come": (separated(), ["", ONE, f"{ONE}, {OTHER}, {ONE}"], [ONE + OTHER, f"{ONE}, ", "x"]),
     "tags that must come": (separated(at_least_one=True), [ONE, f"{ONE}, {OTHER}"], [""]),
     "one tag at most": (separated(stop_after_first=True), ["", OTHER], [f"{ONE}, {OTHER}"]),
@@ -86,6 +92,8 @@ for _ in range(40):
         (separated(at_least_one="yes"), "/format/at_least_one='yes' is not valid. Allowed: True or False"),
         (triggered(triggers=["<f"]), "/format/tags/1/begin='<g>'"),
         (triggered(at_least_one=True), "/format/at_least_one=True .* tags_with_separator"),
+        ({"type": "sequence", "elements": [{"type": "any_text"}]}, "/format/elements=.*any_text as the content"),
+        ({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": ""}, "/format/end=''"),
         (DEEP, "is nested too deeply"),
     ],
 )

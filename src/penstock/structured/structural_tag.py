@@ -43,6 +43,11 @@ class Regex:
 
 
 @dataclass(frozen=True, slots=True)
+class AnyText:
+    """Any text; within a tag, up to the tag's end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sequence:
     """Formats one after another."""
 
@@ -84,7 +89,7 @@ class SeparatedTags:
     stop_after_first: bool
 
 
-Format: TypeAlias = ConstString | JSONSchema | Regex | Sequence | Or | Tag | TriggeredTags | SeparatedTags
+Format: TypeAlias = ConstString | JSONSchema | Regex | AnyText | Sequence | Or | Tag | TriggeredTags | SeparatedTags
 
 
 def read_structural_tag(data: Mapping[str, Any]) -> Format:
@@ -137,6 +142,10 @@ def _regex(data: dict[str, Any], at: str, _depth: int) -> Format:
         raise InvalidParameter(f"{_NAME}{at}/pattern: {error}.") from error
 
 
+def _any_text(_data: dict[str, Any], _at: str, _depth: int) -> Format:
+    return AnyText()
+
+
 def _sequence(data: dict[str, Any], at: str, depth: int) -> Format:
     return Sequence(_elements(data, at, depth))
 
@@ -147,12 +156,17 @@ def _or(data: dict[str, Any], at: str, depth: int) -> Format:
 
 def _elements(data: dict[str, Any], at: str, depth: int) -> tuple[Format, ...]:
     listed = _listed(data, "elements", at, "formats")
-    return tuple(_read(item, f"{at}/elements/{index}", depth + 1) for index, item in enumerate(listed))
+    elements = tuple(_read(item, f"{at}/elements/{index}", depth + 1) for index, item in enumerate(listed))
+    if any(isinstance(element, AnyText) for element in elements):
+        raise _invalid(f"{at}/elements", listed, "any_text as the content of a tag only, whose end shows where it ends")
+    return elements
 
 
 def _tag(data: dict[str, Any], at: str, depth: int) -> Tag:
-    content = _read(data.get("content"), f"{at}/content", depth + 1)
-    return Tag(_text(data, "begin", at), content, _text(data, "end", at))
+    content, end = _read(data.get("content"), f"{at}/content", depth + 1), _text(data, "end", at)
+    if isinstance(content, AnyText) and not end:
+        raise _invalid(f"{at}/end", end, "a text that is not empty, since the content is any text")
+    return Tag(_text(data, "begin", at), content, end)
 
 
 def _triggered_tags(data: dict[str, Any], at: str, depth: int) -> Format:
@@ -187,6 +201,7 @@ _READERS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any], str, int], 
     "const_string": (("value",), _const_string),
     "json_schema": (("json_schema",), _json_schema),
     "regex": (("pattern",), _regex),
+    "any_text": ((), _any_text),
     "sequence": (("elements",), _sequence),
     "or": (("elements",), _or),
     "tag": (("begin", "content", "end"), _tag),

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.structured import structural_tag as tags
 
-_TEXT = r"TEXT: /(.|\n)*/"
+_ANY = r"/(.|\n)*/"
 
 
 class TagGrammar:
@@ -46,12 +46,22 @@ class TagGrammar:
                 return " ".join(f"({self._expression(element)})" for element in elements)
             case tags.Or(elements):
                 return _one_of(map(self._expression, elements))
-            case tags.Tag(begin, content, end):
-                return " ".join([*self._terms(begin), f"({self._expression(content)})", *self._terms(end)])
+            case tags.AnyText():
+                return self._terminal(_ANY)
+            case tags.Tag(begin):
+                return " ".join([*self._terms(begin), self._body(format)])
             case tags.SeparatedTags():
                 return self._separated(format)
             case tags.TriggeredTags():
                 return self._triggered(format)
+
+    def _body(self, tag: tags.Tag) -> str:
+        """Write a tag without its beginning. Any text ends where the tag's end begins."""
+        before = self._split(tag.end)[0]
+        if isinstance(tag.content, tags.AnyText) and before:
+            lazy = self._rule(f"{self._terminal(_ANY)} {json.dumps(before)}", "[lazy]")
+            return " ".join([lazy, *self._terms(tag.end[len(before) :])])
+        return " ".join([f"({self._expression(tag.content)})", *self._terms(tag.end)])
 
     def _separated(self, format: tags.SeparatedTags) -> str:
         one = self._rule(_one_of(map(self._expression, format.tags)))
@@ -64,21 +74,22 @@ class TagGrammar:
         Special tokens in begin and end are matched as such tokens. A trigger also matches in ordinary tokens. Tags
         share the terminals of their triggers, since each one costs time in every mask of free text.
         """
-        self._rules.append(_TEXT)
+        text = self._terminal(_ANY)
         by_terminal: dict[str, list[str]] = {}
         for tag in format.tags:
-            body = self._rule(" ".join([f"({self._expression(tag.content)})", *self._terms(tag.end)]))
+            body = self._rule(self._body(tag))
             for terminal, num_matched in self._begins(tag):
                 by_terminal.setdefault(terminal, []).append(" ".join([*self._terms(tag.begin[num_matched:]), body]))
         parts = _one_of(f"{terminal} {_one_of(bodies)}" for terminal, bodies in by_terminal.items())
-        return f"{parts} | TEXT" if format.stop_after_first else f"{parts}* TEXT"
+        return f"{parts} | {text}" if format.stop_after_first else f"{parts}* {text}"
 
     def _begins(self, tag: tags.Tag) -> Iterator[tuple[str, int]]:
         """Terminals of free text up to a tag, and the characters of its beginning that they match."""
-        yield self._rule(f"TEXT {json.dumps(tag.trigger)}", "[lazy]"), len(tag.trigger)
+        text = self._terminal(_ANY)
+        yield self._rule(f"{text} {json.dumps(tag.trigger)}", "[lazy]"), len(tag.trigger)
         before, *special = self._split(tag.begin)
         if special and len(before) < len(tag.trigger):
-            yield self._terminal(f"TEXT {json.dumps(before)}"), len(before)
+            yield self._terminal(f"{text} {json.dumps(before)}"), len(before)
 
     def _rule(self, body: str, attributes: str = "") -> str:
         return self._named("rule_", attributes, body)
