@@ -64,8 +64,8 @@ class CallParser:
             self._pending = ""
         while self._state():
             pass
-        # An open call behind others is one that was cut off.
-        if not self._num_calls:
+        # An open call that has begun, or is behind others, is one that was cut off.
+        if not self._num_calls and not self._has_begun:
             self._emit_content(self._candidate + self._pending)
         self._pending = self._candidate = ""
         return self._take_events()
@@ -117,6 +117,7 @@ class CallParser:
         if marker in self._openers.texts:
             self._needs_known_name = False
             self._begin_section(before[len(content) :] + marker)
+            self._on_marker(marker)
         elif not self._num_calls:
             self._emit_content(before[len(content) :] + marker)
         return True
@@ -146,6 +147,7 @@ class CallParser:
             self._take(len(marker))
             if marker in self._format.closers:
                 return self._end_section()
+            self._on_marker(marker)
         elif char in "[]" and self._is_list == (char == "]"):
             self._is_list = char == "["
             self._take(1)
@@ -156,6 +158,9 @@ class CallParser:
         else:
             return self._end_section()
         return True
+
+    def _on_marker(self, marker: str) -> None:
+        """Change the state at a marker that begins or separates calls, in parsers of other bodies."""
 
     def _is_undecided(self) -> bool:
         if self._is_at_end:

@@ -62,9 +62,10 @@ class _Tool:
 
     def lenient(self) -> CallableTool:
         """Return the tool with any object as arguments where its schema cannot be enforced, unless it is strict."""
-        if self.is_strict or _refusal(json.dumps(self.parameters)) is None:
+        if self.is_strict:
             return self.checked()
-        return CallableTool(self.name, {"type": "object"})
+        can_be_enforced = _refusal(json.dumps(self.parameters)) is None
+        return CallableTool(self.name, self.parameters if can_be_enforced else {"type": "object"}, must_be_valid=False)
 
 
 def read_tool_choice(tools: Any, tool_choice: Any) -> ToolChoice:

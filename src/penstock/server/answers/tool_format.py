@@ -24,10 +24,15 @@ def mistral_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A function that an answer may call. parameters: JSON schema of its arguments."""
+    """A function that an answer may call.
+
+    parameters: JSON schema of its arguments. must_be_valid: False if a constraint may leave arguments free where it
+    cannot enforce their schema.
+    """
 
     name: str
     parameters: Mapping[str, Any]
+    must_be_valid: bool = True
 
 
 class ToolCallFormat(Protocol):

@@ -83,8 +83,14 @@ def _is_one_token(tokenizer: Tokenizer, text: str) -> bool:
     return len(tokenizer.encode(text, add_special_tokens=False)) == 1
 
 
-def _always(format: ToolFormat) -> ToolParserFactory:
+def _always(format: ToolCallFormat) -> ToolParserFactory:
     return lambda _tokenizer: format
+
+
+def _xml(_tokenizer: Tokenizer) -> ToolCallFormat:
+    from penstock.server.answers.xml_format import XMLFormat
+
+    return XMLFormat()
 
 
 _FACTORIES: dict[str, ToolParserFactory] = {
@@ -92,6 +98,8 @@ _FACTORIES: dict[str, ToolParserFactory] = {
     "llama3_json": _always(LLAMA3_JSON),
     "llama4_json": _always(LLAMA3_JSON),
     "mistral": _mistral,
+    "qwen3_coder": _xml,
+    "qwen3_xml": _xml,
     "deepseek_v3": _always(DEEPSEEK_V3),
     "deepseek_v31": _always(DEEPSEEK_V31),
 }
