@@ -28,6 +28,7 @@ REASONING_PARSERS = {
     "glm45": ReasoningMarkers("<think>", "</think>"),
     "ernie45": ReasoningMarkers("<think>", "</think>"),
     "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
+    "granite": ReasoningMarkers("Here is my thought process:", "Here is my response:"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
 }
 

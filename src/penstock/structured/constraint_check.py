@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract import StructuredOutputsParams
@@ -12,22 +10,11 @@ from penstock.contract.structured_outputs import MAX_READ_AT_INTAKE, parsed
 from penstock.errors import InvalidParameter
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.patterns import PatternError, translate_full_match
-from penstock.structured.schema_check import NotEnforced, enforceable
+from penstock.structured.schema_check import enforceable
+from penstock.structured.structural_tag import Format, read_structural_tag
 
 # A space, or a newline and up to 20 spaces: JSON in one line or indented, and no endless whitespace.
 DEFAULT_WHITESPACE = r"[ ]|\x{a}[ ]{0,20}"
-_TAG_FIELDS = {"type", "structures", "triggers"}
-_STRUCTURE_FIELDS = {"begin", "schema", "end"}
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedPart:
-    """Structure of a structural tag: JSON by a schema between `begin`, which starts with `trigger`, and `end`."""
-
-    trigger: str
-    begin: str
-    schema: Any
-    end: str
 
 
 def check_constraint(params: StructuredOutputsParams, max_bytes: int) -> None:
@@ -63,7 +50,7 @@ def check_read(params: StructuredOutputsParams) -> None:
     elif params.grammar is not None:
         as_lark(params.grammar)
     elif params.structural_tag is not None:
-        tagged_parts(params)
+        format_of(params)
 
 
 def schema_of(params: StructuredOutputsParams) -> Any:
@@ -100,42 +87,6 @@ def whitespace_of(params: StructuredOutputsParams) -> str:
     return DEFAULT_WHITESPACE if params.whitespace_pattern is None else whitespace(params.whitespace_pattern)
 
 
-def tagged_parts(params: StructuredOutputsParams) -> list[TaggedPart]:
-    """Read the structures of a structural tag. Raises InvalidParameter."""
-    tag = parsed("structural_tag", params.structural_tag or "{}")
-    _check_fields("", tag, _TAG_FIELDS)
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    if not isinstance(structures, list) or not structures:
-        raise _invalid_tag("/structures", structures, "a list of parts, each with begin, schema and end")
-    if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
-        raise _invalid_tag("/triggers", triggers, "a list of texts, none of them empty")
-    return [_tagged_part(part, f"/structures/{index}", triggers) for index, part in enumerate(structures)]
-
-
-def _tagged_part(part: Any, at: str, triggers: list[str]) -> TaggedPart:
-    if not isinstance(part, dict):
-        raise _invalid_tag(at, part, "a dictionary with begin, schema and end")
-    _check_fields(at, part, _STRUCTURE_FIELDS)
-    begin, end = part.get("begin"), part.get("end", "")
-    if not isinstance(begin, str) or not isinstance(end, str):
-        raise _invalid_tag(at, part, "begin and end as texts")
-    trigger = next((text for text in triggers if begin.startswith(text)), None)
-    if trigger is None:
-        raise _invalid_tag(f"{at}/begin", begin, f"a text that begins with a trigger ({', '.join(triggers)})")
-    try:
-        schema = enforceable(part.get("schema", True))
-    except NotEnforced as error:
-        raise InvalidParameter(f"structured_outputs.structural_tag{at}/schema: {error}") from error
-    return TaggedPart(trigger, begin, schema, end)
-
-
-def _check_fields(at: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in value:
-        if name not in known:
-            raise InvalidParameter(
-                f"structured_outputs.structural_tag{at} has a field {name!r}. Allowed: {', '.join(sorted(known))}."
-            )
-
-
-def _invalid_tag(at: str, value: Any, allowed: str) -> InvalidParameter:
-    return InvalidParameter(f"structured_outputs.structural_tag{at}={value!r} is not valid. Allowed: {allowed}.")
+def format_of(params: StructuredOutputsParams) -> Format:
+    """Read the structural tag. Raises InvalidParameter."""
+    return read_structural_tag(parsed("structural_tag", params.structural_tag or "{}"))

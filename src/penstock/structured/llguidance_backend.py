@@ -13,10 +13,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock.contract.structured_outputs import CONSTRAINTS_BY_SCHEMA, StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import MatcherError
-from penstock.structured.constraint_check import schema_of, tagged_parts, translated, whitespace_of
+from penstock.structured.constraint_check import format_of, schema_of, translated, whitespace_of
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.pattern_names import without_empty_patterns
 from penstock.structured.schema_narrowing import narrowed
+from penstock.structured.tag_grammar import TagGrammar
 
 # Without \u escapes, which would be second spellings of a property's name.
 _ALLOWED_ESCAPES = 'nrbtf\\"'
@@ -118,30 +119,11 @@ class LLGuidanceBackend:
         return {**options, "whitespace_pattern": pattern} if pattern else {**options, "whitespace_flexible": False}
 
     def _tag_source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
-        """Write a grammar of free text, where each trigger is followed by one of its structures.
+        def write_schema(schema: dict[str, Any]) -> str:
+            return self._json_text(schema, params, rewrite)
 
-        Special tokens in begin and end are matched as such tokens. A trigger also matches in ordinary tokens.
-        """
-        rules, tags = [r"TEXT: /(.|\n)*/"], []
-        for index, part in enumerate(tagged_parts(params)):
-            begins = [" ".join([f"tag_{index}_begin", *self._terms(part.begin[len(part.trigger) :])])]
-            rules.append(f"tag_{index}_begin[lazy]: TEXT {json.dumps(part.trigger)}")
-            special = self._special_tokens.search(part.begin)
-            if special is not None and special.start() < len(part.trigger):
-                rules.append(f"TAG_{index}: TEXT {json.dumps(part.begin[: special.start()])}")
-                begins.append(" ".join([f"TAG_{index}", *self._terms(part.begin[special.start() :])]))
-            body = [f"%json {self._json_text(part.schema, params, rewrite)}", *self._terms(part.end)]
-            tags.append(" ".join([f"({' | '.join(begins)})", *body]))
-        return "\n".join([f"start: ({' | '.join(tags)})* TEXT", *rules])
-
-    def _terms(self, text: str) -> list[str]:
-        """Terms of a rule for a text: special tokens by their ids, the rest as strings."""
-        pieces = self._special_tokens.split(text)
-        return [
-            f"<[{self._special_ids[piece]}]>" if number % 2 else json.dumps(piece)
-            for number, piece in enumerate(pieces)
-            if piece
-        ]
+        grammar = TagGrammar(write_schema, self._special_tokens.split, self._special_ids.__getitem__)
+        return grammar.source(format_of(params))
 
 
 class LLGuidanceGrammar:

@@ -1,0 +1,148 @@
+"""Format of the answers to one chat request."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.reasoning import CUSTOM, REASONING_PARSERS, ReasoningMarkers, reasoning_markers
+from penstock.contract import StructuredOutputsParams
+from penstock.engine.structured_grammar import reasoning_tokens
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import InvalidParameter
+from penstock.server.answer import AnswerEvent, AnswerFormat, AnswerParser, ContentDelta, PlainAnswer
+from penstock.server.answers.constraint import constraint
+from penstock.server.answers.reasoning import ReasoningParser
+from penstock.server.answers.tool_choice import Mode, ToolChoice, read_tool_choice
+from penstock.server.answers.tool_parsers import tool_call_format
+from penstock.structured.reasoning import ReasoningTokens
+
+
+@dataclass(slots=True)
+class _ToolAnswer:
+    """Format of answers with tool calls."""
+
+    structured_outputs: StructuredOutputsParams | None
+    skip_special_tokens: bool
+    make_parser: Callable[[], AnswerParser]
+
+    def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
+        return self.make_parser()
+
+
+class _CallsOnly:
+    """Parser of answers that are constrained to calls: other text is of a call that was cut off, and is dropped."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[AnswerEvent]:
+        return [event for event in self._parser.push(text) if not isinstance(event, ContentDelta)]
+
+    def finish(self) -> list[AnswerEvent]:
+        return [event for event in self._parser.finish() if not isinstance(event, ContentDelta)]
+
+
+class _ReasonedAnswer:
+    """Format of answers after reasoning. answer_begins: markers of `answer` that end reasoning, too."""
+
+    def __init__(
+        self, answer: AnswerFormat, markers: ReasoningMarkers, tokenizer: Tokenizer, answer_begins: tuple[str, ...]
+    ) -> None:
+        self.structured_outputs = answer.structured_outputs
+        self.skip_special_tokens = answer.skip_special_tokens and not _any_special(
+            tokenizer, (markers.start, markers.end)
+        )
+        self._answer = answer
+        self._markers = markers
+        self._tokens = _reasoning_tokens(tokenizer, markers)
+        self._answer_begins = answer_begins
+
+    def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
+        return ReasoningParser(
+            self._markers,
+            self._answer.parser(prompt_token_ids),
+            reasons=self._tokens.reasons_after(prompt_token_ids),
+            answer_begins=self._answer_begins,
+        )
+
+
+def chat_answer(
+    *,
+    tools: Any,
+    tool_choice: Any,
+    parallel: bool,
+    structured_outputs: StructuredOutputsParams | None,
+    tool_call_parser: str | None,
+    enable_auto_tool_choice: bool,
+    reasoning_parser: str | None,
+    reasoning_strings: tuple[str, str],
+    tokenizer: Tokenizer,
+) -> AnswerFormat:
+    """As `answer_format`."""
+    choice = read_tool_choice(tools, tool_choice)
+    if choice.mode is Mode.AUTO and (not enable_auto_tool_choice or tool_call_parser is None):
+        raise InvalidParameter(
+            'tool_choice="auto" needs a server that was started with --enable-auto-tool-choice and '
+            '--tool-call-parser. Start it with them, or choose "required", "none" or a function.'
+        )
+    answer: AnswerFormat = PlainAnswer(structured_outputs)
+    if choice.mode is not Mode.NONE:
+        answer = _tool_answer(
+            choice,
+            structured_outputs,
+            tool_call_parser,
+            tokenizer,
+            parallel=parallel and not choice.is_one_call,
+            follows_reasoning=reasoning_parser is not None,
+        )
+    if reasoning_parser is None:
+        return answer
+    markers = _reasoning_markers(reasoning_parser, reasoning_strings)
+    return _ReasonedAnswer(answer, markers, tokenizer, () if choice.mode is Mode.NONE else markers.implied_ends)
+
+
+def _tool_answer(
+    choice: ToolChoice,
+    structured_outputs: StructuredOutputsParams | None,
+    tool_call_parser: str | None,
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool,
+    follows_reasoning: bool,
+) -> AnswerFormat:
+    format = tool_call_format(tool_call_parser, tokenizer)
+
+    def make_parser() -> AnswerParser:
+        parser = format.parser(choice.tools, parallel=parallel)
+        return _CallsOnly(parser) if choice.mode is Mode.REQUIRED else parser
+
+    return _ToolAnswer(
+        constraint(format, choice, structured_outputs, parallel=parallel, follows_reasoning=follows_reasoning),
+        not _any_special(tokenizer, format.markers),
+        make_parser,
+    )
+
+
+def _reasoning_markers(parser: str, strings: tuple[str, str]) -> ReasoningMarkers:
+    if parser != CUSTOM and parser not in REASONING_PARSERS:
+        raise InvalidParameter(
+            f"reasoning_parser={parser!r} is not known. Allowed: {', '.join((*REASONING_PARSERS, CUSTOM))}."
+        )
+    return reasoning_markers(parser, *strings)
+
+
+@functools.lru_cache(maxsize=8)
+def _reasoning_tokens(tokenizer: Tokenizer, markers: ReasoningMarkers) -> ReasoningTokens:
+    """As `reasoning_tokens`, which encodes hundreds of texts."""
+    return reasoning_tokens(tokenizer, markers)
+
+
+def _any_special(tokenizer: Tokenizer, texts: Iterable[str]) -> bool:
+    """Whether a text is a special token, which detokenisation skips by default."""
+    return any(
+        len(token_ids) == 1 and not tokenizer.decode(token_ids, skip_special_tokens=True)
+        for token_ids in (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    )

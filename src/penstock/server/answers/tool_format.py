@@ -1,0 +1,133 @@
+"""Formats of tool calls in a model's text: as data for one parser and one constraint."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.server.answer import AnswerParser
+
+_NAME = "{name}"
+
+
+def openai_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_call_id() -> str:
+    """Id of nine letters and digits, the only ones that Mistral's templates take."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A function that an answer may call.
+
+    parameters: JSON schema of its arguments. must_be_valid: False if a constraint may leave arguments free where it
+    cannot enforce their schema.
+    """
+
+    name: str
+    parameters: Mapping[str, Any]
+    must_be_valid: bool = True
+
+
+class ToolCallFormat(Protocol):
+    """Interface of a tool parser: the form of tool calls in the text of one family of models.
+
+    markers: texts that the parser looks for. Where they are special tokens, the text keeps those.
+    """
+
+    @property
+    def markers(self) -> Collection[str]: ...
+
+    def calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
+        """Format of a structural tag for text that is only calls: at least one, and one at most unless `parallel`."""
+
+    def free_text_with_calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
+        """Format of a structural tag for free text in which every call is valid."""
+
+    def parser(self, tools: Sequence[CallableTool], *, parallel: bool) -> AnswerParser:
+        """Parser of one answer. Without `parallel`, it drops calls after the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """Format of tool calls whose arguments are JSON text.
+
+    Written is `begin`, calls with `separator` between them, and `end`. A call is `head`, which has the function's name
+    in place of `{name}`, its arguments, and `tail`.
+
+    Read is more, since models vary. After one of `openers` come calls, single ones or in lists, each a JSON object with
+    one of `name_keys` and one of `argument_keys`, or with `bare_names` a name before its arguments. `skipped` are texts
+    between these parts. A closer ends the calls.
+    id_marker: one of `skipped`, behind which the model writes an id of the call.
+    starts: first character of an answer that is calls without an opener, which only count with the name of a tool.
+    """
+
+    head: str
+    tail: str
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+    openers: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    starts: str = ""
+    bare_names: bool = False
+    id_marker: str = ""
+    name_keys: tuple[str, ...] = ("name",)
+    argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    make_id: Callable[[], str] = openai_call_id
+
+    @property
+    def markers(self) -> Collection[str]:
+        return (*self.openers, *self.closers, *self.skipped)
+
+    def calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
+        listed = self._tags(tools, parallel=parallel)
+        if not self.begin and not self.end:
+            return listed
+        return {"type": "tag", "begin": self.begin, "content": listed, "end": self.end}
+
+    def free_text_with_calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
+        written = self.begin or self.head
+        trigger = next((opener for opener in self.openers if written.startswith(opener)), None)
+        if trigger is None:
+            # The text is either calls or does not begin as they do.
+            other = {"type": "regex", "pattern": rf"(\s*[^\s{self.starts}](.|\n)*)?"}
+            return {"type": "or", "elements": [self.calls(tools, parallel=parallel), other]}
+        is_section = bool(self.begin)
+        tags = [self.calls(tools, parallel=parallel)] if is_section else [self._tag(tool) for tool in tools]
+        return {
+            "type": "triggered_tags",
+            "triggers": [trigger],
+            "tags": tags,
+            "stop_after_first": is_section or not parallel,
+        }
+
+    def parser(self, tools: Sequence[CallableTool], *, parallel: bool) -> AnswerParser:
+        from penstock.server.answers.call_parser import CallParser
+
+        return CallParser(self, {tool.name for tool in tools}, parallel=parallel)
+
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Write calls, which are names and arguments as JSON text, as the model does."""
+        texts = [f"{self.head.replace(_NAME, name)}{arguments}{self.tail}" for name, arguments in calls]
+        return f"{self.begin}{self.separator.join(texts)}{self.end}"
+
+    def _tags(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
+        return {
+            "type": "tags_with_separator",
+            "tags": [self._tag(tool) for tool in tools],
+            "separator": self.separator,
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+
+    def _tag(self, tool: CallableTool) -> dict[str, Any]:
+        content = {"type": "json_schema", "json_schema": dict(tool.parameters)}
+        return {"type": "tag", "begin": self.head.replace(_NAME, tool.name), "content": content, "end": self.tail}
