@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from hypothesis import HealthCheck, settings
+
 from penstock.server.answer import (
     AnswerEvent,
     AnswerParser,
@@ -15,6 +17,9 @@ from penstock.server.answer import (
     ToolCallStart,
 )
 from penstock.server.answers.tool_format import CallableTool
+
+# Of property tests, which may run on a loaded machine.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Answer(NamedTuple):

@@ -8,7 +8,7 @@ import re
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.support.answers import Answer, parsed, split, tools
+from tests.support.answers import Answer, parsed, patient, split, tools
 
 from penstock.server.answer import ContentDelta, ToolCallArguments, ToolCallStart
 from penstock.server.answers.tool_format import ToolFormat
@@ -57,6 +57,7 @@ def read(format: ToolFormat, pieces: list[str], *, parallel: bool = True) -> Ans
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@patient
 @given(content=TEXTS, calls=CALLS, cuts=CUTS)
 def test_calls_and_content_are_those_of_the_text_however_it_is_split(
     format: ToolFormat, content: str, calls: list[tuple[str, str]], cuts: list[int]
@@ -70,6 +71,7 @@ def test_calls_and_content_are_those_of_the_text_however_it_is_split(
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@patient
 @given(
     pieces=st.lists(PIECES | st.sampled_from(['{"name": "f"', '"arguments": {}', "f", ": "]), max_size=12), cuts=CUTS
 )
@@ -79,6 +81,7 @@ def test_any_text_is_parsed_alike_at_once_and_in_pieces(format: ToolFormat, piec
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@patient
 @given(calls=CALLS.filter(bool), cuts=CUTS)
 def test_without_parallel_calls_only_the_first_call_comes(
     format: ToolFormat, calls: list[tuple[str, str]], cuts: list[int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.support.answers import Answer, function, parsed, split, tools
+from tests.support.answers import Answer, function, parsed, patient, split, tools
 from tests.support.constraints import demo_tokenizer, encode
 
 from penstock.config.reasoning import REASONING_PARSERS
@@ -36,6 +36,7 @@ def parser_for(reasoning_parser: str | None, prompt: str = "", **fields: object)
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)
+@patient
 @given(reasoning=TEXTS, content=TEXTS, cuts=CUTS)
 def test_reasoning_and_content_are_those_of_the_text_however_it_is_split(
     name: str, reasoning: str, content: str, cuts: list[int]
@@ -48,6 +49,7 @@ def test_reasoning_and_content_are_those_of_the_text_however_it_is_split(
         assert parsed(ReasoningParser(markers, plain(), reasons=reasons), split(text, cuts)) == expected
 
 
+@patient
 @given(text=TEXTS, cuts=CUTS, reasons=st.booleans())
 def test_any_text_is_parsed_alike_at_once_and_in_pieces(text: str, cuts: list[int], reasons: bool) -> None:
     markers = REASONING_PARSERS["qwen3"]

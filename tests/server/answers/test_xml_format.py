@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.support.answers import Answer, joined, parsed, split
+from tests.support.answers import Answer, joined, parsed, patient, split
 from tests.support.constraints import allows, matcher_for
 
 from penstock.errors import InvalidParameter
@@ -46,6 +46,7 @@ def read(pieces: list[str]) -> Answer:
     return parsed(XMLFormat().parser(TOOLS, parallel=True), pieces)
 
 
+@patient
 @given(path=TEXTS, mode=st.sampled_from(["r", "w"]), more=VALUES, num_calls=st.integers(1, 3), cuts=CUTS)
 def test_arguments_are_those_of_the_text_however_it_is_split(
     path: str, mode: str, more: Any, num_calls: int, cuts: list[int]
@@ -58,6 +59,7 @@ def test_arguments_are_those_of_the_text_however_it_is_split(
     assert [(name, json.loads(text)) for name, text in answer.calls] == [("open", arguments)] * num_calls
 
 
+@patient
 @given(pieces=st.lists(PIECES | PARTS_OF_CALLS, max_size=12), cuts=CUTS)
 def test_any_text_is_parsed_alike_at_once_and_in_pieces(pieces: list[str], cuts: list[int]) -> None:
     text = "".join(pieces)
