@@ -65,6 +65,7 @@ class BrokerUnderTest:
             self._arguments,
             self._starter,
             deliver,
+            role="broker",
             send_timeout_s=10.0,
             descriptors=[self._listener.fileno()],
         )

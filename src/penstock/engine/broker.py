@@ -175,6 +175,7 @@ class Broker:
         elif data == _HELLO:
             self._fronts.add(front)
             front.send(self._started)
+            front.send(self._status())
         elif front in self._fronts:
             message = decode(data, ToCore).message
             if isinstance(message, AddRequest):

@@ -44,8 +44,8 @@ class ParentConnection:
 
 
 def main() -> None:
-    """Run a child process. Arguments: id of the parent process, and descriptor of the connection to it."""
-    pid, descriptor = map(int, sys.argv[1:])
+    """Run a child process. Arguments: id of the parent process, descriptor of the connection to it, and its role."""
+    pid, descriptor = map(int, sys.argv[1:3])
     end_with_parent(pid)
     leave_end_to_parent()
     connection = Connection(descriptor)

@@ -52,7 +52,7 @@ class ChildProcess:
     """Starts a child process and delivers its messages.
 
     run: function that the process runs with `argument` and its connection to this process; pickled by its name.
-    who: prefix of its log records. environment: changes to this process's environment.
+    role: shown in the list of processes. who: prefix of its log records. environment: changes to that of this process.
     deliver: called with this object and each message, and with None at the end of the connection, in a reader thread,
         which also writes the process's log records.
     send_timeout_s: timeout of sending a message to the process. descriptors: inherited under the same numbers.
@@ -67,6 +67,7 @@ class ChildProcess:
         starter: ProcessStarter,
         deliver: Callable[[ChildProcess, CoreMessage | None], None],
         *,
+        role: str,
         send_timeout_s: float,
         who: str = "",
         environment: Mapping[str, str] | None = None,
@@ -79,7 +80,7 @@ class ChildProcess:
         limit_waits(self._connection, send_s=send_timeout_s)
         # Only the child keeps its end of the connection, so that its exit closes the connection.
         with theirs:
-            arguments = [os.getpid(), theirs.fileno()]
+            arguments = [os.getpid(), theirs.fileno(), role]
             self._process = starter.start(PROGRAM, arguments, [theirs.fileno(), *descriptors], environment or {})
         _processes.add(self)
         self.pid = self._process.pid
@@ -153,6 +154,7 @@ def start_core(
         (load_core, config),
         starter,
         deliver,
+        role="core",
         send_timeout_s=send_timeout_s,
         who="" if engine is None else f"Engine {engine}: ",
         environment={"OMP_NUM_THREADS": str(threads.num_threads), **environment_of_core(config)},

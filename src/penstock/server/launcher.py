@@ -112,7 +112,8 @@ class Launcher:
                 if isinstance(event, PenstockError):
                     raise event
                 if isinstance(event, int):
-                    self._drain(fronts)
+                    if not self._drain(fronts):
+                        broker.close()
                     return
         finally:
             for process in fronts:
@@ -132,7 +133,8 @@ class Launcher:
             logger.info("%s started after %.1f s", event, time.monotonic() - self._began)
         logger.info("Ready after %.1f s: %s serves %s", time.monotonic() - self._began, url, self._names())
 
-    def _drain(self, fronts: list[SupervisedProcess]) -> None:
+    def _drain(self, fronts: list[SupervisedProcess]) -> bool:
+        """Let running requests finish. Returns False if a second signal has ended that."""
         timeout_s = self._network.shutdown_timeout
         logger.info("Shutting down: running requests have %g s to finish", timeout_s)
         for front in fronts:
@@ -146,7 +148,8 @@ class Launcher:
                 continue
             if isinstance(event, int):
                 logger.warning("Ending at once, after a second signal")
-                return
+                return False
+        return True
 
     def _start_broker(self, listener: socket.socket, starter: ProcessStarter) -> SupervisedProcess:
         descriptor = listener.fileno()
@@ -158,6 +161,7 @@ class Launcher:
                 arguments,
                 starter,
                 deliver,
+                role="broker",
                 send_timeout_s=_SEND_TIMEOUT_S,
                 descriptors=[descriptor],
             )
@@ -178,7 +182,13 @@ class Launcher:
                 health_limit_s=self._health_limit_s,
             )
             return ChildProcess(
-                serve_http, arguments, starter, deliver, send_timeout_s=_SEND_TIMEOUT_S, descriptors=[descriptor]
+                serve_http,
+                arguments,
+                starter,
+                deliver,
+                role="front-end",
+                send_timeout_s=_SEND_TIMEOUT_S,
+                descriptors=[descriptor],
             )
 
         return self._supervise("A front end", start)

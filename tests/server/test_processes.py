@@ -1,0 +1,263 @@
+"""Processes of a server: what survives the loss of each, and how the server starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from openai import APIStatusError, AsyncOpenAI
+
+from support.server_process import ServerProcess
+from support.waiting import PATIENCE_S, wait_until
+
+Answer = tuple[str, list[tuple[str, float]], int]
+SMALL = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    started: list[ServerProcess] = []
+
+    def start_one(*arguments: str, **options: Any) -> ServerProcess:
+        started.append(ServerProcess(tmp_path / f"server{len(started)}.log", *SMALL, *arguments, **options))
+        started[-1].wait_until_ready()
+        return started[-1]
+
+    yield start_one
+    for server in started:
+        server.close()
+
+
+async def answer(client: AsyncOpenAI, index: int, max_tokens: int = 60) -> Answer:
+    """Text of a stream, its log-probabilities if it has any, and the number of its tokens."""
+    messages: Any = [{"role": "user", "content": f"Speak, number {index}."}]
+    options: dict[str, Any] = {"max_tokens": max_tokens, "seed": index, "temperature": 1.0}
+    if index % 3 == 0:
+        schema = {"name": "person", "schema": SCHEMA}
+        options |= {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": 120}
+    elif index % 3 == 1:
+        options |= {"logprobs": True, "top_logprobs": 2, "extra_body": {"ignore_eos": True}}
+    else:
+        options |= {"extra_body": {"ignore_eos": True}}
+    pieces: list[str] = []
+    logprobs: list[tuple[str, float]] = []
+    num_tokens, reason = 0, None
+    stream = await client.chat.completions.create(
+        model="demo", messages=messages, stream=True, stream_options={"include_usage": True}, **options
+    )
+    async for chunk in stream:
+        if chunk.usage is not None:
+            num_tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            pieces.append(choice.delta.content or "")
+            reason = choice.finish_reason or reason
+            if choice.logprobs is not None and choice.logprobs.content is not None:
+                logprobs += [(one.token, round(one.logprob, 4)) for one in choice.logprobs.content]
+    assert reason in ("stop", "length"), reason
+    if index % 3 == 0 and reason == "stop":
+        assert json.loads("".join(pieces)).keys() == {"name", "age"}
+    return "".join(pieces), logprobs, num_tokens
+
+
+async def answers(server: ServerProcess, number: int) -> list[Answer]:
+    async with server.async_client(timeout=600.0) as client:
+        return list(await asyncio.gather(*(answer(client, index) for index in range(number))))
+
+
+def disturb(server: ServerProcess, faults: list[tuple[str, signal.Signals]], interval_s: float) -> None:
+    """Send signals to processes of these roles, each once the server runs requests again."""
+    for role, sent in faults:
+        time.sleep(interval_s)
+        wait_until(lambda role=role: bool(server.processes(role)))  # type: ignore[misc]
+        server.processes(role)[0].send_signal(sent)
+
+
+async def disturbed(
+    server: ServerProcess, number: int, faults: list[tuple[str, signal.Signals]], interval_s: float
+) -> list[Answer]:
+    found, _ = await asyncio.gather(answers(server, number), asyncio.to_thread(disturb, server, faults, interval_s))
+    return found
+
+
+def test_streams_survive_the_broker(start: Callable[..., ServerProcess]) -> None:
+    server = start("--max-num-seqs", "8")
+    undisturbed = asyncio.run(answers(server, 24))
+    assert asyncio.run(disturbed(server, 24, [("broker", signal.SIGKILL)], 0.3)) == undisturbed
+    assert "It is started again" in server.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hundred_streams_survive_every_process(start: Callable[..., ServerProcess]) -> None:
+    server = start(
+        "--tensor-parallel-size", "2", "--max-num-seqs", "32", "--step-timeout-s", "5", "--max-restarts", "5"
+    )
+    undisturbed = asyncio.run(answers(server, 200))
+    kill = signal.SIGKILL
+    faults = [("worker", kill), ("worker", kill), ("core", kill), ("worker", kill), ("broker", kill)]
+    found = asyncio.run(disturbed(server, 200, [*faults, ("core", signal.SIGSTOP)], 1.5))
+    assert found == undisturbed
+
+
+@pytest.mark.slow
+def test_a_front_end_that_is_killed_breaks_its_own_streams_only(start: Callable[..., ServerProcess]) -> None:
+    server = start("--api-server-count", "2", "--max-num-seqs", "8")
+    undisturbed = asyncio.run(answers(server, 16))
+
+    async def run() -> list[Any]:
+        async def one(index: int) -> Answer:
+            # A connection of its own, so that both front ends serve some.
+            async with server.async_client() as client:
+                return await answer(client, index)
+
+        streams = asyncio.gather(*(one(index) for index in range(16)), return_exceptions=True)
+        await asyncio.sleep(0.3)
+        server.processes("front-end")[0].kill()
+        return list(await streams)
+
+    found = asyncio.run(run())
+    whole = [index for index, one in enumerate(found) if not isinstance(one, BaseException)]
+    assert whole, found
+    assert [found[index] for index in whole] == [undisturbed[index] for index in whole]
+    wait_until(lambda: len(server.processes("front-end")) == 2)
+    assert asyncio.run(answers(server, 6)) == undisturbed[:6]
+
+
+def test_sigterm_lets_streams_finish_and_exits_with_0(start: Callable[..., ServerProcess]) -> None:
+    server = start("--max-num-seqs", "8")
+
+    async def run() -> list[Answer]:
+        async with server.async_client() as client:
+            streams = [asyncio.ensure_future(answer(client, index)) for index in range(12)]
+            await asyncio.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            with pytest.raises(APIStatusError) as refused:
+                await answer(client, 0)
+            assert refused.value.status_code == 503
+            assert refused.value.response.headers["Retry-After"]
+            assert (await asyncio.to_thread(get, server.url, "/health"))[0] == 200
+            assert (await asyncio.to_thread(get, server.url, "/ready"))[0] == 503
+            return list(await asyncio.gather(*streams))
+
+    undisturbed = asyncio.run(answers(server, 12))
+    assert asyncio.run(run()) == undisturbed
+    assert server.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_streams_that_take_too_long_are_aborted_after_sigterm(start: Callable[..., ServerProcess]) -> None:
+    server = start("--shutdown-timeout", "0.2")
+
+    async def run() -> str | None:
+        async with server.async_client() as client:
+            stream = await client.completions.create(
+                model="demo", prompt="A", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+            )
+            reason: str | None = None
+            async for chunk in stream:
+                if not reason:
+                    server.process.send_signal(signal.SIGTERM)
+                    reason = "-"
+                reason = chunk.choices[0].finish_reason or reason
+            return reason
+
+    assert asyncio.run(run()) in ("abort", "length")
+    assert server.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once(start: Callable[..., ServerProcess]) -> None:
+    server = start("--shutdown-timeout", "600")
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    stopped = [one for one in processes if one in server.processes("core")]
+    for one in stopped:
+        one.suspend()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
+        body = json.dumps({"model": "demo", "prompt": "A", "max_tokens": 900})
+        raw.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        wait_until(lambda: json.loads(get(server.url, "/ready")[1])["num_requests"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert server.process.poll() is None
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(PATIENCE_S)
+    assert time.monotonic() - begin < 20.0
+    _, alive = psutil.wait_procs(processes, PATIENCE_S)
+    assert not alive
+
+
+def test_a_server_that_cannot_start_says_why_and_exits_with_an_error(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "log", "--kv-cache-memory-bytes", "1KiB")
+    try:
+        assert server.process.wait(PATIENCE_S) != 0
+        assert "--kv-cache-memory-bytes" in server.text
+        assert "Traceback" not in server.text
+    finally:
+        server.close()
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = ServerProcess(tmp_path / "log", "--port", str(port))
+        try:
+            assert server.process.wait(PATIENCE_S) == 2
+            assert f"--port {port}" in server.text or f"port={port}" in server.text
+        finally:
+            server.close()
+
+
+@pytest.mark.slow
+def test_the_server_is_live_but_not_ready_while_the_broker_is_replaced(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    assert get(server.url, "/ready")[0] == 200
+    server.processes("broker")[0].kill()
+    wait_until(lambda: get(server.url, "/ready")[0] == 503)
+    assert get(server.url, "/health")[0] == 200
+    wait_until(lambda: get(server.url, "/ready")[0] == 200)
+
+
+@pytest.mark.slow
+def test_the_server_is_dead_once_a_core_with_work_hangs_for_longer_than_a_step_may_take(
+    start: Callable[..., ServerProcess],
+) -> None:
+    """A broker that does not run cannot replace its core, and its launcher, stopped as well, cannot replace it."""
+    server = start("--step-timeout-s", "2")
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        broker = server.processes("broker")[0]
+        broker.suspend()
+        wait_until(lambda: get(server.url, "/health")[0] == 503)
+        assert "heartbeat" in get(server.url, "/health")[1]
+        broker.resume()
+        wait_until(lambda: get(server.url, "/health")[0] == 200)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
+def get(url: str, path: str) -> tuple[int, str]:
+    """Status and body of a GET request."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        head, _, body = b"".join(iter(lambda: raw.recv(65536), b"")).partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
