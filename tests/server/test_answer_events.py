@@ -1,7 +1,8 @@
-"""Reasoning and tool calls in chat completions, from a scripted answer format."""
+"""Reasoning and tool calls in chat completions: of a scripted answer format, and of the model's own."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -76,7 +77,8 @@ class _MarkedParser:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     engine = AsyncEngine("demo", enable_multiprocessing=False, num_threads=1, kv_cache_memory_bytes=8 << 20)
-    with serving(engine, chat_template=TEMPLATE) as served:
+    options: dict[str, Any] = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
+    with serving(engine, chat_template=TEMPLATE, **options) as served:
         yield served
 
 
@@ -166,3 +168,21 @@ def test_tools_are_in_the_prompt_unless_none_is_chosen(
 ) -> None:
     response = ask(client, monkeypatch, extra_body={"tool_choice": choice, "return_token_ids": True})
     assert server.post("/detokenize", {"tokens": response.prompt_token_ids}).json == {"prompt": prompt}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_follows_its_schema(client: OpenAI, stream: bool) -> None:
+    cities = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": cities}}]
+    fields: Any = {"model": "demo", "messages": [{"role": "user", "content": "Do"}], "tools": tools, "seed": 2}
+    choice: Any = {"type": "function", "function": {"name": "weather"}}
+    if stream:
+        with client.chat.completions.stream(**fields, tool_choice=choice, max_completion_tokens=200) as events:
+            answer = events.get_final_completion().choices[0]
+    else:
+        answer = client.chat.completions.create(**fields, tool_choice=choice, max_completion_tokens=200).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.tool_calls is not None
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import ConfigError
+from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from support.fake_engine import FakeCore, write_model
 from support.servers import Served, serving
@@ -115,3 +117,30 @@ WRONG: list[dict[str, Any]] = [
 def test_a_wrong_option_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         ServerOptions(**{"served_model_name": ("demo",), **options})
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"reasoning_parser": "none_such"}, "reasoning_parser='none_such'"),
+    ({"tool_call_parser": "none_such"}, "tool_call_parser='none_such'"),
+    ({"tool_parser_plugin": "none_such.py"}, "tool_parser_plugin='none_such.py'"),
+    ({"chat_template": "none_such.jinja"}, "chat_template='none_such.jinja'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), UNFIT, ids=str)
+def test_an_option_that_does_not_fit_the_model_is_refused_at_start(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    engine = engine_of(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            create_app(engine, ServerOptions(served_model_name=("demo",), **options))
+    finally:
+        engine.shutdown()
+
+
+def test_a_template_is_read_from_a_file_of_any_name(tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("{{ messages[0].role }}!")
+    with serving(engine_of(tmp_path / "model"), chat_template=str(tmp_path / "template")) as server:
+        tokens = server.post("/tokenize", {"messages": [{"role": "developer", "content": "a"}]}).json["tokens"]
+        assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": "system!"}

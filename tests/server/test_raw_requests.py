@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from support.fake_engine import FakeCore, write_model
 from support.servers import Served, serving
@@ -17,8 +19,6 @@ LIMIT = 50_000
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    from penstock.config import EngineConfig
-
     config = EngineConfig.create(str(write_model(tmp_path_factory.mktemp("model"))))
     engine = AsyncEngine.from_config(config, load_core=lambda config: FakeCore())
     with serving(engine, max_request_bytes=LIMIT) as served:
@@ -161,3 +161,23 @@ def test_the_openapi_document_has_every_status_that_routes_return(server: Served
     assert {"200", "400", "401", "404", "408", "413", "429", "500", "503"} == set(responses)
     fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"prompt", "temperature", "user", "metadata"} <= set(fields)
+
+
+HUGE: list[tuple[str, Any, str]] = [
+    ("/v1/completions", completion(prompt=["a"] * 20_000), "20,000 prompts"),
+    ("/v1/completions", completion(stop_token_ids=["x"] * 10_000), "stop_token_ids[0]"),
+    ("/v1/completions", completion(n=100_000), "n=100000"),
+    ("/v1/completions", completion(**{f"field{number}": 1 for number in range(9_000)}), "There is no field field0"),
+    ("/v1/completions", completion(logit_bias={str(id): "x" for id in range(9_000)}), "logit_bias[0]='x'"),
+    ("/v1/chat/completions", {"messages": [{}] * 15_000}, "messages[0].role is missing"),
+    ("/detokenize", {"tokens": ["x"] * 10_000}, "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), HUGE, ids=lambda value: str(value)[:40])
+def test_a_long_list_of_mistakes_gets_the_first(tmp_path: Path, path: str, body: Any, message: str) -> None:
+    engine = AsyncEngine.from_config(EngineConfig.create(str(write_model(tmp_path))), load_core=lambda _: FakeCore())
+    with serving(engine) as server:
+        reply = server.post(path, body)
+        assert reply.status == 400
+        assert message in reply.error["message"]

@@ -24,7 +24,10 @@ from penstock.server.validation import validation_error
 
 
 def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
-    """Application that serves the engine. It does not shut the engine down."""
+    """Application that serves the engine. It does not shut the engine down.
+
+    Raises ConfigError for options that do not fit the model.
+    """
     app = FastAPI(title="Penstock", version=__version__)
     app.state.served_model = ServedModel(engine, options)
     for module in (completions, chat, models, tokenize):

@@ -29,6 +29,7 @@ class ServerOptions:
     response_role: role of the answers.
     enable_auto_tool_choice: let the model decide whether it calls tools; needs tool_call_parser.
     tool_call_parser: form of the model's tool calls.
+    tool_parser_plugin: Python file that registers further parsers of tool calls.
     reasoning_parser: form of the model's reasoning, which the answers have apart from their content.
     reasoning_start_str, reasoning_end_str: markers of the reasoning parser "custom"; those of the engine.
     return_tokens_as_token_ids: tokens of log-probabilities are "token_id:17" rather than text.
@@ -55,6 +56,7 @@ class ServerOptions:
     response_role: str = "assistant"
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
+    tool_parser_plugin: str | None = None
     reasoning_parser: str | None = None
     reasoning_start_str: str = "<think>"
     reasoning_end_str: str = "</think>"

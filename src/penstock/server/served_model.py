@@ -14,12 +14,15 @@ from penstock.engine.prompts import PromptDict
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
 from penstock.server.errors import ApiError
 from penstock.server.options import ServerOptions
+from penstock.server.start_checks import check_parsers, template_source
 
 _Result = TypeVar("_Result")
 
 
 class ServedModel:
     """All that routes need of the engine.
+
+    Raises ConfigError for options that do not fit the model.
 
     default_params: sampling parameters of fields that a request leaves out. max_model_len: longest context in tokens.
     """
@@ -31,6 +34,8 @@ class ServedModel:
         self.default_params: SamplingParams = engine.get_default_sampling_params()
         self.tokenizer: Tokenizer = engine._tokenizer
         self.max_model_len: int = engine._input_processor._max_model_len
+        check_parsers(options, self.tokenizer)
+        self._template = template_source(options, self.tokenizer)
         self._knows_developer = self._mentions_developer()
 
     @property
@@ -59,7 +64,7 @@ class ServedModel:
         if chat_template is not None and not self.options.trust_request_chat_template:
             message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
             raise ApiError(400, message, param="chat_template")
-        template = self.options.chat_template if chat_template is None else chat_template
+        template = self._template if chat_template is None else chat_template
         if not self._knows_developer and chat_template is None:
             messages = [_as_system(message) for message in messages]
         return await _in_thread(
@@ -98,7 +103,7 @@ class ServedModel:
 
     def _mentions_developer(self) -> bool:
         """Whether the chat template has the role `developer`, which it would refuse or show otherwise."""
-        template = self.options.chat_template or self.tokenizer.for_callers().chat_template
+        template = self._template or self.tokenizer.for_callers().chat_template
         return "developer" in str(template)
 
 

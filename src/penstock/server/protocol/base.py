@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.param_checks import shown
@@ -49,7 +49,20 @@ class RequestModel(StrictModel):
             value, field = given.pop(name), OTHER_FIELDS[name]
             if not field.allows(value):
                 raise field_error(name, f"{name}={shown(value)} is not available: {field.why}.")
+        # One unknown field is reported; a request may have millions.
+        for name in [name for name in given if name not in cls.model_fields][1:]:
+            del given[name]
         return given
+
+
+# Lists whose validation ends at the first error, since a request may have millions of items.
+TokenIds: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
+Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# Checked with the other sampling parameters, up to the first error.
+Biases: TypeAlias = Annotated[
+    dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}})
+]
 
 
 class StreamOptions(StrictModel):
@@ -115,15 +128,15 @@ class SamplingFields(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Biases | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.server.protocol.base import SamplingFields, StrictModel, field_error
+from penstock.server.protocol.base import Objects, SamplingFields, StrictModel, field_error
 
 
 class ChatMessage(BaseModel):
@@ -15,8 +15,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     role: str
-    content: str | list[str | dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
 
     @property
@@ -27,15 +27,18 @@ class ChatMessage(BaseModel):
         return "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in self.content)
 
 
+Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
 class TemplateFields(StrictModel):
     """Fields of the template that renders a conversation. documents: one of its variables."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
 
     @model_validator(mode="after")
     def _check_end(self) -> TemplateFields:
@@ -58,7 +61,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     include_reasoning: whether reasoning is returned. reasoning_effort: a variable of the chat template.
     """
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     add_special_tokens: bool = False
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

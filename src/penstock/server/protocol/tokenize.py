@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pydantic import BaseModel, model_validator
 
-from pydantic import BaseModel, Field, model_validator
-
-from penstock.server.protocol.base import RequestModel, field_error
-from penstock.server.protocol.chat import ChatMessage, TemplateFields
+from penstock.server.protocol.base import RequestModel, TokenIds, field_error
+from penstock.server.protocol.chat import Messages, TemplateFields
 
 
 class TokenizeRequest(TemplateFields, RequestModel):
@@ -18,7 +16,7 @@ class TokenizeRequest(TemplateFields, RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -33,7 +31,7 @@ class DetokenizeRequest(RequestModel):
     """Token ids to write as text, special tokens included."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class TokenizeResponse(BaseModel):

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.contract import SamplingParams
+from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.detokenizer import SpecialTokens
 from penstock.engine.outputs import CompletionOutput, RequestOutput
 from penstock.engine.prompts import PromptDict, RenderedText
@@ -52,7 +53,8 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     changes: dict[str, Any] = {"logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
-        changes["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+        asked = (request.logprobs, request.prompt_logprobs or 0)
+        changes["prompt_logprobs"] = ALL_LOGPROBS if ALL_LOGPROBS in asked else max(asked)
     if request.max_tokens == 0:
         # The engine generates one token at least, which is not returned.
         changes |= {"max_tokens": 1, "min_tokens": 0}

@@ -1,0 +1,43 @@
+"""Checks of the server's options that need the model, before the first request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import ConfigError, InvalidRequest
+from penstock.loader.chat_template import choose_template
+from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format
+from penstock.server.formats import choose_format
+from penstock.server.options import ServerOptions
+
+
+def check_parsers(options: ServerOptions, tokenizer: Tokenizer) -> None:
+    """Load the plug-in of tool parsers, and check that there are the parsers of the options. Raises ConfigError."""
+    if options.tool_parser_plugin is not None:
+        load_tool_parser_plugin(options.tool_parser_plugin)
+    try:
+        tool_call_format(options.tool_call_parser, tokenizer)
+        choose_format(
+            tools=None,
+            tool_choice=None,
+            parallel_tool_calls=True,
+            structured_outputs=None,
+            options=options,
+            tokenizer=tokenizer,
+        )
+    except InvalidRequest as error:
+        raise ConfigError(str(error)) from error
+
+
+def template_source(options: ServerOptions, tokenizer: Tokenizer) -> str | None:
+    """Jinja text of the option chat_template; None if it is not given. Raises ConfigError."""
+    given = options.chat_template
+    if given is None:
+        return None
+    is_path = "{" not in given and Path(given).is_file()
+    try:
+        template = choose_template(tokenizer.for_callers(), tokenizer.folder, Path(given) if is_path else given, None)
+    except InvalidRequest as error:
+        raise ConfigError(str(error)) from error
+    return template.source
