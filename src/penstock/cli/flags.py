@@ -101,9 +101,15 @@ def _plain(value: str) -> str:
 
 
 class EngineCommand(TyperCommand):
-    """Command that takes any engine option as a flag: unlisted ones become `--option NAME=VALUE`."""
+    """Command that takes any engine option as a flag: unlisted ones become `--option NAME=VALUE`.
+
+    `--config FILE.yaml` has flags by name.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from penstock.cli.config_file import with_config_file
+
+        args = with_config_file(args)
         own: dict[str, bool] = {}
         for parameter in self.params:
             is_option = parameter.param_type_name == "option"

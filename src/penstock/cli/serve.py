@@ -14,6 +14,8 @@ from penstock.errors import ConfigError
 from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
 
+_REASONING = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
+
 
 @options.engine_command(
     without=(),
@@ -41,6 +43,8 @@ def serve(
     name = model_tag or model or "demo"
     keys = [*(server.pop("api_keys") or []), *env.api_keys()]
     names = tuple(server.pop("served_model_name") or [name])
+    # The engine's constraints begin after the reasoning, and the server's parser splits it off.
+    engine.update({name: server[name] for name in _REASONING if server[name] is not None})
     server_options = create(ServerOptions, server, api_keys=tuple(keys), served_model_name=names)
     network_options = create(NetworkOptions, network)
     limits = create(QueueLimits, queue)
