@@ -22,8 +22,11 @@ from penstock.cli.docstrings import meanings_in
 from penstock.config import EngineConfig, ModelConfig, env
 from penstock.config.engine import option_names
 from penstock.config.model import MODEL_OPTIONS
+from penstock.config.queue import QueueLimits
 from penstock.contract import SamplingParams
 from penstock.errors import PenstockError
+from penstock.server.network import NetworkOptions
+from penstock.server.options import ServerOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 # In this order, by the name that `EngineConfig` has for each concern.
@@ -81,7 +84,7 @@ def page() -> str:
         + _table("command line", [(option, f"`{flags.get(option.name, KEY_OF)}`") for option in options])
         for concern, options in engine_options().items()
     ]
-    return "\n".join([HEAD, *tables, _sampling_section(), _environment_section()])
+    return "\n".join([HEAD, *tables, _server_section(), _sampling_section(), _environment_section()])
 
 
 def engine_options() -> dict[str, list[Option]]:
@@ -131,7 +134,9 @@ def _options_of(config: Any) -> list[Option]:
 
 def _default(field: Any) -> Any:
     missing = (dataclasses.MISSING, msgspec.NODEFAULT)
-    return field.default if field.default not in missing else field.default_factory()
+    if field.default not in missing:
+        return field.default
+    return None if field.default_factory in missing else field.default_factory()
 
 
 def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
@@ -161,6 +166,23 @@ def _flag(command: Any, parameter: str) -> str | None:
     """The flag of a command for a parameter, the longest one."""
     found = [one for one in command.params if one.name == parameter and isinstance(one.opts, list)]
     return max(found[0].opts, key=len) if found and found[0].opts[0].startswith("-") else None
+
+
+def server_options() -> list[Option]:
+    """Options of the server."""
+    configs = (NetworkOptions(), ServerOptions(served_model_name=("demo",)), QueueLimits())
+    return [option for config in configs for option in _options_of(config)]
+
+
+def _server_section() -> str:
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    text = """## The server
+
+Flags of `penstock serve`, beside those of the engine. A tuple is a flag that can be given several times.
+[operations.md](operations.md) says how to choose them.
+
+"""
+    return text + _table("`serve`", [(option, f"`{_flag(serve, option.name)}`") for option in server_options()])
 
 
 def _sampling_section() -> str:

@@ -19,10 +19,13 @@ _BACKLOG = 2048
 class NetworkOptions:
     """Options of the sockets and processes of a server, with vLLM's names where it has them.
 
-    host, port: address to listen on; port 0 takes a free one. uds: path of a Unix socket to listen on instead.
+    host: address to listen on. port: TCP port; 0 takes a free one.
+    uds: path of a Unix socket to listen on instead.
     api_server_count: front-end processes, which share the address.
-    ssl_certfile, ssl_keyfile, ssl_keyfile_password: certificate and key for HTTPS. ssl_ca_certs: authorities of client
-    certificates. ssl_cert_reqs: whether clients need one: 0 no, 1 optional, 2 required.
+    ssl_certfile: PEM file of the certificate for HTTPS. ssl_keyfile: PEM file of its key.
+    ssl_keyfile_password: password of the key's file.
+    ssl_ca_certs: PEM file of the authorities of client certificates.
+    ssl_cert_reqs: whether clients need a certificate: 0 no, 1 optional, 2 required.
     timeout_keep_alive: seconds after which an idle connection is closed.
     shutdown_timeout: seconds that running requests have to finish after SIGTERM.
 

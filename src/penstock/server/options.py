@@ -13,11 +13,14 @@ from penstock.errors import ConfigError
 class ServerOptions:
     """Options of the HTTP API, with vLLM's names where it has them.
 
-    served_model_name: names that requests may give as `model`; the first one is in the responses.
-    api_keys: keys of clients, sent as `Authorization: Bearer KEY`; empty lets every client in.
+    served_model_name: name that requests may give as `model`; the first one is in the responses. By default that of the
+        model.
+    api_keys: key of a client, sent as `Authorization: Bearer KEY`; empty lets every client in.
     enable_admin: serve the routes that change the engine; needs admin_api_key.
     admin_api_key: key of these routes.
-    allowed_origins, allowed_methods, allowed_headers, allow_credentials: CORS; without origins there are no headers.
+    allowed_origins: origins of CORS; without any the responses have no CORS headers.
+    allowed_methods: methods of CORS. allowed_headers: request headers of CORS.
+    allow_credentials: let browsers send cookies and keys (CORS).
     root_path: path prefix that a proxy strips.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
     keep_alive_interval_s: seconds without output after which a stream gets a comment; 0 sends none.
