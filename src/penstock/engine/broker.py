@@ -283,7 +283,13 @@ class Broker:
 
     def _accept(self) -> None:
         while True:
-            accepted, _ = self._listener.accept()
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError as error:
+                # Such as too many open files.
+                logger.error("A front end could not connect: %s", error)
+                time.sleep(_HEARTBEAT_S)
+                continue
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             connection = Connection(accepted.detach())
             limit_waits(connection, send_s=_SEND_TIMEOUT_S)

@@ -98,7 +98,16 @@ class CoreGroup:
                     name = "the broker" if connect is not None else "the core"
                     name = name if num_engines == 1 else f"{name} of engine {index}"
                     own = replace(config, parallel=parallel.of_engine(index))
-                    self._engines.append(EngineSupervisor(name, own, start, start_timeout_s=start_timeout_s))
+                    self._engines.append(
+                        EngineSupervisor(
+                            name,
+                            own,
+                            start,
+                            # A broker runs no requests itself.
+                            blames_requests=connect is None,
+                            start_timeout_s=start_timeout_s,
+                        )
+                    )
                 meanwhile()
                 self._wait_until(self._are_running)
         except BaseException as error:

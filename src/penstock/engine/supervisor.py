@@ -176,6 +176,7 @@ class EngineSupervisor:
     stats: counts of the core's scheduler after its last step; zeros before. num_restarts: replaced processes so far.
     name: name of the core in errors and logs.
     start: starts a process with the core of a configuration; the process delivers its messages in a reader thread.
+    blames_requests: whether a request may be the cause of a loss.
 
     Methods raise EngineDead, or the start error of the first core, when restarts are exhausted.
     """
@@ -186,6 +187,7 @@ class EngineSupervisor:
         config: EngineConfig,
         start: StartCore,
         *,
+        blames_requests: bool = True,
         start_timeout_s: float,
     ) -> None:
         self.name = name
@@ -193,6 +195,7 @@ class EngineSupervisor:
         self.config_updates: list[Any] = []
         self.requests: dict[str, ResumableRequest] = {}
         self._start_core = start
+        self._blames_requests = blames_requests
         self.stats = NO_STATS
         self.num_restarts = 0
         self._last_progress = time.monotonic()
@@ -473,7 +476,7 @@ class EngineSupervisor:
             if not self.requests:
                 self._failures.note_idle()
             self._failures.note(error)
-            if self.is_running:
+            if self.is_running and self._blames_requests:
                 ended = self._end_culprit(error, is_from_outside=is_from_outside)
             # The trial of a suspect takes one failure more when it may have an external cause.
             limit += bool(ended) and is_from_outside

@@ -40,7 +40,7 @@ class FrontEndArguments:
     """Arguments of a front end's process.
 
     number: number among all front ends ever started. broker_path: Unix socket of the broker. descriptor: listening
-    socket for HTTP. health_limit_s: see `Health`.
+    socket for HTTP. step_limit_s, silence_limit_s: see `Health`.
     """
 
     config: EngineConfig
@@ -49,7 +49,8 @@ class FrontEndArguments:
     number: int
     broker_path: str
     descriptor: int
-    health_limit_s: float
+    step_limit_s: float
+    silence_limit_s: float
 
 
 def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
@@ -62,7 +63,7 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
     )
     try:
         app = create_app(engine, arguments.options)
-        state = health.Health(broker, arguments.health_limit_s)
+        state = health.Health(broker, arguments.step_limit_s, arguments.silence_limit_s)
         app.state.health = state
         app.include_router(health.router)
         app.add_middleware(health.Drainage, health=state)

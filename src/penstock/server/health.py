@@ -22,13 +22,15 @@ _State: TypeAlias = "dict[str, str | int | float]"
 class Health:
     """Judgement of the server's state by the heartbeats of its broker.
 
-    limit_s: longest time without a heartbeat, and longest time in which a core with work computes no token, that a
-    healthy server can have; it exceeds the longest step. is_draining: whether the server is about to end.
+    step_limit_s: longest time in which a healthy core with work computes no token; it exceeds the longest step.
+    silence_limit_s: longest time without a heartbeat of a healthy broker. is_draining: whether the server is about to
+    end.
     """
 
-    def __init__(self, broker: BrokerState, limit_s: float) -> None:
+    def __init__(self, broker: BrokerState, step_limit_s: float, silence_limit_s: float) -> None:
         self._broker = broker
-        self._limit_s = limit_s
+        self._step_limit_s = step_limit_s
+        self._silence_limit_s = silence_limit_s
         self.is_draining = False
 
     @property
@@ -38,10 +40,10 @@ class Health:
 
     def why_dead(self) -> str | None:
         """Why an orchestrator should replace the server; None while it works or repairs itself."""
-        if self._broker.silent_s > self._limit_s:
+        if self._broker.silent_s > self._silence_limit_s:
             return f"the broker has sent no heartbeat for {self._broker.silent_s:.0f} s"
         status = self._broker.status
-        if status is not None and status.stalled_s > self._limit_s:
+        if status is not None and status.stalled_s > self._step_limit_s:
             return f"a core with unfinished requests has computed no token for {status.stalled_s:.0f} s"
         return None
 

@@ -40,6 +40,8 @@ from penstock.worker.capabilities import check_async_engine, check_options
 
 logger = logging.getLogger(__name__)
 _SEND_TIMEOUT_S = 30.0
+# Longest time without a heartbeat of a broker that works: it sends several a second, also while its cores compute.
+_LONGEST_SILENCE_S = 30.0
 # Grace period of the broker, which closes its cores.
 _BROKER_GRACE_S = 30.0
 # Time of a front end after its drain, for the last bytes and its exit.
@@ -68,10 +70,10 @@ class Launcher:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._front_numbers = itertools.count()
         self._began = time.monotonic()
-        # The broker kills its own cores after this time without a heartbeat.
-        self._health_limit_s = config.parallel.longest_step_s + config.parallel.step_timeout_s
-        if config.parallel.executor == "uni":
-            self._health_limit_s = config.parallel.step_timeout_s
+        parallel = config.parallel
+        # A core without a step for this long is replaced by the broker.
+        self._step_limit_s = parallel.step_timeout_s + (0.0 if parallel.executor == "uni" else parallel.longest_step_s)
+        self._silence_limit_s = min(_LONGEST_SILENCE_S, self._step_limit_s)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT; a second one ends it at once.
@@ -166,7 +168,7 @@ class Launcher:
                 descriptors=[descriptor],
             )
 
-        return self._supervise("The broker", start, heartbeat_timeout_s=self._health_limit_s)
+        return self._supervise("The broker", start, heartbeat_timeout_s=self._silence_limit_s)
 
     def _start_front(self, http: socket.socket, listener: socket.socket, starter: ProcessStarter) -> SupervisedProcess:
         path, descriptor = listener.getsockname(), http.fileno()
@@ -179,7 +181,8 @@ class Launcher:
                 number=next(self._front_numbers),
                 broker_path=path,
                 descriptor=descriptor,
-                health_limit_s=self._health_limit_s,
+                step_limit_s=self._step_limit_s,
+                silence_limit_s=self._silence_limit_s,
             )
             return ChildProcess(
                 serve_http,

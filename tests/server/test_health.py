@@ -1,0 +1,60 @@
+"""Liveness and readiness follow from the broker's heartbeats."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.broker_connection import BrokerState
+from penstock.engine.messages import BrokerStatus
+from penstock.scheduler.outputs import NO_STATS
+from penstock.server.health import Health
+
+WELL = BrokerStatus(
+    stats=NO_STATS,
+    num_engines=2,
+    num_recovering=0,
+    num_restarts=0,
+    stalled_s=0.0,
+    num_requests=3,
+    num_queued_requests=0,
+    num_queued_tokens=0,
+    num_refused=0,
+)
+
+
+def judged(status: BrokerStatus | None, silent_s: float = 0.0) -> Health:
+    broker = BrokerState()
+    broker.status = status
+    broker.received_at -= silent_s
+    return Health(broker, step_limit_s=300.0, silence_limit_s=30.0)
+
+
+def changed(**values: float) -> BrokerStatus:
+    return BrokerStatus(**{name: getattr(WELL, name) for name in WELL.__struct_fields__} | values)
+
+
+@pytest.mark.parametrize(
+    ("health", "dead", "not_ready"),
+    [
+        (judged(WELL), None, None),
+        (judged(None), None, "being started"),
+        (judged(changed(num_recovering=1)), None, None),
+        (judged(changed(num_recovering=2)), None, "being replaced"),
+        (judged(WELL, silent_s=5.0), None, "being started"),
+        (judged(WELL, silent_s=31.0), "no heartbeat", "no heartbeat"),
+        # A wedge: the core answers, and computes nothing for longer than any step may take.
+        (judged(changed(stalled_s=299.0)), None, None),
+        (judged(changed(stalled_s=301.0)), "no token", "no token"),
+    ],
+)
+def test_health_and_readiness(health: Health, dead: str | None, not_ready: str | None) -> None:
+    for found, expected in ((health.why_dead(), dead), (health.why_not_ready(), not_ready)):
+        assert (found is None) == (expected is None), found
+        assert expected is None or expected in (found or "")
+
+
+def test_a_draining_server_lives_and_is_not_ready() -> None:
+    health = judged(WELL)
+    health.is_draining = True
+    assert health.why_dead() is None
+    assert "shutting down" in (health.why_not_ready() or "")
