@@ -292,11 +292,13 @@ def request(req_id: str, max_tokens: int) -> EngineRequest:
 
 
 def connected(broker: BrokerUnderTest) -> Connection:
-    """Raw connection to the broker, after its first message."""
+    """Raw connection to the broker, after its cores have started."""
     raw = socket.socket(socket.AF_UNIX)
     raw.connect(broker.path)
     connection = Connection(raw.detach())
-    assert isinstance(decode(connection.recv_bytes(), FromCore).message, CoreStarted)
+    # Heartbeats come while the cores start.
+    while not isinstance(decode(connection.recv_bytes(), FromCore).message, CoreStarted):
+        pass
     return connection
 
 

@@ -82,6 +82,9 @@ def disturb(server: ServerProcess, faults: list[tuple[str, signal.Signals]], int
     """Send signals to processes of these roles, each once the server runs requests again."""
     for role, sent in faults:
         time.sleep(interval_s)
+        # A process that is stopped while it starts is replaced after the timeout of a start, which is longer.
+        if sent is signal.SIGSTOP:
+            wait_until(lambda: get(server.url, "/ready")[0] == 200)
         wait_until(lambda role=role: bool(server.processes(role)))  # type: ignore[misc]
         server.processes(role)[0].send_signal(sent)
 

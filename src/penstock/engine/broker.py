@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -34,9 +34,10 @@ from penstock.engine.messages import (
     ToCore,
     UtilityCall,
 )
+from penstock.engine.supervisor import EngineSupervisor
 from penstock.errors import PenstockError, error_as_data
 from penstock.executor.processes import limit_waits
-from penstock.scheduler.outputs import EngineCoreOutput, summed_stats
+from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, summed_stats
 
 logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 0.25
@@ -68,12 +69,11 @@ def serve_fronts(arguments: BrokerArguments, parent: ParentConnection) -> None:
 
     Raises what starting the cores raises; EngineDead when their restarts are exhausted.
     """
-    group = CoreGroup(arguments.config, arguments.load_core)
+    broker = Broker(arguments, parent)
     try:
-        listener = socket.socket(fileno=arguments.descriptor)
-        Broker(group, arguments.config, arguments.limits, listener, parent).run()
+        broker.run()
     finally:
-        group.close()
+        broker.close()
 
 
 class FrontEnd:
@@ -129,22 +129,18 @@ class FrontEnd:
 class Broker:
     """Owns the requests of all front ends: routes their messages to the cores, and the cores' outputs to them.
 
-    A front end that ends, or takes no messages for a minute, loses its requests, and no other is affected.
+    A front end that ends, or takes no messages for a minute, loses its requests, and no other is affected. Front ends
+    may connect while the cores start, and get heartbeats.
+
+    Raises what starting the cores raises.
     """
 
-    def __init__(
-        self,
-        group: CoreGroup,
-        config: EngineConfig,
-        limits: QueueLimits,
-        listener: socket.socket,
-        parent: ParentConnection,
-    ) -> None:
-        self._group = group
-        self._admission = Admission(limits, config.scheduler.max_num_seqs * len(group.engines))
-        self._listener = listener
+    def __init__(self, arguments: BrokerArguments, parent: ParentConnection) -> None:
+        config = arguments.config
+        self._num_engines = config.parallel.num_engines_here
+        self._admission = Admission(arguments.limits, config.scheduler.max_num_seqs * self._num_engines)
+        self._listener = socket.socket(fileno=arguments.descriptor)
         self._parent = parent
-        self._started = CoreStarted(max_model_len=group.max_model_len, vocab_size=group.vocab_size, kv_cache_bytes=0)
         self._fronts: set[FrontEnd] = set()
         self._owners: dict[str, FrontEnd] = {}
         # Calls of requests that no core has answered.
@@ -152,22 +148,48 @@ class Broker:
         # Messages of front ends; None for the end of a connection. The first entry of a front end is `_HELLO`.
         self._arrived: queue.SimpleQueue[tuple[FrontEnd | None, bytes | None]] = queue.SimpleQueue()
         self._status_due_at = 0.0
+        self._wake: Callable[[], None] = lambda: None
+        self._engines: Sequence[EngineSupervisor] = ()
+        threading.Thread(target=self._accept, name="penstock-accept", daemon=True).start()
+        self._group = CoreGroup(config, arguments.load_core, while_waiting=self._while_waiting)
+        self._engines = self._group.engines
+        self._wake = self._group.wake
+        self._started = CoreStarted(
+            max_model_len=self._group.max_model_len, vocab_size=self._group.vocab_size, kv_cache_bytes=0
+        )
 
     def run(self) -> None:
         """Serve until the parent asks for the end. Raises EngineDead when the cores have failed for good."""
         self._group.on_admission(self._answer_admission)
-        # Streams go on during a long call of a front end, and its heartbeats.
-        self._group.while_waiting(lambda: self._deliver(self._group.take_outputs()))
-        threading.Thread(target=self._accept, name="penstock-accept", daemon=True).start()
         threading.Thread(target=self._read_parent, name="penstock-parent", daemon=True).start()
         self._parent.send(self._started)
+        for front in self._fronts:
+            front.send(self._started)
         while True:
             while not self._arrived.empty():
-                front, data = self._arrived.get()
-                if front is None:
+                sender, data = self._arrived.get()
+                if sender is None:
                     return
-                self._handle(front, data)
+                self._handle(sender, data)
             self._deliver(self._group.step())
+
+    def close(self) -> None:
+        """Close the cores."""
+        self._group.close()
+
+    def _while_waiting(self) -> None:
+        """Send heartbeats while the cores start; deliver outputs too during a long call of a front end."""
+        if self._engines:
+            self._deliver(self._group.take_outputs())
+            return
+        # A front end sends its first message once the cores have started.
+        while not self._arrived.empty():
+            front, data = self._arrived.get()
+            if front is not None and data == _HELLO:
+                self._fronts.add(front)
+            elif front is not None:
+                self._fronts.discard(front)
+        self._deliver([])
 
     def _handle(self, front: FrontEnd, data: bytes | None) -> None:
         if data is None:
@@ -264,13 +286,13 @@ class Broker:
             self._abort(list(front.req_ids))
 
     def _status(self) -> BrokerStatus:
-        engines, admission = self._group.engines, self._admission
+        engines, admission = self._engines, self._admission
         return BrokerStatus(
-            stats=summed_stats([engine.stats for engine in engines]),
-            num_engines=len(engines),
-            num_recovering=sum(not engine.is_running for engine in engines),
+            stats=summed_stats([NO_STATS, *(engine.stats for engine in engines)]),
+            num_engines=self._num_engines,
+            num_recovering=self._num_engines - sum(engine.is_running for engine in engines),
             num_restarts=sum(engine.num_restarts for engine in engines),
-            stalled_s=max(engine.stalled_s for engine in engines),
+            stalled_s=max((engine.stalled_s for engine in engines), default=0.0),
             num_requests=admission.num_requests,
             num_queued_requests=admission.num_queued_requests,
             num_queued_tokens=admission.num_queued_tokens,
@@ -279,7 +301,7 @@ class Broker:
 
     def _put(self, front: FrontEnd | None, data: bytes | None) -> None:
         self._arrived.put((front, data))
-        self._group.wake()
+        self._wake()
 
     def _accept(self) -> None:
         while True:

@@ -52,6 +52,7 @@ class CoreGroup:
     connect: connects to one core, or a broker of several, instead of starting processes; gets the callback for its
         messages.
     meanwhile: called while the cores start; an exception of it aborts the start.
+    while_waiting: called several times a second while the cores start, or a call waits for its answer.
 
     Raises what `load_core` raises; EngineDead when a process dies during its start, WaitTimeout when it times out.
     """
@@ -64,6 +65,7 @@ class CoreGroup:
         connect: Callable[[Deliver], CoreHandle] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         meanwhile: Callable[[], object] = lambda: None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         occupy_standard_descriptors()
         self._owner = OwningProcess()
@@ -76,7 +78,7 @@ class CoreGroup:
         self._answered: list[tuple[str, PenstockError | None]] = []
         self._ended_by: PenstockError | None = None
         self._loss_callback: Callable[[], None] = lambda: None
-        self._waiting_callback: Callable[[], None] = lambda: None
+        self._waiting_callback = while_waiting
         parallel, cache = config.parallel, config.cache
         num_engines = parallel.num_engines_here if connect is None else 1
         block_size = cache.block_size * parallel.decode_context_parallel_size
@@ -192,10 +194,6 @@ class CoreGroup:
 
     def wait_for_work(self) -> None:
         """Do nothing: the cores wait in their processes."""
-
-    def while_waiting(self, callback: Callable[[], None]) -> None:
-        """Set a function to be called several times a second while a call of this client waits for its answer."""
-        self._waiting_callback = callback
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Return the outputs that have arrived, without waiting."""
