@@ -12,6 +12,7 @@ from openai import OpenAI
 
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.async_engine import AsyncEngine
+from penstock.server import chat_task
 from penstock.server.answer import (
     AnswerEvent,
     AnswerParser,
@@ -20,7 +21,6 @@ from penstock.server.answer import (
     ToolCallArguments,
     ToolCallStart,
 )
-from penstock.server.routes import chat as chat_route
 from support.servers import Served, serving
 
 TEXT = 'hm <f>{"a":1}</f>, <g>{}</g> done'
@@ -88,7 +88,7 @@ def client(server: Served) -> OpenAI:
 
 
 def ask(client: OpenAI, monkeypatch: pytest.MonkeyPatch, text: str = TEXT, **fields: Any) -> Any:
-    monkeypatch.setattr(chat_route, "choose_format", lambda **options: MarkedAnswer(text))
+    monkeypatch.setattr(chat_task, "choose_format", lambda **options: MarkedAnswer(text))
     messages: Any = [{"role": "user", "content": "Do"}]
     return client.chat.completions.create(
         **{"model": "demo", "messages": messages, "tools": TOOLS, "seed": 1, "max_completion_tokens": 100, **fields}

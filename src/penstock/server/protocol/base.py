@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.contract.param_checks import shown
-from penstock.server.protocol.other_fields import OTHER_FIELDS
+from penstock.server.protocol.other_fields import OTHER_FIELDS, OtherField
 
 # Type of validation errors that carry the name of their field as `param`.
 FIELD_ERROR = "penstock_field"
@@ -25,9 +26,9 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), frozen=True)
 
 
-def _describe_other_fields(schema: dict[str, Any]) -> None:
-    """Add the fields of OTHER_FIELDS to the schema of a request."""
-    for name, field in OTHER_FIELDS.items():
+def _describe_other_fields(schema: dict[str, Any], model: type[RequestModel]) -> None:
+    """Add a request's `other_fields` to its schema."""
+    for name, field in model.other_fields.items():
         described: dict[str, Any] = {"description": f"Accepted without an effect, or refused: {field.why}."}
         if field.allowed is not None:
             described["enum"] = [*field.allowed, None]
@@ -35,9 +36,13 @@ def _describe_other_fields(schema: dict[str, Any]) -> None:
 
 
 class RequestModel(StrictModel):
-    """Base of request bodies. A field of null counts as absent."""
+    """Base of request bodies. A field of null counts as absent.
+
+    other_fields: fields that are accepted without an effect, or refused.
+    """
 
     model_config = ConfigDict(json_schema_extra=_describe_other_fields)
+    other_fields: ClassVar[Mapping[str, OtherField]] = OTHER_FIELDS
 
     @model_validator(mode="before")
     @classmethod
@@ -45,8 +50,8 @@ class RequestModel(StrictModel):
         if not isinstance(body, dict):
             return body
         given = {name: value for name, value in body.items() if value is not None}
-        for name in OTHER_FIELDS.keys() & (given.keys() - cls.model_fields.keys()):
-            value, field = given.pop(name), OTHER_FIELDS[name]
+        for name in cls.other_fields.keys() & (given.keys() - cls.model_fields.keys()):
+            value, field = given.pop(name), cls.other_fields[name]
             if not field.allows(value):
                 raise field_error(name, f"{name}={shown(value)} is not available: {field.why}.")
         # One unknown field is reported; a request may have millions.
@@ -108,18 +113,14 @@ ResponseFormat: TypeAlias = Annotated[
 ]
 
 
-class SamplingFields(RequestModel):
-    """Fields of sampling, by the names of `SamplingParams`; absent ones take the engine's defaults.
+class GenerationFields(RequestModel):
+    """Fields that every generating API has, by the names of `SamplingParams`; absent ones take the engine's defaults.
 
-    timeout: seconds after which the request is aborted. It gets status 408 if nothing was sent; a stream ends with
-        finish_reason "abort".
-    request_id: replaces the random part of the response's id; two requests that run at once cannot share one.
+    timeout: seconds after which the request is aborted. It gets status 408 if nothing was sent.
     """
 
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -128,27 +129,38 @@ class SamplingFields(RequestModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: Biases | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Texts | None = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
     priority: int = 0
     cache_salt: str | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class SamplingFields(GenerationFields):
+    """Fields of chat completions and completions.
+
+    timeout: a stream that it ends has finish_reason "abort".
+    request_id: replaces the random part of the response's id; two requests that run at once cannot share one.
+    """
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    stop: str | Texts | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
 

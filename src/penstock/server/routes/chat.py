@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.contract import SamplingParams
 from penstock.engine.outputs import CompletionOutput, RequestOutput
 from penstock.server.answer import (
     AnswerEvent,
-    AnswerFormat,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
 )
+from penstock.server.chat_task import ChatTask, chat_client_names, prepare_chat
 from penstock.server.connection import DONE, event
-from penstock.server.conversation import render_request
 from penstock.server.errors import refusals
-from penstock.server.formats import choose_format
-from penstock.server.generation import Generation, Submission
+from penstock.server.generation import Generation
 from penstock.server.logprobs import prompt_logprobs
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.responses import CHAT_RESPONSES
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
 from penstock.server.samples import Answer, AnswerSample, AnswerSamples, SamplePart
-from penstock.server.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
 from penstock.server.served_model import ServedModel
 
 router = APIRouter()
@@ -41,24 +36,12 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
     model = served_model(http)
     model.check_name(request.model)
     id = response_id("chatcmpl", request)
-    with refusals(type(request).model_fields, _client_names(request)):
-        # Schemas of tools may take long, and the first markers of reasoning.
-        form = await asyncio.to_thread(
-            choose_format,
-            tools=request.tools,
-            tool_choice=request.tool_choice,
-            parallel_tool_calls=request.parallel_tool_calls,
-            structured_outputs=structured_outputs(request),
-            options=model.options,
-            tokenizer=model.tokenizer,
-        )
-        params = _params(request, model.default_params, form)
-        prompt = await render_request(model, request)
-        choices = _Choices(model, request, form, params, id)
-        submissions = [Submission(prompt, params, id, request.priority)]
+    with refusals(type(request).model_fields, chat_client_names(request)):
+        task = await prepare_chat(model, request, id)
+        choices = _Choices(model, request, task, id)
         return await answer(
             http,
-            submissions,
+            [task.submission],
             is_stream=request.stream,
             timeout_s=request.timeout,
             whole=choices.whole,
@@ -66,31 +49,13 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
         )
 
 
-def _params(request: ChatCompletionRequest, defaults: SamplingParams, form: AnswerFormat) -> SamplingParams:
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    changes: dict[str, Any] = {
-        "max_tokens": chat_max_tokens(asked, defaults),
-        "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
-        "structured_outputs": form.structured_outputs,
-    }
-    if not form.skip_special_tokens:
-        changes["skip_special_tokens"] = False
-    return sampling_params(request, defaults, **changes)
-
-
-def _client_names(request: ChatCompletionRequest) -> dict[str, str]:
-    names = client_names(request) | {"logprobs": "top_logprobs"}
-    return names if request.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
-
-
 class _Choices:
     """Choices of one request, as a whole or in chunks."""
 
-    def __init__(
-        self, model: ServedModel, request: ChatCompletionRequest, form: AnswerFormat, params: SamplingParams, id: str
-    ) -> None:
+    def __init__(self, model: ServedModel, request: ChatCompletionRequest, task: ChatTask, id: str) -> None:
+        params = task.submission.params
         self._request = request
-        self._samples = AnswerSamples(form, params.n)
+        self._samples = AnswerSamples(task.form, params.n)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._base = response_base(id, kind, model)
         self._logprobs_form = logprobs_format(model, request, params.logprobs)
