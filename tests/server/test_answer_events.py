@@ -40,6 +40,9 @@ class MarkedAnswer:
         assert prompt_token_ids
         return _MarkedParser()
 
+    def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
+        return 0
+
 
 class _MarkedParser:
     def __init__(self) -> None:

@@ -69,6 +69,9 @@ class AnswerFormat(Protocol):
     def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
         """Parser for one more sample of the request. prompt_token_ids: tells whether the answer begins in reasoning."""
 
+    def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
+        """Number of first tokens of a sample that are reasoning, markers included."""
+
 
 class PlainAnswer:
     """Format of answers that are content only.
@@ -83,6 +86,9 @@ class PlainAnswer:
 
     def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
         return _PlainParser()
+
+    def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
+        return 0
 
 
 class _PlainParser:

@@ -18,7 +18,8 @@ from penstock.server.context import REQUEST_ID_HEADER, RequestContext, request_i
 from penstock.server.errors import api_error
 from penstock.server.guards import ApiKeys, BodyLimit
 from penstock.server.options import ServerOptions
-from penstock.server.routes import admin, chat, completions, models, tokenize
+from penstock.server.responses.store import ResponseStore
+from penstock.server.routes import admin, chat, completions, models, responses, tokenize
 from penstock.server.served_model import ServedModel
 from penstock.server.validation import validation_error
 
@@ -30,7 +31,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     """
     app = FastAPI(title="Penstock", version=__version__)
     app.state.served_model = ServedModel(engine, options)
-    for module in (completions, chat, models, tokenize):
+    app.state.response_store = ResponseStore(options)
+    for module in (completions, chat, responses, models, tokenize):
         app.include_router(module.router)
     if options.enable_admin:
         app.include_router(admin.router)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import queue
@@ -88,6 +89,8 @@ class Launcher:
             )
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        if self._options.response_store_dir is None:
+            self._options = dataclasses.replace(self._options, response_store_dir=str(folder / "responses"))
         starter = ProcessStarter()
         try:
             with self._network.listen() as http, socket.socket(socket.AF_UNIX) as listener:

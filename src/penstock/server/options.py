@@ -36,6 +36,10 @@ class ServerOptions:
     reasoning_parser: form of the model's reasoning, which the answers have apart from their content.
     reasoning_start_str, reasoning_end_str: markers of the reasoning parser "custom"; those of the engine.
     return_tokens_as_token_ids: tokens of log-probabilities are "token_id:17" rather than text.
+    response_store_dir: folder of the stored responses of `/v1/responses`, which outlive the server; without it they are
+        in a temporary folder. Front ends share it.
+    max_stored_responses, max_stored_response_bytes: limits of it, above which those unused for longest are dropped; 0
+        stores none.
 
     Raises ConfigError.
     """
@@ -64,6 +68,9 @@ class ServerOptions:
     reasoning_start_str: str = "<think>"
     reasoning_end_str: str = "</think>"
     return_tokens_as_token_ids: bool = False
+    response_store_dir: str | None = None
+    max_stored_responses: int = 1000
+    max_stored_response_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
         if not self.served_model_name or not all(self.served_model_name):
@@ -76,6 +83,9 @@ class ServerOptions:
             raise ConfigError(f"max_request_bytes={self.max_request_bytes} is not valid. Allowed: at least 1.")
         if self.keep_alive_interval_s < 0:
             raise ConfigError(f"keep_alive_interval_s={self.keep_alive_interval_s} is not valid. Allowed: 0 or more.")
+        for name in ("max_stored_responses", "max_stored_response_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: 0 or more.")
         if self.log_prompts and not self.enable_log_requests:
             raise ConfigError("log_prompts needs enable_log_requests.")
         if self.enable_auto_tool_choice and not self.tool_call_parser:

@@ -57,20 +57,25 @@ class Usage:
 class AnswerSample:
     """One sample of an answer: its parser, and what has come of it.
 
+    token_ids: so far. reasons: whether it has reasoning.
     finish_reason: as chat completions have it, "tool_calls" if the answer calls tools; None while it goes on.
     """
 
     def __init__(self, index: int, parser: AnswerParser) -> None:
         self.index = index
         self.finish_reason: str | None = None
+        self.token_ids: list[int] = []
+        self.reasons = False
         self._parser = parser
         self._calls_tools = False
 
     def push(self, completion: CompletionOutput) -> list[AnswerEvent]:
         """Events of the sample's next output, a delta or the whole one."""
+        self.token_ids += completion.token_ids
         events = self._parser.push(completion.text)
         if completion.finish_reason is not None:
             events = [*events, *self._parser.finish()]
+        self.reasons = self.reasons or any(isinstance(event, ReasoningDelta) for event in events)
         self._calls_tools = self._calls_tools or any(isinstance(event, ToolCallStart) for event in events)
         if completion.finish_reason is not None:
             is_call = self._calls_tools and completion.finish_reason == "stop"
@@ -94,18 +99,28 @@ class AnswerSamples:
         self.samples: list[AnswerSample] = []
         self._form = form
         self._n = n
+        self._prompt_token_ids: list[int] = []
 
     def push(self, output: RequestOutput) -> list[SamplePart]:
         """Parts of the samples that go on, or end, with this output."""
         self.usage.note(0, output)
         if not self.samples:
-            ids = output.prompt_token_ids
+            ids = self._prompt_token_ids = output.prompt_token_ids
             self.samples = [AnswerSample(index, self._form.parser(ids)) for index in range(self._n)]
         return [
             SamplePart(sample, sample.push(completion), completion)
             for completion in output.outputs
             if (sample := self.samples[completion.index]).finish_reason is None
         ]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens of all samples that are reasoning, so far."""
+        return sum(
+            self._form.num_reasoning_tokens(self._prompt_token_ids, sample.token_ids)
+            for sample in self.samples
+            if sample.reasons
+        )
 
 
 @dataclass(slots=True)

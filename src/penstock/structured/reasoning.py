@@ -67,6 +67,19 @@ class ReasoningTokens:
         """Whether an output reasons from its first token on."""
         return self.state_after(prompt_token_ids)[0] is _State.REASONS
 
+    def num_tokens_of(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> int:
+        """Return the number of an output's first tokens that are reasoning, with the markers around it."""
+        begin = 0
+        if not self.reasons_after(prompt_token_ids):
+            starts = [after_first(token_ids, marker) for marker in (self.start, *self.other_starts)]
+            begin = min((start for start in starts if start >= 0), default=-1)
+            if begin < 0:
+                return 0
+        behind = token_ids[begin:]
+        ends = [after_first(behind, marker) for marker in self.ends]
+        ends += [end - len(marker) for marker in self.implied_ends if (end := after_first(behind, marker)) >= 0]
+        return begin + min((end for end in ends if end >= 0), default=len(behind))
+
     def _is_blank(self, token_ids: Sequence[int]) -> bool:
         return len(token_ids) <= _MOST_BLANK_TOKENS and not self.decode(token_ids).strip()
 
@@ -233,6 +246,15 @@ def other_spellings(encode: Callable[[str], Sequence[int]], marker: str) -> tupl
             if all(after_last(token_ids, known) < 0 for known in found):
                 found[token_ids] = None
     return tuple(found)[1:]
+
+
+def after_first(token_ids: Sequence[int], marker: Sequence[int]) -> int:
+    """Return the position after the first occurrence of a marker; -1 if there is none."""
+    wanted = list(marker)
+    for position in range(len(wanted), len(token_ids) + 1):
+        if token_ids[position - 1] == wanted[-1] and list(token_ids[position - len(wanted) : position]) == wanted:
+            return position
+    return -1
 
 
 def after_last(token_ids: Sequence[int], marker: Sequence[int]) -> int:

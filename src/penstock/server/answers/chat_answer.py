@@ -31,6 +31,9 @@ class _ToolAnswer:
     def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
         return self.make_parser()
 
+    def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
+        return 0
+
 
 class _CallsOnly:
     """Parser of answers that are constrained to calls: other text is of a call that was cut off, and is dropped."""
@@ -67,6 +70,9 @@ class _ReasonedAnswer:
             reasons=self._tokens.reasons_after(prompt_token_ids),
             answer_begins=self._answer_begins,
         )
+
+    def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
+        return self._tokens.num_tokens_of(prompt_token_ids, token_ids)
 
 
 def chat_answer(

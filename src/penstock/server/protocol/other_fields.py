@@ -51,3 +51,21 @@ OTHER_FIELDS: dict[str, OtherField] = {
     "media_io_kwargs": OtherField(({},), _ONE_MODEL_OF_TEXT),
     "kv_transfer_params": OtherField((), "KV caches are not sent between engines here"),
 }
+
+# Fields of `/v1/responses`.
+RESPONSES_OTHER_FIELDS: dict[str, OtherField] = {
+    "user": _NO_EFFECT,
+    "safety_identifier": _NO_EFFECT,
+    "service_tier": _NO_EFFECT,
+    "prompt_cache_key": _NO_EFFECT,
+    "prompt_cache_retention": _NO_EFFECT,
+    "prompt_cache_options": _NO_EFFECT,
+    "client_metadata": _NO_EFFECT,
+    "max_tool_calls": OtherField(None, "it limits calls of OpenAI's own tools"),
+    "background": OtherField((False,), "responses here run while their client waits"),
+    "conversation": OtherField((), "give previous_response_id, or the conversation as input"),
+    "prompt": OtherField((), "prompts are not stored here; give instructions and input"),
+    "truncation": OtherField(("disabled",), "a conversation that is too long is refused; shorten it"),
+    "context_management": OtherField(([],), "conversations are not shortened here"),
+    "moderation": OtherField((), "there is no moderation of texts here"),
+}

@@ -159,6 +159,10 @@ COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": CompletionResponse, "content": _STREAM},
     **_GENERATION_ERRORS,
 }
+RESPONSES_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The response.", "content": _STREAM},
+    **_GENERATION_ERRORS,
+}
 CHAT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": ChatCompletionResponse, "content": _STREAM},
     **_GENERATION_ERRORS,

@@ -64,7 +64,7 @@ class _Choices:
         # Text of the message that the answer goes on with.
         self._echoed = last.text if request.echo and not request.begins_message else None
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of a response, from the last output."""
         (output,) = outputs
         choices = [self._whole_choice(part) for part in self._samples.push(output)]

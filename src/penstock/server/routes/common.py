@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -54,7 +54,7 @@ async def answer(
     *,
     is_stream: bool,
     timeout_s: float | None,
-    whole: Callable[[list[RequestOutput]], dict[str, Any]],
+    whole: Callable[[list[RequestOutput]], Awaitable[dict[str, Any]]],
     events: Callable[[Generation], AsyncGenerator[bytes, None]],
     error_event: Callable[[dict[str, Any]], bytes] = stream_error,
 ) -> Response:
@@ -72,7 +72,7 @@ async def answer(
     generation = Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s)
     if not is_stream:
         async with generation:
-            return json_response(whole(await while_connected(http.receive, _finals(generation))))
+            return json_response(await whole(await while_connected(http.receive, _finals(generation))))
     await while_connected(http.receive, generation.start())
     return EventStream(
         events(generation),

@@ -87,7 +87,7 @@ class _Choices:
         self._usage = Usage()
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of a response, from the prompts' last outputs."""
         choices = []
         for index, output in enumerate(outputs):

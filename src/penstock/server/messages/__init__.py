@@ -1,0 +1,1 @@
+"""Messages API, in the shape of Anthropic."""

@@ -1,0 +1,118 @@
+"""Store of responses: a file per response, in a folder that all front ends of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.server.options import ServerOptions
+
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+
+
+class StoredResponse(msgspec.Struct):
+    """A response and its conversation. body: of the response. items: its input, with all of the conversation before."""
+
+    body: dict[str, Any]
+    items: list[dict[str, Any]]
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """Items that a next response goes on with."""
+        return [*self.items, *self.body["output"]]
+
+
+class ResponseStore:
+    """Responses by id, at most as many and as large as the options allow; those unused for longest are dropped.
+
+    The folder is `response_store_dir`, or else one that is deleted with the store. A response that alone exceeds the
+    limit is not kept. Raises ConfigError for a folder that cannot be made.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._max_responses = options.max_stored_responses
+        self._max_bytes = options.max_stored_response_bytes
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if options.response_store_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="penstock-responses-")
+            self._folder = Path(self._temporary.name)
+            return
+        self._folder = Path(options.response_store_dir)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"response_store_dir={str(self._folder)!r} cannot be made: {error}.") from error
+
+    @property
+    def keeps_responses(self) -> bool:
+        return self._max_responses > 0
+
+    async def put(self, stored: StoredResponse) -> None:
+        if self.keeps_responses:
+            await asyncio.to_thread(self._put, stored)
+
+    async def get(self, id: str) -> StoredResponse | None:
+        """The response, which now counts as used; None if it is not stored."""
+        return await asyncio.to_thread(self._get, id)
+
+    async def delete(self, id: str) -> bool:
+        """Delete a response. Returns whether it was stored."""
+        return await asyncio.to_thread(self._delete, id)
+
+    def _put(self, stored: StoredResponse) -> None:
+        # Readers see whole files only.
+        descriptor, path = tempfile.mkstemp(dir=self._folder)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(stored))
+            Path(path).replace(self._path(stored.body["id"]))
+        except BaseException:
+            Path(path).unlink(missing_ok=True)
+            raise
+        self._drop_oldest()
+
+    def _get(self, id: str) -> StoredResponse | None:
+        if _ID.fullmatch(id) is None:
+            return None
+        path = self._path(id)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        with suppress(FileNotFoundError):
+            os.utime(path)
+        return msgspec.json.decode(data, type=StoredResponse)
+
+    def _delete(self, id: str) -> bool:
+        if _ID.fullmatch(id) is None:
+            return False
+        try:
+            self._path(id).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _drop_oldest(self) -> None:
+        """Delete files, those unused for longest first, until the limits are kept. Other front ends may do the same."""
+        files = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat()
+                    files.append((status.st_mtime_ns, status.st_size, entry.path))
+        num_bytes = 0
+        for number, (_, size, path) in enumerate(sorted(files, reverse=True), start=1):
+            num_bytes += size
+            if number > self._max_responses or num_bytes > self._max_bytes:
+                Path(path).unlink(missing_ok=True)
+
+    def _path(self, id: str) -> Path:
+        return self._folder / f"{id}.json"

@@ -1,0 +1,129 @@
+"""Routes of the responses API: `/v1/responses`, and what is stored of them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from penstock.server.chat_task import prepare_chat
+from penstock.server.errors import ApiError, json_response, refusals
+from penstock.server.protocol.responses import RESPONSES_RESPONSES, errors
+from penstock.server.protocol.responses_request import ResponsesRequest
+from penstock.server.responses.items import input_items
+from penstock.server.responses.output import ResponseWriter, response_body
+from penstock.server.responses.request import chat_request
+from penstock.server.responses.store import ResponseStore, StoredResponse
+from penstock.server.routes.common import answer, logprobs_format, served_model
+
+router = APIRouter()
+_STORED_ERRORS = errors(400, 401, 404, 500)
+
+
+@router.post("/v1/responses", responses=RESPONSES_RESPONSES)
+async def create_response(request: ResponsesRequest, http: Request) -> Response:
+    """Answer an input, which may go on with a stored response."""
+    model = served_model(http)
+    model.check_name(request.model)
+    store = _store(http)
+    history = await _history(store, request.previous_response_id)
+    items = input_items(request.input)
+    chat, names = chat_request(request, history, items)
+    id = f"resp_{uuid.uuid4().hex}"
+    with refusals(type(request).model_fields, names):
+        task = await prepare_chat(model, chat, id)
+        stores = request.store and store.keeps_responses
+        params = task.submission.params
+        base = response_body(request, params, id=id, model=model.name, stores=stores)
+
+        async def on_end(body: dict[str, Any]) -> None:
+            if stores:
+                await store.put(StoredResponse(body, [*history, *items]))
+
+        writer = ResponseWriter(task, base, logprobs_format(model, chat, params.logprobs), on_end)
+        return await answer(
+            http,
+            [task.submission],
+            is_stream=request.stream,
+            timeout_s=request.timeout,
+            whole=writer.whole,
+            events=writer.events,
+            error_event=writer.error_event,
+        )
+
+
+@router.get("/v1/responses/{id}", responses={200: {"description": "The response."}, **_STORED_ERRORS})
+async def retrieve_response(id: str, http: Request, stream: bool = False) -> Response:
+    """A stored response."""
+    if stream:
+        raise ApiError(400, "stream=true is not available: stored responses are whole.", param="stream")
+    return json_response((await _stored(_store(http), id)).body)
+
+
+@router.delete("/v1/responses/{id}", responses={200: {"description": "It is deleted."}, **_STORED_ERRORS})
+async def delete_response(id: str, http: Request) -> Response:
+    """Delete a stored response."""
+    if not await _store(http).delete(id):
+        raise _not_found(id)
+    return json_response({"id": id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/{id}/cancel", responses=_STORED_ERRORS)
+async def cancel_response(id: str, http: Request) -> Response:
+    """Refuse: a stored response has ended, and one that runs ends when its client closes the connection."""
+    await _stored(_store(http), id)
+    raise ApiError(400, f"The response {id!r} has ended. Close the connection of one that runs to cancel it.")
+
+
+@router.get("/v1/responses/{id}/input_items", responses={200: {"description": "Items."}, **_STORED_ERRORS})
+async def list_input_items(
+    id: str,
+    http: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """Input items of a stored response, with those of the conversation before."""
+    items = (await _stored(_store(http), id)).items
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ApiError(400, f"after={after!r} is no item of the response {id!r}.", param="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    body = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
+    return json_response(body)
+
+
+def _store(http: Request) -> ResponseStore:
+    store: ResponseStore = http.app.state.response_store
+    return store
+
+
+async def _history(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
+    return [] if id is None else (await _stored(store, id, "previous_response_id")).conversation
+
+
+async def _stored(store: ResponseStore, id: str, param: str | None = None) -> StoredResponse:
+    stored = await store.get(id)
+    if stored is None:
+        raise _not_found(id, param)
+    return stored
+
+
+def _not_found(id: str, param: str | None = None) -> ApiError:
+    message = (
+        f"The response {id!r} is not stored. It may run still, have been asked for with store=false, or have been "
+        "dropped for newer ones (max_stored_responses, max_stored_response_bytes)."
+    )
+    return ApiError(404, message, param=param, code="response_not_found")
