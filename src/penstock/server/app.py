@@ -19,7 +19,7 @@ from penstock.server.errors import api_error
 from penstock.server.guards import ApiKeys, BodyLimit
 from penstock.server.options import ServerOptions
 from penstock.server.responses.store import ResponseStore
-from penstock.server.routes import admin, chat, completions, models, responses, tokenize
+from penstock.server.routes import admin, chat, completions, messages, models, responses, tokenize
 from penstock.server.served_model import ServedModel
 from penstock.server.validation import validation_error
 
@@ -32,7 +32,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="Penstock", version=__version__)
     app.state.served_model = ServedModel(engine, options)
     app.state.response_store = ResponseStore(options)
-    for module in (completions, chat, responses, models, tokenize):
+    for module in (completions, chat, responses, messages, models, tokenize):
         app.include_router(module.router)
     if options.enable_admin:
         app.include_router(admin.router)
@@ -57,12 +57,12 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
 
 
 async def _on_error(http: Request, error: Exception) -> Response:
-    return api_error(error, request_id_of(http.scope)).response()
+    return api_error(error, request_id_of(http.scope)).response(http.scope)
 
 
 async def _on_invalid_body(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return validation_error(error.errors(), error.body, _fields_of(http)).response()
+    return validation_error(error.errors(), error.body, _fields_of(http)).response(http.scope)
 
 
 def _fields_of(http: Request) -> list[str]:

@@ -59,7 +59,7 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            response = api_error(error, request_id).response()
+            response = api_error(error, request_id).response(scope)
             if status is not None:
                 # The response has begun, so the connection must break for the client to notice.
                 raise

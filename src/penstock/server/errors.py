@@ -1,4 +1,4 @@
-"""Errors of the HTTP API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors of the HTTP API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock.errors import ContextTooLong, EngineDead, InvalidRequest, LifecycleError, Overloaded, WaitTimeout
 
@@ -28,6 +30,9 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+# The messages API has names of its own for some types.
+_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 
 
 class ApiError(HTTPException):
@@ -60,8 +65,18 @@ class ApiError(HTTPException):
             }
         }
 
-    def response(self) -> Response:
-        return json_response(self.body, self.status_code, self.headers)
+    def response(self, scope: Scope) -> Response:
+        """Response to a request, in the shape of its API."""
+        is_of_messages = get_route_path(scope).startswith(_MESSAGES_PATH)
+        body = messages_error(self.body) if is_of_messages else self.body
+        return json_response(body, self.status_code, self.headers)
+
+
+def messages_error(body: dict[str, Any]) -> dict[str, Any]:
+    """An error in the shape of Anthropic's API, from its body in OpenAI's."""
+    error = body["error"]
+    kind = error["code"] if error["code"] == "request_too_large" else error["type"]
+    return {"type": "error", "error": {"type": _MESSAGES_TYPES.get(kind, kind), "message": error["message"]}}
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

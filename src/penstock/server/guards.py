@@ -14,11 +14,15 @@ from penstock.server.errors import ApiError
 
 # Paths for probes, which have no key.
 PUBLIC_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))
+_KEY_HEADER = "x-api-key"
 ADMIN_PATHS = frozenset(("/reset_prefix_cache",))
 
 
 class ApiKeys:
-    """Check of `Authorization: Bearer KEY`. keys: of clients; empty lets all in. admin_key: for ADMIN_PATHS."""
+    """Check of `Authorization: Bearer KEY`, or `x-api-key: KEY`.
+
+    keys: of clients; empty lets all in. admin_key: for ADMIN_PATHS.
+    """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_key: str | None) -> None:
         self._app = app
@@ -27,15 +31,16 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._lets_in(scope):
-            given = Headers(scope=scope).get("Authorization")
-            what = "needs an API key" if given is None else "has a wrong API key"
+            headers = Headers(scope=scope)
+            is_given = "Authorization" in headers or _KEY_HEADER in headers
+            what = "has a wrong API key" if is_given else "needs an API key"
             error = ApiError(
                 401,
-                f"The request {what}. Send the header Authorization: Bearer KEY.",
+                f"The request {what}. Send the header Authorization: Bearer KEY, or {_KEY_HEADER}: KEY.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error.response()(scope, receive, send)
+            await error.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -46,11 +51,17 @@ class ApiKeys:
         digests = self._admin_digests if path in ADMIN_PATHS else self._digests
         if not digests:
             return True
-        kind, _, key = Headers(scope=scope).get("Authorization", "").partition(" ")
-        given = _digest(key.strip())
         # All keys are compared, in constant time each.
-        matches = [hmac.compare_digest(given, digest) for digest in digests]
-        return kind.lower() == "bearer" and any(matches)
+        matches = [hmac.compare_digest(_digest(key), digest) for key in _given_keys(scope) for digest in digests]
+        return any(matches)
+
+
+def _given_keys(scope: Scope) -> list[str]:
+    """Keys of a request. Clients of Anthropic's API send one by either header, or by both."""
+    headers = Headers(scope=scope)
+    kind, _, key = headers.get("Authorization", "").partition(" ")
+    given = [key.strip()] if kind.lower() == "bearer" else []
+    return given if _KEY_HEADER not in headers else [*given, headers[_KEY_HEADER]]
 
 
 def _digest(key: str) -> bytes:
@@ -70,7 +81,7 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("Content-Length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_bytes):
-            await self._error().response()(scope, receive, send)
+            await self._error().response(scope)(scope, receive, send)
             return
         num_bytes = 0
 

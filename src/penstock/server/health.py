@@ -78,7 +78,7 @@ class Drainage:
             code="shutting_down",
             headers={"Retry-After": str(_RETRY_AFTER_S), "Connection": "close"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope)(scope, receive, send)
 
 
 # Silence of the broker, in seconds, after which it may be gone.

@@ -69,3 +69,17 @@ RESPONSES_OTHER_FIELDS: dict[str, OtherField] = {
     "context_management": OtherField(([],), "conversations are not shortened here"),
     "moderation": OtherField((), "there is no moderation of texts here"),
 }
+
+# Fields of `/v1/messages`.
+MESSAGES_OTHER_FIELDS: dict[str, OtherField] = {
+    "metadata": _NO_EFFECT,
+    "service_tier": _NO_EFFECT,
+    "inference_geo": _NO_EFFECT,
+    "speed": _NO_EFFECT,
+    "diagnostics": _NO_EFFECT,
+    "user_profile_id": _NO_EFFECT,
+    "cache_control": OtherField(None, "prefixes are cached without it"),
+    "context_management": OtherField(None, "conversations are used as they are sent"),
+    "container": OtherField((), "code is not run here"),
+    "mcp_servers": OtherField(([],), "servers of tools are not called here; give their tools"),
+}

@@ -32,9 +32,9 @@ _DESCRIPTIONS = {
 }
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Error responses of a route."""
-    return {status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]} for status in statuses}
+def errors(*statuses: int, model: type[BaseModel] = ErrorResponse) -> dict[int | str, dict[str, Any]]:
+    """Error responses of a route. model: their shape."""
+    return {status: {"model": model, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
 class PromptTokensDetails(BaseModel):
@@ -153,6 +153,22 @@ class PrefixCacheReset(BaseModel):
     reset: bool
 
 
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class MessagesErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(BaseModel):
+    """An error of the messages API."""
+
+    type: str
+    error: MessagesErrorBody
+
+
 _GENERATION_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -166,4 +182,12 @@ RESPONSES_RESPONSES: dict[int | str, dict[str, Any]] = {
 CHAT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": ChatCompletionResponse, "content": _STREAM},
     **_GENERATION_ERRORS,
+}
+MESSAGES_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The message.", "content": _STREAM},
+    **errors(400, 401, 404, 408, 413, 429, 500, 503, model=MessagesErrorResponse),
+}
+COUNT_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"model": TokenCount},
+    **errors(400, 401, 404, 413, 500, model=MessagesErrorResponse),
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.server.chat_messages import ChatMessages, content_of
 from penstock.server.errors import ApiError
 from penstock.server.fields import not_valid, object_of, string_of, texts_of
 
@@ -28,60 +28,30 @@ def input_items(given: str | Sequence[Any]) -> list[dict[str, Any]]:
     return [_item(item, f"input[{index}]") for index, item in enumerate(given)]
 
 
-@dataclass(slots=True)
-class Conversation:
-    """Messages of a chat request. paths: of the item that a message begins with, by the message's own path."""
+def add_items(chat: ChatMessages, items: Sequence[Mapping[str, Any]], path: Callable[[int], str]) -> None:
+    """Add items to a conversation. path: of an item by its number, for errors. Raises ApiError."""
+    for index, item in enumerate(items):
+        _add_item(chat, item, path(index))
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    paths: dict[str, str] = field(default_factory=dict)
 
-    def add_instructions(self, text: str) -> None:
-        self._add({"role": "system", "content": text}, "instructions")
-
-    def add(self, items: Sequence[Mapping[str, Any]], path: Callable[[int], str]) -> None:
-        """Add items. path: of an item by its number, for errors. Raises ApiError."""
-        for index, item in enumerate(items):
-            self._add_item(item, path(index))
-
-    def _add_item(self, item: Mapping[str, Any], path: str) -> None:
-        match item["type"]:
-            case "message" if item["role"] == "assistant":
-                text = "".join(texts_of(item.get("content"), f"{path}.content", _TEXTS))
-                self._add_to_answer("content", text, path)
-            case "message":
-                texts = texts_of(item.get("content"), f"{path}.content", _TEXTS)
-                content = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
-                self._add({"role": item["role"], "content": content}, path)
-            case "reasoning":
-                self._add_to_answer("reasoning", _reasoning_text(item, path), path)
-            case "function_call":
-                self._add_call(item, path)
-            case "function_call_output":
-                text = "".join(texts_of(item.get("output"), f"{path}.output", _TEXTS))
-                call_id = string_of(item, "call_id", path)
-                self._add({"role": "tool", "tool_call_id": call_id, "content": text}, path)
-
-    def _add(self, message: dict[str, Any], path: str) -> None:
-        self.paths[f"messages[{len(self.messages)}]"] = path
-        self.messages.append(message)
-
-    def _add_call(self, item: Mapping[str, Any], path: str) -> None:
-        function = {"name": string_of(item, "name", path), "arguments": string_of(item, "arguments", path)}
-        call = {"id": string_of(item, "call_id", path), "type": "function", "function": function}
-        self._answer(path).setdefault("tool_calls", []).append(call)
-
-    def _add_to_answer(self, name: str, text: str, path: str) -> None:
-        """Add the content or reasoning of an answer; reasoning begins the next message of the model."""
-        last = self.messages[-1] if self.messages else {}
-        begins = name in last or (name == "reasoning" and last.keys() & {"content", "tool_calls"})
-        message = self._answer(path, begins=bool(begins))
-        message[name] = text
-
-    def _answer(self, path: str, *, begins: bool = False) -> dict[str, Any]:
-        """The model's message at the end of the conversation: a new one, if there is none, or if it `begins`."""
-        if begins or not self.messages or self.messages[-1]["role"] != "assistant":
-            self._add({"role": "assistant"}, path)
-        return self.messages[-1]
+def _add_item(chat: ChatMessages, item: Mapping[str, Any], path: str) -> None:
+    match item["type"]:
+        case "message" if item["role"] == "assistant":
+            chat.add_to_answer("content", "".join(texts_of(item.get("content"), f"{path}.content", _TEXTS)), path)
+        case "message":
+            texts = texts_of(item.get("content"), f"{path}.content", _TEXTS)
+            chat.add({"role": item["role"], "content": content_of(texts)}, path)
+        case "reasoning":
+            chat.add_to_answer("reasoning", _reasoning_text(item, path), path)
+        case "function_call" if item.get("status") == "incomplete":
+            # Its arguments were cut off, and it has no result.
+            return
+        case "function_call":
+            name, arguments = string_of(item, "name", path), string_of(item, "arguments", path)
+            chat.add_call(string_of(item, "call_id", path), name, arguments, path)
+        case "function_call_output":
+            texts = texts_of(item.get("output"), f"{path}.output", _TEXTS)
+            chat.add_result(string_of(item, "call_id", path), texts, path)
 
 
 def _item(given: Any, path: str) -> dict[str, Any]:

@@ -69,10 +69,7 @@ class OutputItems:
             case PartEnd():
                 self._take_logprobs(part)
                 content = self._content(part, part.text, self._logprobs.get(part.index, []))
-                shown: dict[str, Any] = {
-                    key: content[key] for key in ("text", "arguments", "name", "logprobs") if key in content
-                }
-                yield f"{name}.done", {**in_content, **shown}
+                yield f"{name}.done", {**in_content, **_shown_at_end(content)}
                 if not is_call:
                     yield "response.content_part.done", {**in_content, "part": content}
                 yield "response.output_item.done", {"output_index": part.index, "item": self._item(part)}
@@ -111,3 +108,8 @@ class OutputItems:
             case ReasoningPart():
                 return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _shown_at_end(content: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a content that the event of its end has."""
+    return {key: value for key, value in content.items() if key not in ("type", "annotations")}

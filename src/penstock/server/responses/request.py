@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.server.chat_messages import ChatMessages
 from penstock.server.chat_task import chat_client_names
 from penstock.server.fields import not_valid, object_of
 from penstock.server.protocol.base import GenerationFields
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.responses_request import LOGPROBS, FlatJsonSchemaFormat, ResponsesRequest
-from penstock.server.responses.items import Conversation
+from penstock.server.responses.items import add_items
 
 _SAME = (
     *GenerationFields.model_fields,
@@ -28,11 +29,11 @@ def chat_request(
 
     history: items of the conversation before. items: of the request. Raises ApiError.
     """
-    conversation = Conversation()
+    conversation = ChatMessages()
     if request.instructions is not None:
-        conversation.add_instructions(request.instructions)
-    conversation.add(history, lambda _: "previous_response_id")
-    conversation.add(items, lambda index: "input" if isinstance(request.input, str) else f"input[{index}]")
+        conversation.add({"role": "system", "content": request.instructions}, "instructions")
+    add_items(conversation, history, lambda _: "previous_response_id")
+    add_items(conversation, items, lambda index: "input" if isinstance(request.input, str) else f"input[{index}]")
     fields = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     fields |= {
         "messages": conversation.messages,
@@ -76,7 +77,7 @@ def _reasoning_fields(request: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _client_names(request: ResponsesRequest, chat: ChatCompletionRequest, conversation: Conversation) -> dict[str, str]:
+def _client_names(request: ResponsesRequest, chat: ChatCompletionRequest, conversation: ChatMessages) -> dict[str, str]:
     names = chat_client_names(chat) | {"max_tokens": "max_output_tokens"}
     if chat.response_format is not None:
         names |= {"structured_outputs.json": "text.format.schema", "structured_outputs": "text.format"}

@@ -1,0 +1,48 @@
+"""Messages of a chat request, from the conversations of other APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Content of a message: a text, or several as its parts."""
+    if len(texts) == 1:
+        return texts[0]
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@dataclass(slots=True)
+class ChatMessages:
+    """Messages of a chat request. paths: the client's path of what a message begins with, by the message's own path."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    paths: dict[str, str] = field(default_factory=dict)
+
+    def add(self, message: dict[str, Any], path: str) -> None:
+        self.paths[f"messages[{len(self.messages)}]"] = path
+        self.messages.append(message)
+
+    def add_result(self, call_id: str, texts: Sequence[str], path: str) -> None:
+        """Add the result of a tool."""
+        self.add({"role": "tool", "tool_call_id": call_id, "content": content_of(texts)}, path)
+
+    def add_to_answer(self, name: str, text: str, path: str) -> None:
+        """Add the content or reasoning of an answer to its message, or begin the next one; reasoning comes first."""
+        last = self._answer(path)
+        if name in last or (name == "reasoning" and last.keys() & {"content", "tool_calls"}):
+            self.add({"role": "assistant"}, path)
+        self.messages[-1][name] = text
+
+    def add_call(self, id: str, name: str, arguments: str, path: str) -> None:
+        """Add a tool call to an answer. arguments: JSON text."""
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._answer(path).setdefault("tool_calls", []).append(call)
+
+    def _answer(self, path: str) -> dict[str, Any]:
+        """The model's message at the end of the conversation: a new one, if there is none."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add({"role": "assistant"}, path)
+        return self.messages[-1]

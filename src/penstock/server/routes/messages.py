@@ -1,0 +1,52 @@
+"""Routes `/v1/messages` and `/v1/messages/count_tokens`, in the shape of Anthropic's API."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.server.chat_task import prepare_chat
+from penstock.server.conversation import render_request
+from penstock.server.errors import json_response, refusals
+from penstock.server.messages.output import MessageWriter, error_event
+from penstock.server.messages.request import chat_request
+from penstock.server.protocol.messages_request import CountTokensRequest, MessagesRequest
+from penstock.server.protocol.responses import COUNT_RESPONSES, MESSAGES_RESPONSES
+from penstock.server.routes.common import answer, served_model
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", responses=MESSAGES_RESPONSES)
+async def create_message(request: MessagesRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    model = served_model(http)
+    model.check_name(request.model)
+    chat, names = chat_request(request, has_reasoning=model.options.reasoning_parser is not None)
+    id = f"msg_{uuid.uuid4().hex}"
+    with refusals(type(request).model_fields, names):
+        task = await prepare_chat(model, chat, id)
+        writer = MessageWriter(task, id, model.name)
+        return await answer(
+            http,
+            [task.submission],
+            is_stream=request.stream,
+            timeout_s=request.timeout,
+            whole=writer.whole,
+            events=writer.events,
+            error_event=error_event,
+        )
+
+
+@router.post("/v1/messages/count_tokens", responses=COUNT_RESPONSES)
+async def count_tokens(request: CountTokensRequest, http: Request) -> Response:
+    """Number of tokens of a conversation's prompt."""
+    model = served_model(http)
+    model.check_name(request.model)
+    chat, names = chat_request(request, has_reasoning=model.options.reasoning_parser is not None)
+    with refusals(type(request).model_fields, names):
+        prompt = await render_request(model, chat)
+        token_ids = await model.encode(str(prompt["prompt"]), add_special_tokens=False)
+    return json_response({"input_tokens": len(token_ids)})
