@@ -9,8 +9,8 @@ from typing import Any
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
     """Content of a message: a text, or several as its parts."""
-    if len(texts) == 1:
-        return texts[0]
+    if len(texts) < 2:
+        return "".join(texts)
     return [{"type": "text", "text": text} for text in texts]
 
 

@@ -16,6 +16,8 @@ from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
+# Files of the store, whole or being written. A folder may have others, which are left alone.
+_FILE = re.compile(r"resp_.*\.(?:json|part)")
 
 
 class StoredResponse(msgspec.Struct):
@@ -69,7 +71,7 @@ class ResponseStore:
 
     def _put(self, stored: StoredResponse) -> None:
         # Readers see whole files only.
-        descriptor, path = tempfile.mkstemp(dir=self._folder)
+        descriptor, path = tempfile.mkstemp(".part", "resp_", self._folder)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(msgspec.json.encode(stored))
@@ -105,6 +107,8 @@ class ResponseStore:
         files = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
+                if _FILE.fullmatch(entry.name) is None:
+                    continue
                 with suppress(FileNotFoundError):
                     status = entry.stat()
                     files.append((status.st_mtime_ns, status.st_size, entry.path))
