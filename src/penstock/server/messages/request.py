@@ -83,8 +83,9 @@ def _add_input(chat: ChatMessages, message: InputMessage, path: str) -> None:
 
 
 def _result(block: Mapping[str, Any], path: str) -> list[str]:
+    """Texts of a tool's result. Chat messages cannot say that it is an error, so that its text does."""
     texts = texts_of(block.get("content") or "", f"{path}.content", _TEXTS)
-    return [_ERROR, *texts] if block.get("is_error") and not "".join(texts).startswith(_ERROR.strip()) else texts
+    return [_ERROR + "".join(texts[:1]), *texts[1:]] if block.get("is_error") else texts
 
 
 def _add_answer(chat: ChatMessages, message: InputMessage, path: str) -> None:

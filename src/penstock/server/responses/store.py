@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import tempfile
@@ -36,7 +35,9 @@ class ResponseStore:
     """Responses by id, at most as many and as large as the options allow; those unused for longest are dropped.
 
     The folder is `response_store_dir`, or else one that is deleted with the store. A response that alone exceeds the
-    limit is not kept. Raises ConfigError for a folder that cannot be made.
+    limit is not kept. Its methods read and write files, for which an event loop should not wait.
+
+    Raises ConfigError for a folder that cannot be made.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -57,19 +58,10 @@ class ResponseStore:
     def keeps_responses(self) -> bool:
         return self._max_responses > 0
 
-    async def put(self, stored: StoredResponse) -> None:
-        if self.keeps_responses:
-            await asyncio.to_thread(self._put, stored)
-
-    async def get(self, id: str) -> StoredResponse | None:
-        """The response, which now counts as used; None if it is not stored."""
-        return await asyncio.to_thread(self._get, id)
-
-    async def delete(self, id: str) -> bool:
-        """Delete a response. Returns whether it was stored."""
-        return await asyncio.to_thread(self._delete, id)
-
-    def _put(self, stored: StoredResponse) -> None:
+    def put(self, stored: StoredResponse) -> None:
+        """Write a response, and drop others where there are too many."""
+        if not self.keeps_responses:
+            return
         # Readers see whole files only.
         descriptor, path = tempfile.mkstemp(".part", "resp_", self._folder)
         try:
@@ -81,7 +73,8 @@ class ResponseStore:
             raise
         self._drop_oldest()
 
-    def _get(self, id: str) -> StoredResponse | None:
+    def get(self, id: str) -> StoredResponse | None:
+        """The response, which now counts as used; None if it is not stored."""
         if _ID.fullmatch(id) is None:
             return None
         path = self._path(id)
@@ -93,7 +86,8 @@ class ResponseStore:
             os.utime(path)
         return msgspec.json.decode(data, type=StoredResponse)
 
-    def _delete(self, id: str) -> bool:
+    def delete(self, id: str) -> bool:
+        """Delete a response. Returns whether it was stored."""
         if _ID.fullmatch(id) is None:
             return False
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import Annotated, Any, Literal
 
@@ -40,7 +41,7 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
 
         async def on_end(body: dict[str, Any]) -> None:
             if stores:
-                await store.put(StoredResponse(body, [*history, *items]))
+                await asyncio.to_thread(store.put, StoredResponse(body, [*history, *items]))
 
         writer = ResponseWriter(task, base, logprobs_format(model, chat, params.logprobs), on_end)
         return await answer(
@@ -65,7 +66,7 @@ async def retrieve_response(id: str, http: Request, stream: bool = False) -> Res
 @router.delete("/v1/responses/{id}", responses={200: {"description": "It is deleted."}, **_STORED_ERRORS})
 async def delete_response(id: str, http: Request) -> Response:
     """Delete a stored response."""
-    if not await _store(http).delete(id):
+    if not await asyncio.to_thread(_store(http).delete, id):
         raise _not_found(id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
@@ -115,7 +116,7 @@ async def _history(store: ResponseStore, id: str | None) -> list[dict[str, Any]]
 
 
 async def _stored(store: ResponseStore, id: str, param: str | None = None) -> StoredResponse:
-    stored = await store.get(id)
+    stored = await asyncio.to_thread(store.get, id)
     if stored is None:
         raise _not_found(id, param)
     return stored
