@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.server.protocol.base import GenerationFields, StrictModel, field_error
+from penstock.server.protocol.base import GenerationFields, Objects, StrictModel, Texts, field_error
 from penstock.server.protocol.other_fields import MESSAGES_OTHER_FIELDS, OtherField
 
 
@@ -15,7 +15,7 @@ class InputMessage(StrictModel):
     """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Objects
 
 
 class InputTool(StrictModel):
@@ -71,9 +71,9 @@ class MessagesFields(GenerationFields):
 
     other_fields: ClassVar[Mapping[str, OtherField]] = MESSAGES_OTHER_FIELDS
 
-    messages: list[InputMessage] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[InputTool] | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
+    system: str | Objects | None = None
+    tools: Annotated[list[InputTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
@@ -102,7 +102,7 @@ class MessagesRequest(MessagesFields):
     """Request of an answer. max_tokens: at most so many tokens; the context may end it before."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
 
 
 class CountTokensRequest(MessagesFields):

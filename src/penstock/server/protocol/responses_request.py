@@ -10,8 +10,10 @@ from pydantic import Field, model_validator
 from penstock.server.protocol.base import (
     GenerationFields,
     JsonObjectFormat,
+    Objects,
     StrictModel,
     TextFormat,
+    Texts,
     field_error,
 )
 from penstock.server.protocol.other_fields import RESPONSES_OTHER_FIELDS, OtherField
@@ -65,13 +67,13 @@ class ResponsesRequest(GenerationFields):
 
     other_fields: ClassVar[Mapping[str, OtherField]] = RESPONSES_OTHER_FIELDS
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: int | None = None
-    stop: str | list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
+    stop: str | Texts | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
