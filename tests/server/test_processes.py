@@ -140,6 +140,24 @@ def test_a_front_end_that_is_killed_breaks_its_own_streams_only(start: Callable[
     assert asyncio.run(answers(server, 6)) == undisturbed[:6]
 
 
+def test_front_ends_share_stored_responses_which_survive_them(start: Callable[..., ServerProcess]) -> None:
+    server = start("--api-server-count", "2")
+    ids: list[str] = []
+    for number in range(8):
+        # Each new connection may reach either front end.
+        with server.client() as client:
+            previous = ids[-1] if ids else None
+            response = client.responses.create(model="demo", input=str(number), previous_response_id=previous)
+            ids.append(response.id)
+    server.processes("front-end")[0].kill()
+    wait_until(lambda: len(server.processes("front-end")) == 2)
+    for _ in range(8):
+        with server.client() as client:
+            items: Any = list(client.responses.input_items.list(ids[-1], order="asc", limit=100))
+            users = [item.content[0].text for item in items if item.role == "user"]
+            assert users == [str(number) for number in range(8)]
+
+
 def test_sigterm_lets_streams_finish_and_exits_with_0(start: Callable[..., ServerProcess]) -> None:
     server = start("--max-num-seqs", "8")
 
