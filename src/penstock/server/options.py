@@ -15,7 +15,7 @@ class ServerOptions:
 
     served_model_name: name that requests may give as `model`; the first one is in the responses. By default that of the
         model.
-    api_keys: key of a client, sent as `Authorization: Bearer KEY`; empty lets every client in.
+    api_keys: key of a client, sent as `Authorization: Bearer KEY` or `x-api-key: KEY`; empty lets every client in.
     enable_admin: serve the routes that change the engine; needs admin_api_key.
     admin_api_key: key of these routes.
     allowed_origins: origins of CORS; without any the responses have no CORS headers.
@@ -36,10 +36,10 @@ class ServerOptions:
     reasoning_parser: form of the model's reasoning, which the answers have apart from their content.
     reasoning_start_str, reasoning_end_str: markers of the reasoning parser "custom"; those of the engine.
     return_tokens_as_token_ids: tokens of log-probabilities are "token_id:17" rather than text.
-    response_store_dir: folder of the stored responses of `/v1/responses`, which outlive the server; without it they are
-        in a temporary folder. Front ends share it.
-    max_stored_responses, max_stored_response_bytes: limits of it, above which those unused for longest are dropped; 0
-        stores none.
+    response_store_dir: folder of stored responses (`/v1/responses`), which outlive the server; by default a temporary
+        one. All front ends share it.
+    max_stored_responses: limit of stored responses, beyond which those unused for longest are dropped; 0 stores none.
+    max_stored_response_bytes: limit of their size.
 
     Raises ConfigError.
     """
