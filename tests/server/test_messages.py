@@ -14,7 +14,7 @@ from tests.server.conftest import DEMO
 from penstock.engine.async_engine import AsyncEngine
 from penstock.server import chat_task
 from support.chat_templates import TOOL_TEMPLATE
-from support.scripted_answers import TEXT, MarkedAnswer
+from support.scripted_answers import NUM_REASONING_TOKENS, TEXT, MarkedAnswer
 from support.servers import Served, events_of, serving
 
 KEY = "secret"
@@ -262,6 +262,7 @@ def test_an_answer_of_all_kinds_has_its_blocks_in_order(anthropic: Anthropic, mo
         {"type": "text", "text": " done"},
     ]
     assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens_details.thinking_tokens == NUM_REASONING_TOKENS
 
 
 def test_a_streamed_answer_of_all_kinds_adds_up(anthropic: Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,23 @@ def test_front_ends_with_one_folder_find_each_others_responses(client: OpenAI, t
     assert respond(client, "Who are you?", previous_response_id=own.id).output_text == second.output_text
 
 
+def test_a_stored_response_is_not_streamed(client: OpenAI) -> None:
+    response = respond(client, "Hello")
+    with pytest.raises(BadRequestError, match="stream"):
+        client.responses.retrieve(response.id, stream=True)
+
+
+def test_an_answer_that_cannot_be_stored_is_given_all_the_same(tmp_path: Path, caplog: Any) -> None:
+    engine = AsyncEngine("demo", enable_multiprocessing=False, **DEMO)
+    with serving(engine, response_store_dir=str(tmp_path / "folder")) as server:
+        (tmp_path / "folder").rmdir()
+        response = respond(server.client(), "Hello")
+        assert (response.status, response.store) == ("completed", False)
+        assert f"The response {response.id} is not stored" in caplog.text
+        with pytest.raises(NotFoundError):
+            server.client().responses.retrieve(response.id)
+
+
 def stored_ids(store: ResponseStore, *numbers: int) -> list[int]:
     return [number for number in numbers if store.get(id_of(number)) is not None]
 
@@ -200,6 +218,32 @@ def test_the_bytes_of_responses_are_bounded(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
     put(store, tmp_path, 9, "x" * limit)
     assert stored_ids(store, 9) == []
+
+
+def test_stores_of_one_folder_keep_its_limit_at_once(tmp_path: Path) -> None:
+    stores = [store_in(tmp_path, max_stored_responses=5) for _ in range(4)]
+
+    def fill(number: int) -> None:
+        store = stores[number % 4]
+        store.put(StoredResponse({"id": id_of(number), "output": []}, []))
+        store.get(id_of(number - 1))
+        store.delete(id_of(number - 3))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(fill, range(3, 200)))
+    stores[0].put(StoredResponse({"id": id_of(200), "output": []}, []))
+    assert 1 <= len(list(tmp_path.iterdir())) <= 5
+    assert stores[1].get(id_of(200)) is not None
+
+
+def test_files_of_a_killed_front_end_are_deleted_once_they_are_old(tmp_path: Path) -> None:
+    old, new = tmp_path / "resp_a.part", tmp_path / "resp_b.part"
+    for path in (old, new):
+        path.write_text("x")
+    os.utime(old, (1, 1))
+    store_in(tmp_path).put(StoredResponse({"id": id_of(1), "output": []}, []))
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_a_store_of_no_responses_keeps_none(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class MessageWriter:
 
     def _start(self) -> dict[str, Any]:
         """The message at its begin."""
-        usage = {**self._usage(), "output_tokens": 0}
+        usage = {**self._usage(), "output_tokens": 0, "output_tokens_details": {"thinking_tokens": 0}}
         return {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _end(self) -> dict[str, Any]:
@@ -94,6 +94,7 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._samples.num_reasoning_tokens},
         }
 
 

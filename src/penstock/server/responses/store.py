@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-# Files of the store, whole or being written. A folder may have others, which are left alone.
-_FILE = re.compile(r"resp_.*\.(?:json|part)")
+# Files of the store: responses, and those that are being written. A folder may have others, which are left alone.
+_FILE = re.compile(r"resp_[0-9a-f]{32}\.json")
+_PART = re.compile(r"resp_.*\.part")
+# Age of files that are written no more, since their front end was killed.
+_ABANDONED_S = 3600.0
 
 
 class StoredResponse(msgspec.Struct):
@@ -101,11 +105,12 @@ class ResponseStore:
         files = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                if _FILE.fullmatch(entry.name) is None:
-                    continue
-                with suppress(FileNotFoundError):
-                    status = entry.stat()
-                    files.append((status.st_mtime_ns, status.st_size, entry.path))
+                if _PART.fullmatch(entry.name):
+                    _drop_abandoned(entry)
+                elif _FILE.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat()
+                        files.append((status.st_mtime_ns, status.st_size, entry.path))
         num_bytes = 0
         for number, (_, size, path) in enumerate(sorted(files, reverse=True), start=1):
             num_bytes += size
@@ -114,3 +119,9 @@ class ResponseStore:
 
     def _path(self, id: str) -> Path:
         return self._folder / f"{id}.json"
+
+
+def _drop_abandoned(entry: os.DirEntry[str]) -> None:
+    with suppress(FileNotFoundError):
+        if entry.stat().st_mtime < time.time() - _ABANDONED_S:
+            Path(entry.path).unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from penstock.server.responses.request import chat_request
 from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.routes.common import answer, logprobs_format, served_model
 
+logger = logging.getLogger(__name__)
 router = APIRouter()
 _STORED_ERRORS = errors(400, 401, 404, 500)
 
@@ -41,7 +43,7 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
 
         async def on_end(body: dict[str, Any]) -> None:
             if stores:
-                await asyncio.to_thread(store.put, StoredResponse(body, [*history, *items]))
+                await _put(store, StoredResponse(body, [*history, *items]))
 
         writer = ResponseWriter(task, base, logprobs_format(model, chat, params.logprobs), on_end)
         return await answer(
@@ -109,6 +111,15 @@ async def list_input_items(
 def _store(http: Request) -> ResponseStore:
     store: ResponseStore = http.app.state.response_store
     return store
+
+
+async def _put(store: ResponseStore, stored: StoredResponse) -> None:
+    """Store a response. An answer is worth more than its copy: a full disk is logged, and the response says so."""
+    try:
+        await asyncio.to_thread(store.put, stored)
+    except OSError as error:
+        logger.error("The response %s is not stored: %s", stored.body["id"], error)
+        stored.body["store"] = False
 
 
 async def _history(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
