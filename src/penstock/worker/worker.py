@@ -105,6 +105,7 @@ class Worker(WorkerBase):
             attention_backend=self.config.device.attention_backend,
             sampling=self.config.sampling,
             fast_paths=self.config.scheduler.fast_paths != "off",
+            graphs=self.config.graphs,
             rank=self.rank,
             agreement=self.parallel.agreement,
             speculator=weights.speculator,
