@@ -90,8 +90,6 @@ SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 16, 
 # How options of refusals are asked for that are not in `ARRANGED` or `WAYS`.
 OTHERS = {
     "core process": "core",
-    "int8 and int4 weights": "int8 weights",
-    "quantised checkpoints": "GPTQ checkpoints",
 }
 
 
@@ -466,9 +464,12 @@ def test_nothing_else_is_refused_on_cpus(tmp_path: Path) -> None:
                 check_options(config, "cpu")
 
 
-def test_float_models_are_not_refused_on_one_gpu(tmp_path: Path) -> None:
-    for name in ("n-gram drafts", "draft model", "bfloat16 weights", "GPT-2", "Transformers models"):
+def test_float_and_quantized_models_are_not_refused_on_one_gpu(tmp_path: Path) -> None:
+    quantized = [name for name in WAYS if name.endswith("checkpoints")]
+    quantized += ["int8 weights", "int4 weights"]
+    for name in ("n-gram drafts", "draft model", "bfloat16 weights", "GPT-2", "Transformers models", *quantized):
         folder = WAYS[name].model(tmp_path / name)
+        folder = next(folder.glob("quantized"), folder)
         check_options(EngineConfig.create(str(folder), **WAYS[name].options(tmp_path)), "cuda")
 
 

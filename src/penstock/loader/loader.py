@@ -62,7 +62,7 @@ def load_model(
     """
     rounding = choose_rounding(model_config, load_config)
     if rounding is not None:
-        log_rounding(rounding)
+        log_rounding(rounding, device)
     logger.info("Implementation: %s", describe_implementation(model_config))
 
     def load_for(context: ParallelState) -> object:
@@ -142,7 +142,7 @@ def _fill(
     materialise(model, device, dtype, weights_dtype, late)
     slots = state_slots(model) if load_config.load_format == SHARDED_STATE else None
     if rounding is not None and late:
-        slots = assemble(slots or model.checkpoint_slots(), late, weights_dtype or dtype, rounding.method)
+        slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, rounding.method)
     if rounding is not None:
         tensors = rounding.weights(tensors, (slots or {}).__contains__)
     model.load_weights(tensors, slots)

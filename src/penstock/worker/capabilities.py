@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig
-from penstock.config.quantized_checkpoint import quantization_of_checkpoint
 from penstock.errors import UnsupportedArgument, UnsupportedFeature
 
 
@@ -76,16 +75,6 @@ def _calibration(config: EngineConfig) -> str | None:
     return None if path is None else f"quantization_calibration={str(path)!r}"
 
 
-def _quantization(config: EngineConfig) -> str | None:
-    option = config.model.quantization
-    return None if option is None else f"quantization={option!r}"
-
-
-def _quantized_checkpoint(config: EngineConfig) -> str | None:
-    method = quantization_of_checkpoint(config.model.hf_config)
-    return None if method is None else f"quant_method={method!r}"
-
-
 def _cache_dtype(config: EngineConfig) -> str | None:
     """Return a KV cache dtype other than the compute dtype of a GPU."""
     wanted = config.cache.kv_cache_dtype
@@ -112,8 +101,6 @@ ASYNC_ENGINE = Option("AsyncEngine", lambda _: "AsyncEngine")
 TRANSFORMERS = Option("Transformers models", _transformers)
 GPT2 = Option("GPT-2", lambda config: name if (name := config.model.architecture) == "GPT2LMHeadModel" else None)
 CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
-QUANTIZATION = Option("int8 and int4 weights", _quantization)
-QUANTIZED_CHECKPOINT = Option("quantised checkpoints", _quantized_checkpoint)
 CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
 SUFFIX = _method("suffix decoding", "suffix")
 EAGLE3 = _method("EAGLE-3", "eagle3")
@@ -121,8 +108,6 @@ ADAPTIVE = Option("adaptive draft lengths", _adaptive)
 
 _NO_NCCL = "workers of one model exchange tensors in the memory of CPUs so far"
 _BETWEEN_STEPS = "requests would reach the ranks' engines between different steps"
-_NO_INTEGERS = "quantised kernels are written for CPUs so far"
-_FLOAT = "Use device='cpu', or weights in floating point."
 
 # Checked when an `AsyncEngine` is created.
 ASYNC_REFUSALS = (Refusal((TORCHRUN, ASYNC_ENGINE), _BETWEEN_STEPS, "Use LLM."),)
@@ -163,8 +148,12 @@ REFUSALS = (
         "draft lengths follow measured times, which differ between ranks",
         "Use 'adaptive': False in speculative_config.",
     ),
-    Refusal((QUANTIZATION,), _NO_INTEGERS, _FLOAT, "cuda"),
-    Refusal((QUANTIZED_CHECKPOINT,), _NO_INTEGERS, _FLOAT, "cuda"),
+    Refusal(
+        (CALIBRATED,),
+        "calibration runs on CPUs so far",
+        "Use quantization_calibration='none', or device='cpu'.",
+        "cuda",
+    ),
     Refusal(
         (CACHE_DTYPE,),
         "there the KV cache has the model's dtype",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
@@ -37,8 +39,8 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig) -> Round
     return OptionRounding(choose_method(option), f"rounded to {option} while loading")
 
 
-def log_rounding(rounding: Rounding) -> None:
+def log_rounding(rounding: Rounding, device: torch.device) -> None:
     """Log the quantisation, with a warning without the C++ kernels."""
     logger.info("Quantized weights: %s", rounding.description)
-    if isinstance(PRODUCTS, TorchQuantizedProducts):
+    if device.type == "cpu" and isinstance(PRODUCTS, TorchQuantizedProducts):
         logger.warning("Without the C++ kernels, products with quantized weights are much slower than with float32.")
