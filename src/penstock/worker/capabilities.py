@@ -182,10 +182,10 @@ def check_async_engine(config: EngineConfig) -> None:
     _check(ASYNC_REFUSALS, config, None)
 
 
-def allows_options(config: EngineConfig) -> bool:
+def allows_options(config: EngineConfig, device: str | None = None) -> bool:
     """Whether the options pass `check_options`."""
     try:
-        check_options(config)
+        check_options(config, device)
     except UnsupportedArgument:
         return False
     return True
