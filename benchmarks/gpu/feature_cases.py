@@ -123,6 +123,17 @@ def _way(bench: Bench, name: str, **others: Any) -> str | None:
     return None
 
 
+def _float8(bench: Bench, name: str) -> str:
+    """A checkpoint with FP8 weights."""
+    from loader import test_float8_checkpoints
+
+    def save(folder: Path) -> None:
+        config, _ = test_float8_checkpoints.write(folder.parent, name)
+        config.folder.rename(folder)
+
+    return _family(bench, save)
+
+
 def _with_drafts(bench: Bench, method: str, rule: str = "exact", **options: Any) -> str:
     """Speculative decoding: the tokens of an engine without, and of both on the CPU."""
     from core import test_model_drafters as drafters
@@ -482,7 +493,13 @@ def _refusals() -> Iterator[tuple[str, Case]]:
 def cases() -> dict[str, Case]:
     """All cases by name; those that tell most come first."""
     ways = {f"way {name}": functools.partial(_way, name=name) for name in test_capabilities.WAYS}
-    for name in ("int8 weights", "int4 weights", *(one for one in ways if one.endswith("checkpoints"))):
+    for name in ("fp8 tensor", "fp8 blocks", "compressed channel"):
+        ways[f"way {name} checkpoints"] = functools.partial(_float8, name=name)
+    for name in (
+        "int8 weights",
+        "int4 weights",
+        *(one for one in test_capabilities.WAYS if one.endswith("checkpoints")),
+    ):
         name = name.removeprefix("way ")
         for dtype in ("bfloat16", "float16"):
             ways[f"way {name} {dtype}"] = functools.partial(_way, name=name, dtype=dtype)

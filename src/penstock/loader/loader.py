@@ -255,11 +255,16 @@ def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: P
 
 
 def stored_dtype(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the dtype of a checkpoint's matrices: float32 if they differ, None without float matrices."""
+    """Return the dtype of a checkpoint's matrices: float32 if they differ, None without float matrices.
+
+    Scales of quantised weights do not count.
+    """
     dtypes = {
         str(tensor.dtype).removeprefix("torch.")
-        for _, tensor in tensors
-        if tensor.dim() > 1 and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for name, tensor in tensors
+        if tensor.dim() > 1
+        and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not name.endswith(("weight_scale", "weight_scale_inv"))
     }
     return dtypes.pop() if len(dtypes) == 1 else "float32" if dtypes else None
 
