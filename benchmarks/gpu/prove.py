@@ -48,6 +48,7 @@ PARTS = (
     Part("llama-8b-int4:decode", 75),
     Part("llama-8b-int4:prefill", 60),
     Part("llama-8b-int8:decode", 75),
+    Part("llama-8b-fp8-kv:decode", 75),
     Part("qwen3-0.6b:requests", 60),
     Part("llama-8b:requests", 75),
     Part("qwen3-0.6b:transformers", 75),

@@ -175,6 +175,7 @@ WAYS = {
     "torchao checkpoints": quantized(torchao_int8_layer, INT8_OF_TORCHAO),
     "int8 KV cache": Way(always(kv_cache_dtype="int8"), off_by=0.01),
     "KV cache of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), off_by=0.01),
+    "FP8 KV cache": Way(always(kv_cache_dtype="fp8"), off_by=0.1),
     "n-gram drafts": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
     "suffix decoding": Way(drafting("suffix")),
     "draft model": Way(with_draft_model),
@@ -182,6 +183,8 @@ WAYS = {
     "EAGLE-3": Way(with_head_on_layers, of_vocabulary_of_heads),
     "adaptive draft lengths": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
 }
+# Options of those that no CPU has.
+WAYS_ON_GPUS: dict[str, dict[str, Any]] = {"FP8 KV cache": {"kv_cache_dtype": "fp8"}}
 # Those that are tried in one engine, where none of them is refused.
 SETS = (
     ("int8 weights", "int8 KV cache", "adaptive draft lengths"),
@@ -203,7 +206,7 @@ def refused_on_cpus(name: str, options: dict[str, Any]) -> bool:
         name in [option.name for option in refusal.options]
         and all(option.name == name or option.given(config) for option in refusal.options)
         for refusal in (*ASYNC_REFUSALS, *REFUSALS)
-        if refusal.device is None
+        if refusal.device != "cuda"
     )
 
 
@@ -364,7 +367,8 @@ def launched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 def test_every_feature_is_tried() -> None:
-    assert sorted(name for names in SETS for name in names) == sorted(WAYS)
+    tried = [name for names in SETS for name in names]
+    assert sorted(tried) == sorted(name for name in WAYS if not refused_on_cpus(name, WAYS_ON_GPUS.get(name, {})))
 
 
 def test_the_plain_engine_is_not_refused() -> None:
@@ -457,7 +461,7 @@ def test_nothing_else_is_refused_on_cpus(tmp_path: Path) -> None:
             if " x " in arrangement and arrangement.startswith("torchrun"):
                 continue
             config = EngineConfig.create(str(folder), **{**arranged(given), "device": "cpu", **options})
-            if refused_on_cpus(name, given):
+            if refused_on_cpus(name, {**given, **WAYS_ON_GPUS.get(name, {})}):
                 with pytest.raises(UnsupportedArgument):
                     check_options(config, "cpu")
             else:

@@ -23,7 +23,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refused combination of options. why: a clause. instead: a sentence. device: "cuda", or None for all devices."""
+    """Refused combination of options. why: a clause. instead: a sentence. device: "cuda", "cpu", or None for all."""
 
     options: tuple[Option, ...]
     why: str
@@ -75,10 +75,14 @@ def _calibration(config: EngineConfig) -> str | None:
     return None if path is None else f"quantization_calibration={str(path)!r}"
 
 
+def _float8_cache(config: EngineConfig) -> str | None:
+    return "kv_cache_dtype='fp8'" if config.cache.kv_cache_dtype == "fp8" else None
+
+
 def _cache_dtype(config: EngineConfig) -> str | None:
-    """Return a KV cache dtype other than the compute dtype of a GPU."""
+    """Return a KV cache dtype other than the compute dtype of a GPU, and than FP8."""
     wanted = config.cache.kv_cache_dtype
-    if wanted == "auto":
+    if wanted in ("auto", "fp8"):
         return None
     from penstock.device.dtypes import choose_cuda_dtype
 
@@ -102,6 +106,7 @@ TRANSFORMERS = Option("Transformers models", _transformers)
 GPT2 = Option("GPT-2", lambda config: name if (name := config.model.architecture) == "GPT2LMHeadModel" else None)
 CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
 CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
+FLOAT8_CACHE = Option("FP8 KV cache", _float8_cache)
 SUFFIX = _method("suffix decoding", "suffix")
 EAGLE3 = _method("EAGLE-3", "eagle3")
 ADAPTIVE = Option("adaptive draft lengths", _adaptive)
@@ -156,10 +161,11 @@ REFUSALS = (
     ),
     Refusal(
         (CACHE_DTYPE,),
-        "there the KV cache has the model's dtype",
-        "Use kv_cache_dtype='auto', or device='cpu'.",
+        "there the KV cache has the model's dtype, or FP8",
+        "Use kv_cache_dtype='auto' or 'fp8', or device='cpu'.",
         "cuda",
     ),
+    Refusal((FLOAT8_CACHE,), "its kernels are written for GPUs", "Use kv_cache_dtype='int8'.", "cpu"),
     Refusal(
         (SUFFIX,),
         "it reads tokens on the host, which a GPU does not copy there in time",

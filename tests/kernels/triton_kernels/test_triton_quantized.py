@@ -149,9 +149,9 @@ _COMPILED = """
 import sys
 import pytest, torch
 sys.path[:0] = {paths!r}
-from support.triton_compile import compile_only
+from support.triton_compile import LEAST_SHARED, compile_only
 from penstock.kernels.triton.quantized import dequantize, quantized_linear
-counts = compile_only(pytest.MonkeyPatch())
+counts = compile_only(pytest.MonkeyPatch(), most_shared=LEAST_SHARED)
 for num_outputs, num_inputs in [(28672, 4096)]:
     for group_size in (128, 32, 0):
         is_int4 = group_size > 0

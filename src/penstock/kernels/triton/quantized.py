@@ -31,8 +31,10 @@ def quantized_linear(
     result_TO = x_TI.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return result_TO
-    block_rows, block_outputs, num_warps, num_stages = _tiling(num_rows, x_TI.dtype)
     num_groups = scales_OG.shape[1]
+    has_one_scale = num_groups == 1 or group_size % _TILE_BYTES == 0
+    tiling = _tiling(num_rows, x_TI.dtype, has_one_scale=has_one_scale)
+    block_rows, block_outputs, num_warps, num_stages = tiling
     _product_kernel[(-(-num_outputs // block_outputs), -(-num_rows // block_rows))](
         x_TI,
         values_OB,
@@ -47,7 +49,7 @@ def quantized_linear(
         num_groups,
         group_size,
         IS_INT4=zeros_OG is not None,
-        HAS_ONE_SCALE=num_groups == 1 or group_size % _TILE_BYTES == 0,
+        HAS_ONE_SCALE=has_one_scale,
         HAS_BIAS=bias_O is not None,
         ROWS=block_rows,
         OUTPUTS=block_outputs,
@@ -58,13 +60,18 @@ def quantized_linear(
     return result_TO
 
 
-def _tiling(num_rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows and outputs of a tile, warps and stages. Few rows: bound by reading the weight, so many programs."""
+def _tiling(num_rows: int, dtype: torch.dtype, *, has_one_scale: bool) -> tuple[int, int, int, int]:
+    """Rows and outputs of a tile, warps and stages, within 99 KiB of shared memory.
+
+    Few rows: bound by reading the weight, so many programs. Scales of several groups in a tile take shared memory too.
+    """
     if dtype is torch.float32:  # without tensor cores: operands take registers
         return (16, 32, 4, 2) if num_rows <= 16 else (32, 32, 4, 2)
     if num_rows <= 16:
-        return 16, 32, 4, 4
-    return (32, 64, 4, 3) if num_rows <= 32 else (64, 64, 4, 3)
+        return 16, 32, 4, 4 if has_one_scale else 2
+    if num_rows <= 32 or not has_one_scale:
+        return (32, 64, 4, 3) if has_one_scale else (32, 32, 4, 2)
+    return 64, 64, 4, 2
 
 
 def dequantize(
