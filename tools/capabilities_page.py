@@ -20,9 +20,9 @@ _HEAD = """\
 Every feature works with every other, with each arrangement of workers ([parallel.md](parallel.md)) and on each device,
 except the combinations below. An engine that is asked for one of them ends at start with an error that says why, and
 what to do instead. Tests start each of them, and run the allowed ones on CPUs, with the tokens of one worker. The code
-for CUDA was run on one H200 with models of the families Llama, Mistral, Qwen2 and Qwen3: sampling, log-probabilities,
-asynchronous scheduling and CUDA graphs ([gpu.md](internals/gpu.md)). Drafts, structured output and other families were
-not run on a GPU.
+for CUDA was run on one H200 with every family of models, through Transformers too, and with every feature below that is
+not refused ([gpu.md](internals/gpu.md)). Not run on a GPU yet: quantised weights and checkpoints, an FP8 KV cache, CUDA
+graphs of steps with drafts.
 
 ```sh
 penstock env --capabilities

@@ -40,6 +40,7 @@ TITLES = {
     "parallel": "Parallelism and workers",
     "structured": "Structured outputs",
     "speculative": "Speculative decoding: keys of `speculative_config`",
+    "graphs": "CUDA graphs",
     "profiler": "Profiler",
 }
 # An option whose flag has another name: commands have a --seed for their requests or prompts.

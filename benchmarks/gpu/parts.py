@@ -111,7 +111,9 @@ class Engine:
         self._random = random.Random(0)
         self.beside_torch_before = _beside_torch()
         folder = shape.write(Path(tempfile.mkdtemp()))
-        self.core = EngineCore(EngineConfig.create(str(folder), load_format="dummy", device=DEVICE, **options))
+        self.core = EngineCore(
+            EngineConfig.create(str(folder), load_format="dummy", device=DEVICE, **shape.options, **options)
+        )
         self._num_requests = 0
 
     def add(self, length: int, max_tokens: int, **params: Any) -> str:

@@ -22,6 +22,8 @@ TESTS = {
     "kernels": ["tests/kernels/triton_kernels"],
     "engine": ["tests/gpu"],
 }
+# Characters of a failed part's log that are printed.
+_LOG_TAIL = {"features": 11_000}
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,16 @@ PARTS = (
     Part("machine", 40),
     Part("kernels", 150, together=True),
     Part("engine", 150, together=True),
+    Part("features", 240),
     Part("attention", 60),
     Part("products", 45),
     Part("qwen3-0.6b:decode", 60),
     Part("llama-8b:decode", 75),
     Part("llama-8b:prefill", 45),
+    Part("llama-8b-int4:decode", 75),
+    Part("llama-8b-int4:prefill", 60),
+    Part("llama-8b-int8:decode", 75),
+    Part("llama-8b-fp8-kv:decode", 75),
     Part("qwen3-0.6b:requests", 60),
     Part("llama-8b:requests", 75),
     Part("qwen3-0.6b:transformers", 75),
@@ -76,7 +83,7 @@ def main() -> int:
                 failures += 1
                 log = (arguments.out / f"{_file_name(part.name)}.log").read_text(errors="replace")
                 _write(results, {"part": part.name, "failed": status, "waited_s": round(time.monotonic() - begin)})
-                print(f"---- {part.name} ended with {status}:\n{log[-2500:]}", flush=True)
+                print(f"---- {part.name} ended with {status}:\n{log[-_LOG_TAIL.get(part.name, 2500) :]}", flush=True)
     print("\n".join(results.read_text().splitlines()))
     return failures
 
@@ -93,6 +100,9 @@ def _start(part: Part, out: Path, seconds: float) -> subprocess.Popen[bytes]:
     if part.name in TESTS:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=25", "--tb=short"]
         command += ["-n", "6", *TESTS[part.name]]
+    elif part.name == "features":
+        command = [sys.executable, "-m", "benchmarks.gpu.features", "--seconds", str(int(seconds) - 12)]
+        command += ["--out", str(out / "results.jsonl")]
     else:
         command = [sys.executable, "-m", "benchmarks.gpu.parts", part.name, str(out / "results.jsonl")]
     with (out / f"{_file_name(part.name)}.log").open("w") as log:

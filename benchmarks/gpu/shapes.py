@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Shape:
-    """config: the fields of config.json."""
+    """config: the fields of config.json. options: of the engine. bytes_per_weight, bytes_per_kv: of
+    weights that a step reads, and of a value of the KV cache.
+    """
 
     config: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    bytes_per_weight: float = 2.0
+    bytes_per_kv: int = 2
 
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,13 +39,15 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one position in bfloat16."""
+        """Bytes of keys and values of one position."""
         config = self.config
-        return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
+        return int(
+            2 * self.bytes_per_kv * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+        )
 
     def decode_bytes(self, num_reqs: int, context: int) -> int:
-        """Bytes that a decode step reads in bfloat16."""
-        return 2 * self.num_weights_read + num_reqs * context * self.kv_bytes_per_token
+        """Bytes that a decode step reads."""
+        return int(self.bytes_per_weight * self.num_weights_read) + num_reqs * context * self.kv_bytes_per_token
 
     def prefill_flops(self, num_prompts: int, length: int) -> float:
         """Floating-point operations of prompts: products with weights, and causal attention."""
@@ -115,4 +122,11 @@ SHAPES = {
             "torch_dtype": "float32",
         }
     ),
+}
+
+# Quantised while loading, or with another KV cache: int4 has a scale in float32 and a zero point for each 128 inputs.
+SHAPES |= {
+    "llama-8b-fp8-kv": replace(SHAPES["llama-8b"], options={"kv_cache_dtype": "fp8"}, bytes_per_kv=1),
+    "llama-8b-int8": replace(SHAPES["llama-8b"], options={"quantization": "int8"}, bytes_per_weight=1.0),
+    "llama-8b-int4": replace(SHAPES["llama-8b"], options={"quantization": "int4"}, bytes_per_weight=0.5 + 5 / 128),
 }

@@ -257,7 +257,8 @@ class LLM(RefusesMethods):
 
         Raises LifecycleError when none runs.
         """
-        return self.collective_rpc("profile", kwargs={"is_start": False})
+        paths: list[str | None] = self.collective_rpc("profile", kwargs={"is_start": False})
+        return [path for path in paths if path is not None]
 
     def get_model_inspection(self) -> str:
         """The first worker's model as a tree of text: modules with sizes, dtypes and kernels."""

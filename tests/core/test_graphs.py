@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import pytest
 from torch import Tensor
 
 from penstock.attention.select import BACKENDS
+from penstock.config import EngineConfig, GraphConfig
 from penstock.contract import SamplingParams
 from penstock.device.base import PendingCopy
 from penstock.device.cpu import HostCopy
-from penstock.runner.graphs import GraphExecutable, default_capture_sizes
+from penstock.errors import ConfigError
+from penstock.runner.graphs import GraphExecutable
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
-from support.engines import Result, assert_greedy_continuation, greedy, make_core, random_prompts, run
+from support.draft_heads import eagle3_weights, eagle_weights, write_head
+from support.engines import Result, add, assert_greedy_continuation, greedy, make_core, random_prompts, run
 from support.padded_attention import PaddedBackend
 from support.recording_device import RecordingDevice
 
@@ -126,6 +130,82 @@ def test_a_graph_is_replayed_before_the_tokens_of_the_step_before_are_read(
     assert device.events[first:] == ["replayed", "read", "sampled"] * device.num_replays + ["read"]
 
 
+_DRAFTED = {"num_speculative_tokens": 3, "adaptive": False}
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and drafters by the name of their method."""
+    folder = tmp_path_factory.mktemp("drafters")
+    tiny_checkpoint(folder / "target", num_hidden_layers=5)
+    tiny_checkpoint(folder / "draft_model", "qwen3", seed=7, head_dim=32, num_key_value_heads=1)
+    write_head(folder / "eagle", eagle_weights())
+    write_head(folder / "eagle3", eagle3_weights(), draft_vocab_size=40)
+    return folder
+
+
+def _drafting(drafters: Path, method: str, **fields: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {"method": method, **_DRAFTED, **fields}
+    if method == "ngram":
+        config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    else:
+        config["model"] = str(drafters / ("target" if method == "itself" else method))
+        config["method"] = "draft_model" if method == "itself" else method
+    return {"max_model_len": 68, "speculative_config": config}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "itself", "eagle", "eagle3"])
+def test_drafts_are_made_and_verified_in_graphs(
+    drafters: Path, device: RecordingDevice, method: str, async_scheduling: bool
+) -> None:
+    options = {**_drafting(drafters, method), "async_scheduling": async_scheduling}
+    results = _serve(drafters / "target", PARAMS, **options)
+    assert device.num_replays > device.num_captures > 0
+    assert results == _serve(drafters / "target", PARAMS, **options, fast_paths="off")
+    assert [one.tokens for one in results] == [
+        one.tokens for one in _serve(drafters / "target", PARAMS, max_model_len=68, fast_paths="off")
+    ]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_greedy_request_takes_two_graphs_per_step(drafters: Path, device: RecordingDevice, method: str) -> None:
+    """One verifies drafts, and one makes all of the next ones but the first."""
+    core = make_core(drafters / "target", attention_backend=PaddedBackend.name, **_drafting(drafters, method))
+    add(core, "r0", PROMPTS[1], greedy(40))
+    replays = []
+    while core.has_unfinished_requests():
+        before = device.num_replays
+        core.step()
+        replays.append(device.num_replays - before)
+    core.close()
+    assert replays.count(2) > len(replays) // 2
+    assert device.num_captures <= 4
+
+
+def test_drafts_of_other_acceptance_rules_run_in_graphs(drafters: Path, device: RecordingDevice) -> None:
+    options = _drafting(drafters, "draft_model", rejection_sample_method="standard")
+    results = _serve(drafters / "target", PARAMS, **options)
+    assert device.num_replays > 20
+    assert results == _serve(drafters / "target", PARAMS, **options, fast_paths="off")
+
+
+def test_no_graphs_are_captured_without_the_mode(tmp_path: Path, device: RecordingDevice) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama").folder
+    results = _serve(folder, PARAMS, cudagraph_mode="none")
+    assert device.num_captures == 0
+    assert results == _serve(folder, PARAMS)
+    assert device.num_captures > 0
+
+
+def test_steps_larger_than_the_captured_sizes_run_without_graphs(tmp_path: Path, device: RecordingDevice) -> None:
+    folder = tiny_checkpoint(tmp_path, "llama").folder
+    _serve(folder, [greedy(20)] * 3, cudagraph_capture_sizes=[2, 1])
+    assert device.num_captures == 0
+    _serve(folder, [greedy(20)] * 3, cudagraph_capture_sizes=[3])
+    assert device.num_captures == 1
+
+
 def test_one_graph_serves_all_batches_of_a_padded_size(tmp_path: Path, device: RecordingDevice) -> None:
     """Seven requests to five run with the graph of eight rows; one graph has greedy tokens, one hidden states."""
     folder = tiny_checkpoint(tmp_path, "llama").folder
@@ -159,11 +239,51 @@ def test_new_weights_drop_graphs(tmp_path: Path, device: RecordingDevice) -> Non
 
 
 def test_sizes_are_padded_to_the_next_captured_one() -> None:
-    assert default_capture_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert GraphConfig().sizes(20) == [1, 2, 4, 8, 16, 20]
     executable = GraphExecutable(RecordingDevice(), [1, 2, 4, 8], is_capturable=True)
     for num_reqs, padded in ((1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 9)):
         plan = executable.plan(dict.fromkeys(map(str, range(num_reqs)), 1))
         assert (plan.num_tokens, plan.num_tokens_padded, plan.num_reqs_padded) == (num_reqs, padded, padded)
-    prefill = executable.plan({"a": 1, "b": 7})
-    assert prefill.num_tokens_padded == 8
-    assert prefill.num_reqs_padded == 2
+    mixed = executable.plan({"a": 1, "b": 7})
+    assert mixed.num_tokens_padded == 8
+    assert mixed.num_reqs_padded == 2
+
+
+def test_steps_with_equally_many_drafts_are_padded() -> None:
+    executable = GraphExecutable(RecordingDevice(), [1, 2, 4, 8], is_capturable=True, max_query_len=4)
+    for counts, padded in (
+        ([4, 4, 4], (16, 4)),
+        ([3], (3, 1)),
+        ([2] * 5, (16, 8)),
+        ([5, 5, 5], (15, 3)),
+        ([1, 3], (4, 2)),
+        ([2, 1], (3, 2)),
+        ([4] * 9, (36, 9)),
+    ):
+        plan = executable.plan({str(index): count for index, count in enumerate(counts)})
+        assert (plan.num_tokens_padded, plan.num_reqs_padded) == padded, counts
+    narrow = GraphExecutable(RecordingDevice(), [4], is_capturable=True, max_query_len=4, max_num_tokens=12)
+    assert narrow.plan({"a": 4, "b": 4, "c": 4}).num_tokens_padded == 12, "16 tokens are more than a step has"
+
+
+def test_sizes_are_those_of_the_options() -> None:
+    assert GraphConfig(max_cudagraph_capture_size=10).sizes(300) == [1, 2, 4, 8, 10]
+    assert GraphConfig(max_cudagraph_capture_size=10).sizes(6) == [1, 2, 4, 6]
+    assert GraphConfig(cudagraph_capture_sizes=[8, 2, 2, 600]).sizes(300) == [2, 8]
+    assert GraphConfig(cudagraph_mode="NONE").sizes(300) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cudagraph_mode": "piecewise"}, "cudagraph_mode='piecewise' is not valid. Allowed: full_decode_only, none"),
+        ({"cudagraph_mode": "full"}, "Allowed: full_decode_only, none"),
+        ({"cudagraph_capture_sizes": []}, "a list of integers of at least 1"),
+        ({"cudagraph_capture_sizes": [0, 1]}, "a list of integers of at least 1"),
+        ({"max_cudagraph_capture_size": 0}, "an integer of at least 1"),
+        ({"max_cudagraph_capture_size": 8, "cudagraph_capture_sizes": [4]}, "whose largest is 4"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig.create("demo", **options)

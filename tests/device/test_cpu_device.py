@@ -13,7 +13,7 @@ import torch
 from penstock.config import DeviceConfig
 from penstock.device import CellWrites, Device, create_device
 from penstock.device.limits import MemoryLimit
-from penstock.errors import UnsupportedFeature
+from penstock.errors import ConfigError, UnsupportedFeature
 
 DEVICE = create_device(DeviceConfig(device="cpu"))
 
@@ -99,3 +99,8 @@ def test_ranks_of_a_machine_have_a_share_of_its_memory(monkeypatch: pytest.Monke
     snapshot = device.memory_snapshot()
     device.close()
     assert (snapshot.total, snapshot.free) == (300, 200)
+
+
+def test_the_precision_of_a_gpus_products_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float32_matmul_precision='high' is for a GPU"):
+        create_device(DeviceConfig(device="cpu", float32_matmul_precision="high"))

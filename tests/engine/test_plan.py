@@ -412,8 +412,9 @@ def test_a_gpu_is_planned_for_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     assert plan.memory.budget == int(0.9 * (80 << 30))
     # Attention by definition writes all scores down, which no GPU needs to that torch serves.
     assert plan.memory.activations > plan_engine("demo", max_num_seqs=8, device="cpu").memory.activations
-    with pytest.raises(UnsupportedFeature, match=r"quantization='int8' on cuda: .*\. Use device='cpu'"):
-        plan_engine("demo", device="cuda", quantization="int8")
+    assert plan_engine("demo", device="cuda", quantization="int8").memory.weights < 0.6 * plan.memory.weights
+    with pytest.raises(UnsupportedFeature, match=r"kv_cache_dtype='int8' on cuda: .*\. Use kv_cache_dtype='auto'"):
+        plan_engine("demo", device="cuda", kv_cache_dtype="int8")
     # Half of float32, and no head is packed there.
     in_float32 = plan_engine("demo", max_num_seqs=8, device="cpu", dtype="float32").memory.weights
     assert plan.memory.weights < 0.55 * in_float32

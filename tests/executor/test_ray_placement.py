@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.executor.ray_placement import RankPlace, can_hold, place_among_engines, place_ranks, plan_bundles
+from penstock.executor.ray_placement import (
+    RankPlace,
+    can_hold,
+    place_among_engines,
+    place_ranks,
+    plan_bundles,
+    resources_of_rank,
+)
 
 PER_RANK = {"CPU": 1.0}
 
@@ -25,6 +32,17 @@ def test_what_cannot_be_held_is_known() -> None:
     assert can_hold(3, PER_RANK, nodes(2, 1.5))
     assert not can_hold(4, PER_RANK, nodes(2, 1.5))
     assert not can_hold(1, {"CPU": 1.0, "GPU": 1.0}, nodes(8))
+
+
+def test_ranks_take_gpus_where_the_device_says_so_or_is_free_to() -> None:
+    with_gpus = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0, "GPU": 1.0}]
+    on_gpu = {"CPU": 1.0, "GPU": 1.0}
+    assert resources_of_rank("auto", 2, with_gpus, runs_on_gpus=True) == on_gpu
+    assert resources_of_rank("auto", 3, with_gpus, runs_on_gpus=True) == PER_RANK
+    assert resources_of_rank("auto", 2, with_gpus, runs_on_gpus=False) == PER_RANK
+    assert resources_of_rank("auto", 1, nodes(4), runs_on_gpus=True) == PER_RANK
+    assert resources_of_rank("cpu", 1, with_gpus, runs_on_gpus=True) == PER_RANK
+    assert resources_of_rank("cuda", 1, nodes(4), runs_on_gpus=True) == on_gpu
 
 
 def test_ranks_of_a_node_follow_each_other_from_the_drivers_node_on() -> None:

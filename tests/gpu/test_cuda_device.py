@@ -70,3 +70,11 @@ def test_a_download_is_of_the_moment_of_its_call(device: Device) -> None:
     torch.full((1 << 24,), 5, dtype=torch.int32, device=device.torch_device)
     wait_until(copy.is_done, 60.0, lambda: "The test waited for a copy.")
     assert bool((copy.tensors[0] == 3).all())
+
+
+def test_the_precision_of_products_holds_until_the_device_is_closed() -> None:
+    before = torch.get_float32_matmul_precision()
+    device = create_device(DeviceConfig(device="cuda", float32_matmul_precision="high"))
+    assert torch.get_float32_matmul_precision() == "high"
+    device.close()
+    assert torch.get_float32_matmul_precision() == before

@@ -265,7 +265,11 @@ def w8a8_with(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, UnsupportedFeature, "bitsandbytes.*compressed-tensors, gptq, awq, torchao"),
+        (
+            {"quant_method": "bitsandbytes"},
+            UnsupportedFeature,
+            "bitsandbytes.*compressed-tensors, gptq, awq, torchao, fp8",
+        ),
         ({**GPTQ, "bits": 3}, UnsupportedFeature, "quantization_config.bits=3.*Supported: 4"),
         ({**GPTQ, "bits": 8}, UnsupportedFeature, "quantization_config.bits=8"),
         ({**GPTQ, "group_size": 48}, UnsupportedFeature, "group_size=48.*multiple of 32"),
@@ -273,7 +277,10 @@ def w8a8_with(**changes: Any) -> dict[str, Any]:
         ({**GPTQ, "dynamic": {"x": {}}}, UnsupportedFeature, "dynamic"),
         ({**GPTQ, "dynamic": {"-:lm_head": {}, "+:x": {"bits": 8}}}, UnsupportedFeature, "dynamic"),
         ({**AWQ, "version": "gemv"}, UnsupportedFeature, "version='gemv'.*gemm"),
-        ({**W8A8, "format": "float-quantized"}, UnsupportedFeature, "format='float-quantized'"),
+        ({**W8A8, "format": "float-quantized"}, UnsupportedFeature, "weights.type='int'.*Supported: float"),
+        ({**W8A8, "format": "naive-quantized"}, UnsupportedFeature, "format='naive-quantized'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, UnsupportedFeature, "fmt='e5m2'.*e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, UnsupportedFeature, "weight_block_size=.*two integers"),
         ({**W8A8, "kv_cache_scheme": {"num_bits": 8}}, UnsupportedFeature, "kv_cache_scheme"),
         ({**W8A8, "config_groups": {}}, UnsupportedFeature, "config_groups"),
         ({**W8A8, "sparsity_config": {"format": "24"}}, UnsupportedFeature, "sparsity_config.format='24'"),

@@ -1,4 +1,4 @@
-"""An attention backend whose decode steps depend on tensors alone, padding rows included."""
+"""An attention backend whose uniform steps depend on tensors alone, padding rows included."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PaddedBackend(ReferenceBackend):
         kv_cache: Tensor,
         metadata: StepGeometry,
     ) -> Tensor:
-        if metadata.max_query_len > 1 or metadata.is_written:
+        if metadata.is_written:
             return super().forward(layer, query_THD, key_TKD, value_TKD, kv_cache, metadata)
         slots_T, block_size = metadata.slot_mapping, metadata.block_size
         for row, slot in enumerate(slots_T.tolist()):
@@ -36,9 +36,9 @@ class PaddedBackend(ReferenceBackend):
             kv_cache[0],
             kv_cache[1],
             metadata.block_table,
-            torch.arange(len(query_THD) + 1),
+            torch.arange(len(query_THD) + 1) if metadata.max_query_len == 1 else metadata.query_start_loc,
             metadata.seq_lens,
-            1,
+            metadata.max_query_len,
             layer.scale,
             layer.sliding_window,
             layer.soft_cap,

@@ -33,9 +33,11 @@ def _widened(handle: Any) -> Any:
 
 
 def _rounded(data: np.ndarray, source: Any, target: Any, rounding: Any) -> Any:
-    """From float32 to the nearest bfloat16: Triton would truncate."""
+    """From float32 to the nearest bfloat16, which Triton would truncate, and FP8, where it would lose a carry."""
     if source == tl.float32 and target == tl.bfloat16:
         return torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.uint16).numpy()
+    if source == tl.float32 and target == tl.float8e4nv:
+        return torch.from_numpy(np.array(data)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     return _convert_float(data, source, target, rounding)
 
 

@@ -457,7 +457,7 @@ REFUSED = {
         LLM(model="demo", dtype=torch.bfloat16, quantization="bitsandbytes")
         """,
     ],
-    "an FP8 KV cache": [
+    "scales of FP8 ones": [
         """
         from vllm import LLM
         LLM(model="demo", kv_cache_dtype="fp8", calculate_kv_scales=True)

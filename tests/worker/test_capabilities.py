@@ -90,8 +90,6 @@ SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 16, 
 # How options of refusals are asked for that are not in `ARRANGED` or `WAYS`.
 OTHERS = {
     "core process": "core",
-    "int8 and int4 weights": "int8 weights",
-    "quantised checkpoints": "GPTQ checkpoints",
 }
 
 
@@ -177,6 +175,7 @@ WAYS = {
     "torchao checkpoints": quantized(torchao_int8_layer, INT8_OF_TORCHAO),
     "int8 KV cache": Way(always(kv_cache_dtype="int8"), off_by=0.01),
     "KV cache of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), off_by=0.01),
+    "FP8 KV cache": Way(always(kv_cache_dtype="fp8"), off_by=0.1),
     "n-gram drafts": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
     "suffix decoding": Way(drafting("suffix")),
     "draft model": Way(with_draft_model),
@@ -184,6 +183,8 @@ WAYS = {
     "EAGLE-3": Way(with_head_on_layers, of_vocabulary_of_heads),
     "adaptive draft lengths": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
 }
+# Options of those that no CPU has.
+WAYS_ON_GPUS: dict[str, dict[str, Any]] = {"FP8 KV cache": {"kv_cache_dtype": "fp8"}}
 # Those that are tried in one engine, where none of them is refused.
 SETS = (
     ("int8 weights", "int8 KV cache", "adaptive draft lengths"),
@@ -205,7 +206,7 @@ def refused_on_cpus(name: str, options: dict[str, Any]) -> bool:
         name in [option.name for option in refusal.options]
         and all(option.name == name or option.given(config) for option in refusal.options)
         for refusal in (*ASYNC_REFUSALS, *REFUSALS)
-        if refusal.device is None
+        if refusal.device != "cuda"
     )
 
 
@@ -366,7 +367,8 @@ def launched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 def test_every_feature_is_tried() -> None:
-    assert sorted(name for names in SETS for name in names) == sorted(WAYS)
+    tried = [name for names in SETS for name in names]
+    assert sorted(tried) == sorted(name for name in WAYS if not refused_on_cpus(name, WAYS_ON_GPUS.get(name, {})))
 
 
 def test_the_plain_engine_is_not_refused() -> None:
@@ -459,16 +461,19 @@ def test_nothing_else_is_refused_on_cpus(tmp_path: Path) -> None:
             if " x " in arrangement and arrangement.startswith("torchrun"):
                 continue
             config = EngineConfig.create(str(folder), **{**arranged(given), "device": "cpu", **options})
-            if refused_on_cpus(name, given):
+            if refused_on_cpus(name, {**given, **WAYS_ON_GPUS.get(name, {})}):
                 with pytest.raises(UnsupportedArgument):
                     check_options(config, "cpu")
             else:
                 check_options(config, "cpu")
 
 
-def test_float_models_are_not_refused_on_one_gpu(tmp_path: Path) -> None:
-    for name in ("n-gram drafts", "draft model", "bfloat16 weights", "GPT-2", "Transformers models"):
+def test_float_and_quantized_models_are_not_refused_on_one_gpu(tmp_path: Path) -> None:
+    quantized = [name for name in WAYS if name.endswith("checkpoints")]
+    quantized += ["int8 weights", "int4 weights"]
+    for name in ("n-gram drafts", "draft model", "bfloat16 weights", "GPT-2", "Transformers models", *quantized):
         folder = WAYS[name].model(tmp_path / name)
+        folder = next(folder.glob("quantized"), folder)
         check_options(EngineConfig.create(str(folder), **WAYS[name].options(tmp_path)), "cuda")
 
 

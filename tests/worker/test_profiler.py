@@ -181,3 +181,36 @@ def test_a_request_that_comes_back_is_in_its_context_phase_until_its_tokens_are_
     )
     label = step_label(output, {"chunk": 10, "last": 10, "decode": 10}.get)
     assert label == "execute_context_3(12)_generation_2(2)"
+
+
+def test_the_cuda_profiler_records_steps_between_start_and_stop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.profiler.start", lambda: calls.append("start"))
+    monkeypatch.setattr("torch.cuda.profiler.stop", lambda: calls.append("stop"))
+    monkeypatch.setattr("torch.cuda.nvtx.range_push", calls.append)
+    monkeypatch.setattr("torch.cuda.nvtx.range_pop", lambda: calls.append("pop"))
+    core = make_core(folder, profiler="cuda")
+    run(core, [[5, 6, 7]], greedy(2))
+    core.collective_rpc("profile")
+    run(core, [[5, 6, 7]], greedy(2))
+    assert core.collective_rpc("profile", kwargs={"is_start": False}) == [None]
+    run(core, [[5, 6, 7]], greedy(2))
+    core.close()
+    assert calls[:3] == ["start", "execute_context_1(3)_generation_0(0)", "pop"]
+    assert calls[3] == "execute_context_0(0)_generation_1(1)"
+    assert calls.index("stop") == len(calls) - 1
+
+
+def test_the_cuda_profiler_needs_a_gpu_and_takes_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    core = make_core(folder, profiler="cuda")
+    with pytest.raises(ConfigError, match="profiler='cuda' needs a GPU"):
+        core.collective_rpc("profile")
+    with pytest.raises(LifecycleError, match="No profile is running"):
+        core.collective_rpc("profile", kwargs={"is_start": False})
+    core.close()
+    with pytest.raises(ConfigError, match="not valid with profiler='cuda'"):
+        make_core(folder, profiler="cuda", profiler_dir="traces")
+    with pytest.raises(ConfigError, match="profiler='nsys' is not valid"):
+        make_core(folder, profiler="nsys")

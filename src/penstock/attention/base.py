@@ -113,8 +113,8 @@ class CacheBackend(ABC):
     name: ClassVar[str]
     # Whether metadata stays valid while the geometry's tensors, the same ones, take the next step's values.
     keeps_metadata: ClassVar[bool] = False
-    # Whether a decode step depends on its tensors alone, padding rows included, and on no count of the host, so that a
-    # graph captured in one step runs every step of the same padded size.
+    # Whether a step in which all requests have equally many tokens depends on its tensors and on that number alone,
+    # padding rows included, so that a graph captured in one step runs every step of the same padded sizes.
     is_capturable: ClassVar[bool] = False
 
     @abstractmethod

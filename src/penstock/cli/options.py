@@ -44,7 +44,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
         typer.Option(help="Share of the device's memory (also: --gpu-memory-utilization)"),
     ),
     "kv_cache_memory_bytes": (str | None, None, typer.Option(metavar="SIZE", help="KV cache size, such as 1GiB")),
-    "kv_cache_dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, int8")),
+    "kv_cache_dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, int8, fp8")),
     "speculative_config": (
         str | None,
         None,

@@ -3,6 +3,7 @@
 from penstock.config.cache import CacheConfig
 from penstock.config.device import DeviceConfig
 from penstock.config.engine import EngineConfig
+from penstock.config.graphs import GraphConfig
 from penstock.config.load import LoadConfig
 from penstock.config.model import ModelConfig
 from penstock.config.parallel import ParallelConfig
@@ -16,6 +17,7 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "EngineConfig",
+    "GraphConfig",
     "LoadConfig",
     "ModelConfig",
     "ParallelConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.config.checks import check_choice, check_flag, check_integer, size_in_bytes
 from penstock.errors import ConfigError
 
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class CacheConfig:
     kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB"; None takes what
         `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV cache of common prompt prefixes.
-    kv_cache_dtype: dtype of the KV cache; "auto" is the model's; "int8" is quantised, one scale per token and head.
+    kv_cache_dtype: dtype of the KV cache; "auto" is the model's; "int8" is quantised, one scale per token and head;
+        "fp8" (e4m3), on a GPU, has no scales, so keys and values beyond 448 saturate.
     """
 
     block_size: int = 16

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.config.checks import check_choice, check_integer
 
 DEVICES = ("auto", "cpu", "cuda")
+MATMUL_PRECISIONS = ("highest", "high", "medium")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,17 @@ class DeviceConfig:
     num_threads: CPU threads for the model; None takes one per physical core that this process may use.
     attention_backend: cpu_native, cpu_paged, triton_paged, torch_varlen or reference; None takes the fastest that
         works.
+    float32_matmul_precision: precision of a GPU's float32 matrix products, as `torch.set_float32_matmul_precision`:
+        "high" and "medium" take tensor cores (TF32, bfloat16), which round the factors.
     """
 
     device: str = "auto"
     num_threads: int | None = None
     attention_backend: str | None = None
+    float32_matmul_precision: str = "highest"
 
     def __post_init__(self) -> None:
         check_choice("device", self.device, DEVICES)
+        check_choice("float32_matmul_precision", self.float32_matmul_precision, MATMUL_PRECISIONS)
         if self.num_threads is not None:
             check_integer("num_threads", self.num_threads, 1)

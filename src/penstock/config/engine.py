@@ -13,6 +13,7 @@ from penstock.config import env, vllm
 from penstock.config.cache import CacheConfig
 from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
+from penstock.config.graphs import GraphConfig
 from penstock.config.load import LoadConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
 from penstock.config.parallel import ParallelConfig
@@ -46,6 +47,7 @@ class EngineConfig:
     device: DeviceConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     replaces_lost_core: bool = False
@@ -162,6 +164,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "device": DeviceConfig,
     "sampling": SamplingConfig,
     "profiler": ProfilerConfig,
+    "graphs": GraphConfig,
     "structured": StructuredOutputsConfig,
 }
 

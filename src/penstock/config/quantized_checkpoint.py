@@ -1,8 +1,8 @@
 """Quantisation settings of a quantised checkpoint, from `config.json`.
 
 Formats, as their own tools write them: compressed-tensors (https://github.com/vllm-project/compressed-tensors), GPTQ
-(https://github.com/ModelCloud/GPTQModel), AWQ (https://github.com/casper-hansen/AutoAWQ) and torchao
-(https://github.com/pytorch/ao).
+(https://github.com/ModelCloud/GPTQModel), AWQ (https://github.com/casper-hansen/AutoAWQ), torchao
+(https://github.com/pytorch/ao), and FP8 as Transformers and AutoFP8 write it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ GPTQ = "gptq"
 AWQ = "awq"
 COMPRESSED_TENSORS = "compressed-tensors"
 TORCHAO = "torchao"
-QUANTIZED_CHECKPOINTS = (COMPRESSED_TENSORS, GPTQ, AWQ, TORCHAO)
+FP8 = "fp8"
+QUANTIZED_CHECKPOINTS = (COMPRESSED_TENSORS, GPTQ, AWQ, TORCHAO, FP8)
 INT_QUANTIZED = "int-quantized"
+FLOAT_QUANTIZED = "float-quantized"
 PACK_QUANTIZED = "pack-quantized"
 GPTQ_V2 = "gptq_v2"
 # torchao's configurations whose weights are plain 8-bit integers, and those that hold 4 bits in such.
@@ -34,6 +36,8 @@ class QuantizedCheckpoint:
 
     bits: 8 or 4. group_size: inputs that share a scale; None for one scale per output channel. is_symmetric: without
     zero points. is_reordered: with activation order (desc_act): a tensor gives the group of each input.
+    is_float: FP8 weights. block_size: of these, output and input features that share a scale; None for one scale per
+    tensor or per output channel.
     """
 
     method: str
@@ -42,6 +46,8 @@ class QuantizedCheckpoint:
     group_size: int | None
     is_symmetric: bool = False
     is_reordered: bool = False
+    is_float: bool = False
+    block_size: tuple[int, int] | None = None
 
 
 def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> QuantizedCheckpoint | None:
@@ -61,7 +67,13 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
             f"{', '.join(QUANTIZED_CHECKPOINTS)}; or a checkpoint in float32, bfloat16 or float16 with "
             "quantization='int8' or 'int4'."
         )
-    readers = {COMPRESSED_TENSORS: _read_compressed_tensors, GPTQ: _read_gptq, AWQ: _read_awq, TORCHAO: _read_torchao}
+    readers = {
+        COMPRESSED_TENSORS: _read_compressed_tensors,
+        GPTQ: _read_gptq,
+        AWQ: _read_awq,
+        TORCHAO: _read_torchao,
+        FP8: _read_fp8,
+    }
     return readers[method](_Fields(content, model))
 
 
@@ -122,6 +134,15 @@ class _Fields:
             raise self.unsupported("group_size", value, f"-1, or a multiple of {_GROUP_MULTIPLE}")
         return value
 
+    def block_size(self, name: str) -> tuple[int, int] | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+        if not is_pair or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in value):
+            raise self.unsupported(name, value, "two integers of at least 1, such as [128, 128]")
+        return value[0], value[1]
+
     def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
         return UnsupportedFeature(
             f"config.json of {self.model} has quantization_config.{self.path}{name}={value!r}, which is not supported. "
@@ -166,6 +187,13 @@ def _read_torchao(fields: _Fields) -> QuantizedCheckpoint:
     return QuantizedCheckpoint(TORCHAO, kind, 4, None)
 
 
+def _read_fp8(fields: _Fields) -> QuantizedCheckpoint:
+    fields.require("fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    fields.require("activation_scheme", "dynamic", "static", default="dynamic")
+    block_size = fields.block_size("weight_block_size")
+    return QuantizedCheckpoint(FP8, FP8, 8, None, is_symmetric=True, is_float=True, block_size=block_size)
+
+
 def _read_compressed_tensors(fields: _Fields) -> QuantizedCheckpoint:
     sparsity = fields.section("sparsity_config")
     if sparsity is not None:
@@ -183,12 +211,20 @@ def _read_compressed_tensors(fields: _Fields) -> QuantizedCheckpoint:
     weights = None if group is None else group.section("weights")
     if group is None or weights is None:
         raise groups.unsupported(name, groups.content[name], "a group with weights")
-    layout = fields.require("format", INT_QUANTIZED, PACK_QUANTIZED)
-    weights.require("type", "int")
+    layout = fields.require("format", INT_QUANTIZED, PACK_QUANTIZED, FLOAT_QUANTIZED)
+    weights.require("type", "float" if layout == FLOAT_QUANTIZED else "int")
     weights.require("dynamic", False, default=False)
     activations = group.section("input_activations")
     if group.get("output_activations") is not None:
         raise group.unsupported("output_activations", group.get("output_activations"), "none")
+    if layout == FLOAT_QUANTIZED:
+        weights.require("num_bits", 8)
+        weights.require("symmetric", True, default=True)
+        strategy = weights.require("strategy", "tensor", "channel", "block")
+        block_size = weights.block_size("block_structure") if strategy == "block" else None
+        if strategy == "block" and block_size is None:
+            raise weights.unsupported("block_structure", None, "two integers, such as [128, 128]")
+        return QuantizedCheckpoint(COMPRESSED_TENSORS, layout, 8, None, True, is_float=True, block_size=block_size)
     if layout == INT_QUANTIZED:
         weights.require("num_bits", 8)
         weights.require("symmetric", True, default=True)

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 # The int8 KV cache has a float32 scale per position and head, after its block.
 SCALE_BYTES = {"int8": 4}
 # Block size of state kept once per request: more positions than any request has.

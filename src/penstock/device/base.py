@@ -24,6 +24,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,  # of a KV cache
+    "fp8": torch.float8_e4m3fn,  # of a KV cache
 }
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cuda_dtype
 from penstock.device.limits import MemoryLimit
+from penstock.device.process_setting import ProcessSetting
 from penstock.errors import UnsupportedFeature
 
 _BF16_CAPABILITY = (8, 0)
+_MATMUL_PRECISION = ProcessSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
 class CudaCopy(PendingCopy):
@@ -51,8 +53,10 @@ class CudaDevice(Device):
     captures_graphs = True
     attention_backends = ("triton_paged", "torch_varlen", "reference")
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, matmul_precision: str = "highest") -> None:
+        """matmul_precision: of float32 products, until `close`."""
         self.torch_device = torch.device("cuda", index)
+        _MATMUL_PRECISION.want(self, matmul_precision)
         torch.cuda.set_device(self.torch_device)
         self._copy_stream = torch.cuda.Stream(self.torch_device)
         self._capture_stream = torch.cuda.Stream(self.torch_device)
@@ -117,6 +121,9 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        _MATMUL_PRECISION.give_up(self)
 
     def return_unused_memory(self) -> None:
         torch.cuda.empty_cache()

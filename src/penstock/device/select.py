@@ -36,7 +36,12 @@ def create_device(config: DeviceConfig, local_rank: int = 0, num_local_ranks: in
     if gpu is not None:
         from penstock.device.cuda import CudaDevice
 
-        return CudaDevice(gpu.index)
+        return CudaDevice(gpu.index or 0, config.float32_matmul_precision)
+    if config.float32_matmul_precision != "highest":
+        raise ConfigError(
+            f"float32_matmul_precision={config.float32_matmul_precision!r} is for a GPU, and this engine runs on the "
+            "CPU, whose products are exact float32. Leave it out."
+        )
     from penstock.device.cpu import CpuDevice
 
     return CpuDevice(config.num_threads, local_rank, num_local_ranks)

@@ -33,11 +33,12 @@ from penstock.executor.ray_placement import (
     place_among_engines,
     place_ranks,
     plan_bundles,
+    resources_of_rank,
 )
 from penstock.executor.ray_worker import RankActor, RayStart
 from penstock.executor.serialization import dumps
 from penstock.parallel.connections import open_store
-from penstock.worker.capabilities import check_options
+from penstock.worker.capabilities import allows_options, check_options
 
 logger = logging.getLogger(__name__)
 # Timeout of the placement group, for example until the resources of ended workers are free.
@@ -83,6 +84,7 @@ class RayExecutor(RanksExecutor):
         # Calls in flight.
         self._calls: dict[Any, _Rank] = {}
         self._placement_group: Any = None
+        self._per_rank = self._resources_of_rank()
         begin = time.monotonic()
         try:
             # Hosted by this process, so that it outlives any rank and errors can name the missing one.
@@ -131,8 +133,7 @@ class RayExecutor(RanksExecutor):
 
     def _place(self) -> list[RankPlace]:
         """Create the placement group and return each rank's place. Raises ConfigError without enough resources."""
-        ray, parallel, per_rank = self._ray, self._config.parallel, self._per_rank
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        ray, parallel, per_rank, nodes = self._ray, self._config.parallel, self._per_rank, self._nodes()
         no_room = ConfigError(
             f"{parallel.world_size} workers, for tensor_parallel_size={parallel.tensor_parallel_size} and "
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}, need {per_rank} of a node each, placed by "
@@ -151,10 +152,14 @@ class RayExecutor(RanksExecutor):
             [nodes_by_bundle[bundle] for bundle in range(len(bundles))], parallel.world_size, driver_node
         )
 
-    @property
-    def _per_rank(self) -> dict[str, float]:
-        """Ray resources of one rank."""
-        return {"CPU": 1.0, **({"GPU": 1.0} if self._config.device.device == "cuda" else {})}
+    def _nodes(self) -> list[dict[str, float]]:
+        """Return the resources of each node."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+    def _resources_of_rank(self) -> dict[str, float]:
+        parallel, runs_on_gpus = self._config.parallel, allows_options(self._config, "cuda")
+        num_ranks = parallel.world_size * parallel.data_parallel_size
+        return resources_of_rank(self._config.device.device, num_ranks, self._nodes(), runs_on_gpus=runs_on_gpus)
 
     def _start_actors(self, places: Sequence[RankPlace]) -> None:
         ray = self._ray
@@ -164,7 +169,7 @@ class RayExecutor(RanksExecutor):
         for number, place in enumerate(places):
             actor = actor_class.options(
                 num_cpus=1,
-                num_gpus=int(self._config.device.device == "cuda"),
+                num_gpus=int("GPU" in self._per_rank),
                 max_restarts=0,
                 scheduling_strategy=by_bundle(self._placement_group, placement_group_bundle_index=place.bundle),
             ).remote()
@@ -187,7 +192,7 @@ class RayExecutor(RanksExecutor):
     def _place_on_machine(self, place: RankPlace, rank: int, node: Mapping[str, float]) -> tuple[int, int]:
         parallel = self._config.parallel
         # Ray assigns each rank its own GPU.
-        num_engines = 1 if self._config.device.device == "cuda" else parallel.data_parallel_size
+        num_engines = 1 if "GPU" in self._per_rank else parallel.data_parallel_size
         engine, room = parallel.data_parallel_rank or 0, num_fitting(self._per_rank, node)
         return place_among_engines(place, rank, parallel.world_size, engine, num_engines, room)
 

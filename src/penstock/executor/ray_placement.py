@@ -35,6 +35,18 @@ def can_hold(num_ranks: int, per_rank: Mapping[str, float], nodes: Sequence[Mapp
     return sum(num_fitting(per_rank, node) for node in nodes) >= num_ranks
 
 
+def resources_of_rank(
+    device: str, num_ranks: int, nodes: Sequence[Mapping[str, float]], *, runs_on_gpus: bool
+) -> dict[str, float]:
+    """Return the resources of one rank: a CPU, and a GPU with "cuda", or with "auto" where the nodes have enough.
+
+    runs_on_gpus: whether the engine's other options allow "auto" to take GPUs.
+    """
+    on_gpus = {"CPU": 1.0, "GPU": 1.0}
+    is_free = device == "auto" and runs_on_gpus and can_hold(num_ranks, on_gpus, nodes)
+    return on_gpus if device == "cuda" or is_free else {"CPU": 1.0}
+
+
 def place_ranks(node_of_bundle: Sequence[str], num_ranks: int, driver_node: str) -> list[RankPlace]:
     """Return the places by rank. Ranks of a node are consecutive; the driver's node comes first."""
     nodes = sorted(set(node_of_bundle), key=lambda node: (node != driver_node, node_of_bundle.index(node)))

@@ -92,7 +92,12 @@ class QuantizedWeight:
 
 
 class QuantizedProducts(Protocol):
-    """Packing of quantised weights and products with them. Packed weights are opaque."""
+    """Packing of quantised weights and products with them. Packed weights are opaque.
+
+    keeps_dtype: whether `linear` takes activations as they are, and returns their dtype; otherwise both are float32.
+    """
+
+    keeps_dtype: bool
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
         """Pack into one tensor of bytes."""
@@ -101,7 +106,7 @@ class QuantizedProducts(Protocol):
         """Restore the packed weight bit for bit."""
 
     def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
-        """x @ weight^T + bias, with x quantised to int8 per row: float32, with the leading dimensions of x."""
+        """x @ weight^T + bias, with the leading dimensions of x, which may be quantised to int8 per row."""
 
     def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape, rest: Tensor | None = None) -> Tensor:
         """Look up rows of the weight, such as embeddings: float32 [T, I].
@@ -178,6 +183,8 @@ def _parts(size: int, part_size: int) -> Iterator[slice]:
 
 class TorchQuantizedProducts:
     """The specification, for a machine without the C++ kernels. Slower than float32."""
+
+    keeps_dtype = False
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
         parts = [weight.values_OI, weight.scales_OG, *([] if weight.zeros_OG is None else [weight.zeros_OG])]

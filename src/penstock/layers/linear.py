@@ -62,11 +62,16 @@ class PlainMethod(LinearMethod):
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """On a GPU: of products that are not converted to float32."""
-        if not triton_runs(x_LI):
-            return None
-        from penstock.kernels.triton.sampling import argmax
+        return argmax_on_gpu(self.apply(layer, x_LI)) if triton_runs(x_LI) else None
 
-        return argmax(self.apply(layer, x_LI))
+
+def argmax_on_gpu(logits_LV: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Argmax of rows, as `LinearMethod.argmax`; None where Triton does not run."""
+    if not triton_runs(logits_LV):
+        return None
+    from penstock.kernels.triton.sampling import argmax
+
+    return argmax(logits_LV)
 
 
 class PackedMethod(LinearMethod):

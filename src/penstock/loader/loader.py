@@ -62,7 +62,7 @@ def load_model(
     """
     rounding = choose_rounding(model_config, load_config)
     if rounding is not None:
-        log_rounding(rounding)
+        log_rounding(rounding, device)
     logger.info("Implementation: %s", describe_implementation(model_config))
 
     def load_for(context: ParallelState) -> object:
@@ -142,7 +142,7 @@ def _fill(
     materialise(model, device, dtype, weights_dtype, late)
     slots = state_slots(model) if load_config.load_format == SHARDED_STATE else None
     if rounding is not None and late:
-        slots = assemble(slots or model.checkpoint_slots(), late, weights_dtype or dtype, rounding.method)
+        slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, rounding.method)
     if rounding is not None:
         tensors = rounding.weights(tensors, (slots or {}).__contains__)
     model.load_weights(tensors, slots)
@@ -255,11 +255,16 @@ def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: P
 
 
 def stored_dtype(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the dtype of a checkpoint's matrices: float32 if they differ, None without float matrices."""
+    """Return the dtype of a checkpoint's matrices: float32 if they differ, None without float matrices.
+
+    Scales of quantised weights do not count.
+    """
     dtypes = {
         str(tensor.dtype).removeprefix("torch.")
-        for _, tensor in tensors
-        if tensor.dim() > 1 and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for name, tensor in tensors
+        if tensor.dim() > 1
+        and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and not name.endswith(("weight_scale", "weight_scale_inv"))
     }
     return dtypes.pop() if len(dtypes) == 1 else "float32" if dtypes else None
 

@@ -52,6 +52,14 @@ def warm_up_decodes(runner: ModelRunner) -> None:
         greedy_tokens(runner.model.compute_logits(frame.all_hidden))
 
 
+def run_largest_graph(runner: ModelRunner) -> None:
+    """Run a dummy step like the graph that needs most memory; smaller ones use the same memory."""
+    most, limits = max(runner.executable.sizes), runner.limits
+    frame = run_dummy_batch(runner, max(most, min(most * (1 + limits.max_drafts), limits.max_num_tokens)), most)
+    assert frame.all_hidden is not None, "a dummy frame wants all rows"
+    greedy_tokens(runner.model.compute_logits(frame.all_hidden))
+
+
 def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelState) -> list[tuple[int, float]]:
     """Measure the shortest time, in seconds, of dummy steps of 1, 2, 4, … tokens, all of which have logits.
 

@@ -6,8 +6,9 @@ The choice depends on the frame and on what is fixed at start, so that all ranks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.models.program import ModelPrograms
 from penstock.runner.batch_layout import BatchPlan
 from penstock.runner.frame import Frame
+
+T = TypeVar("T")
 
 
 class Executable(ABC):
@@ -48,6 +51,14 @@ class ForwardExecutable(Executable):
     def choose(self, frame: Frame) -> Executable:
         """Return the fastest executable for a frame."""
         return self
+
+    def padded_size(self, num_reqs: int) -> int | None:
+        """Return the number of requests that work for so many is padded to, if it runs as a CUDA graph; else None."""
+        return None
+
+    def repeat(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Run work on the device that depends on persistent tensors and `key` alone, or replay its CUDA graph."""
+        return work()
 
     def forget(self) -> None:
         """Drop everything that depends on the model or its weights: they have changed."""

@@ -1,7 +1,8 @@
-"""CUDA graphs of decode steps: the kernels of a forward pass, launched by one call.
+"""CUDA graphs of uniform steps: the kernels of a forward pass, launched by one call.
 
-A graph is captured for a padded number of requests, and its kernels read persistent tensors only, so it runs every
-decode step of that size. Launching the kernels one by one would take longer than running them.
+In a uniform step all requests have equally many tokens: one each in a decode step, and one more per draft where drafts
+are verified. A graph is captured for a padded number of requests, and its kernels read persistent tensors only, so it
+runs every step of that size. Launching the kernels one by one would take longer than running them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from penstock.attention import ForwardContext
+from penstock.attention import AuxHiddenStates, ForwardContext
 from penstock.device import Device
 from penstock.kernels.sampling import ChosenTokens, greedy_tokens
 from penstock.models.interface import LanguageModel, ModelInputs
@@ -23,67 +25,110 @@ from penstock.runner.executables import Executable, ForwardExecutable
 from penstock.runner.frame import Frame
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-def default_capture_sizes(max_num_reqs: int) -> list[int]:
-    """Padded numbers of requests: 1, 2, 4, then multiples of 8 to 256, then of 16, up to `max_num_reqs`."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_reqs + 1, 16), max_num_reqs]
-    return sorted({size for size in sizes if size <= max_num_reqs})
+@dataclass(slots=True)
+class _Graph:
+    """A graph, and the result of its work, in the graph's memory. replay: None until it is captured."""
+
+    has_run: bool = False
+    replay: Callable[[], None] | None = None
+    result: Any = None
 
 
 class GraphExecutable(ForwardExecutable):
-    """Runs decode steps as CUDA graphs, and others layer by layer.
+    """Runs uniform steps as CUDA graphs, and others layer by layer.
 
     A graph is captured when its size is met for the second time: the first run compiles kernels. sizes: padded numbers
-    of requests, ascending; larger steps run layer by layer. is_capturable: whether the KV cache's backends are.
-    num_replays: steps that ran as graphs. refusals: number of sizes that could not be captured, by reason.
+    of requests, ascending; larger steps run layer by layer. max_query_len: tokens of a request in the longest uniform
+    step. max_num_tokens: limit of a padded step. is_capturable: whether the KV cache's backends are. num_replays:
+    replays of graphs, of the model and of a drafter. refusals: number of sizes that could not be captured, by reason.
     """
 
-    def __init__(self, device: Device, sizes: Sequence[int], *, is_capturable: bool) -> None:
+    def __init__(
+        self,
+        device: Device,
+        sizes: Sequence[int],
+        *,
+        is_capturable: bool,
+        max_query_len: int = 1,
+        max_num_tokens: int | None = None,
+    ) -> None:
         self._device = device
         self.sizes: list[int] = sorted(sizes) if is_capturable else []
         self.whole_block_tables = is_capturable
-        self._graphs: dict[tuple[object, ...], DecodeGraph] = {}
+        self._max_query_len = max_query_len
+        self._max_num_tokens = max_num_tokens or max(sizes, default=0) * max_query_len
+        self._graphs: dict[Hashable, _Graph] = {}
         self.num_replays = 0
         self.refusals: Counter[str] = Counter()
 
     def plan(self, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
-        """Pad a decode step to the next captured size."""
+        """Pad a uniform step to the next captured size."""
         plan = BatchPlan.without_padding(num_scheduled_tokens)
-        if plan.num_tokens != plan.num_reqs:
+        query_len = plan.num_tokens // max(1, plan.num_reqs)
+        if not 1 <= query_len <= self._max_query_len:
             return plan
-        index = bisect.bisect_left(self.sizes, plan.num_reqs)
-        if index == len(self.sizes):
+        if query_len > 1 and any(count != query_len for count in num_scheduled_tokens.values()):
             return plan
-        size = self.sizes[index]
-        return plan._replace(num_tokens_padded=size, num_reqs_padded=size)
+        if query_len == 1 and plan.num_tokens != plan.num_reqs:
+            return plan
+        size = self.padded_size(plan.num_reqs)
+        if size is None or size * query_len > self._max_num_tokens:
+            return plan
+        return plan._replace(num_tokens_padded=size * query_len, num_reqs_padded=size)
+
+    def padded_size(self, num_reqs: int) -> int | None:
+        """Return the captured size for so many requests; None where there is none."""
+        index = bisect.bisect_left(self.sizes, num_reqs)
+        return None if index == len(self.sizes) else self.sizes[index]
 
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         return inputs.run(model, context)
 
     def choose(self, frame: Frame) -> Executable:
-        """Return the graph of a decode frame that wants its logits rows only."""
-        wants, plan = frame.wants, frame.batch.layout.plan
-        is_decode = frame.batch.layout.is_all_decodes and plan.num_reqs > 0
-        if not is_decode or wants.all_rows or wants.aux_layers or plan.num_reqs_padded not in self.sizes:
+        """Return the graph of a uniform frame that wants its logits rows."""
+        wants, layout = frame.wants, frame.batch.layout
+        plan = layout.plan
+        is_uniform = 0 < plan.num_tokens == plan.num_reqs * layout.max_query_len
+        is_padded = plan.num_tokens_padded == plan.num_reqs_padded * layout.max_query_len
+        if not (is_uniform and is_padded and plan.num_reqs_padded in self.sizes):
             return self
-        if frame.inputs.hidden is not None or not wants.logits_rows:
+        if layout.max_query_len > self._max_query_len or frame.context.last is not None:
             return self
-        key = plan.num_reqs_padded, wants.greedy, _addresses(frame)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = DecodeGraph(self)
-        return graph
+        if frame.inputs.hidden is not None or not wants.logits_rows or wants.prompt_rows is not None:
+            return self
+        shape = plan.num_reqs_padded, plan.num_tokens_padded
+        return FrameGraph(self, (shape, wants.greedy, wants.all_rows, tuple(wants.aux_layers), _addresses(frame)))
+
+    def repeat(self, key: Hashable, work: Callable[[], T]) -> T:
+        if not self.sizes:
+            return work()
+        graph = self._graphs.setdefault(key, _Graph())
+        if graph.replay is None:
+            if not graph.has_run:
+                graph.has_run = True
+                return work()
+            graph.replay = self._capture(graph, work)
+            if graph.replay is None:
+                return work()
+        graph.replay()
+        self.num_replays += 1
+        result: T = graph.result
+        return result
 
     def forget(self) -> None:
         self._graphs.clear()
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None] | None:
+    def _capture(self, graph: _Graph, work: Callable[[], object]) -> Callable[[], None] | None:
         """Capture a graph; None where the model cannot be captured."""
-        if not self.sizes:
-            return None
+
+        def keep_result() -> None:
+            graph.result = work()
+
         try:
-            return self._device.capture(work)
+            return self._device.capture(keep_result)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             self.refusals[reason] += 1
@@ -95,54 +140,45 @@ class GraphExecutable(ForwardExecutable):
 
 @dataclass(slots=True)
 class _Outputs:
-    """Results of a captured forward pass, in the graph's memory."""
+    """Results of a forward pass, of all tokens with padding. hidden: None where only greedy tokens are wanted."""
 
     hidden: Tensor | None = None
     chosen: ChosenTokens | None = None
+    aux: Sequence[Tensor] = field(default_factory=list)
 
 
-class DecodeGraph(Executable):
-    """The graph of decode steps of one size, from token ids to hidden states or greedy tokens."""
+class FrameGraph(Executable):
+    """The graph of a frame's sizes, outputs and tensors, from token ids to hidden states or greedy tokens."""
 
-    def __init__(self, captures: GraphExecutable) -> None:
-        self._captures = captures
-        self._has_run = False
-        self._replay: Callable[[], None] | None = None
-        self._outputs = _Outputs()
+    def __init__(self, graphs: GraphExecutable, key: Hashable) -> None:
+        self._graphs = graphs
+        self._key = key
 
     def run(self, frame: Frame) -> None:
-        if self._replay is None:
-            if not self._has_run:
-                self._captures.run(frame)
-                self._has_run = True
-                return
-            self._replay = self._capture(frame)
-            if self._replay is None:
-                self._captures.run(frame)
-                return
-        self._replay()
-        self._captures.num_replays += 1
-        outputs, num_reqs = self._outputs, frame.batch.layout.plan.num_reqs
-        frame.aux, frame.all_hidden = frame.aux_received, None
-        frame.hidden = None if outputs.hidden is None else outputs.hidden[:num_reqs]
+        layout, outputs = frame.batch.layout, self._graphs.repeat(self._key, lambda: _forward(frame))
+        frame.aux = [*frame.aux_received, *outputs.aux]
+        frame.all_hidden = outputs.hidden if frame.wants.all_rows else None
+        frame.hidden = frame.chosen = None
         if outputs.chosen is not None:
             token_ids, has_failed = outputs.chosen
-            frame.chosen = ChosenTokens(token_ids[:num_reqs], has_failed[:num_reqs])
-        else:
-            frame.chosen = None
+            frame.chosen = ChosenTokens(layout.of_logits_rows(token_ids), layout.of_logits_rows(has_failed))
+        elif outputs.hidden is not None:
+            frame.hidden = layout.of_logits_rows(outputs.hidden)
 
-    def _capture(self, frame: Frame) -> Callable[[], None] | None:
-        outputs, model = self._outputs, frame.model
 
-        def work() -> None:
-            hidden = frame.inputs.run(model, frame.context)
-            if frame.wants.greedy:
-                chosen = model.compute_greedy(hidden)
-                outputs.chosen = greedy_tokens(model.compute_logits(hidden)) if chosen is None else chosen
-            else:
-                outputs.hidden = hidden
-
-        return self._captures.capture(work)
+def _forward(frame: Frame) -> _Outputs:
+    model, wants, outputs = frame.model, frame.wants, _Outputs()
+    context = frame.context
+    if wants.aux_layers:
+        aux = AuxHiddenStates(wants.aux_layers)
+        context, outputs.aux = replace(context, aux=aux), aux.states
+    hidden = frame.inputs.run(model, context)
+    if wants.greedy:
+        chosen = model.compute_greedy(hidden)
+        outputs.chosen = greedy_tokens(model.compute_logits(hidden)) if chosen is None else chosen
+    if wants.all_rows or not wants.greedy:
+        outputs.hidden = hidden
+    return outputs
 
 
 def _addresses(frame: Frame) -> tuple[int, ...]:

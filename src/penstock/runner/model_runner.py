@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.attention import CacheLayer
-from penstock.config import SamplingConfig
+from penstock.config import GraphConfig, SamplingConfig
 from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
@@ -21,7 +21,7 @@ from penstock.runner.batch_layout import Planner
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.executables import EagerExecutable, ForwardExecutable, ProgramExecutable
 from penstock.runner.frame import BufferSet, Frame, Frames
-from penstock.runner.graphs import GraphExecutable, default_capture_sizes
+from penstock.runner.graphs import GraphExecutable
 from penstock.runner.input_batch import BatchBuilder
 from penstock.runner.input_buffers import InputBuffers
 from penstock.runner.kv_cache import PagedKVCache
@@ -55,10 +55,11 @@ class RunnerLimits:
 class ModelRunner:
     """Owns the per-slot state, the KV cache and the sampler of one rank.
 
-    logits_processors: replace the installed ones and those that `sampling` names. fast_paths: keep decode frames and
-    run recorded programs. model_state: builds the model's inputs; by default `DecoderModelState`. agreement: check that
-    all ranks run the same step. speculator: proposes draft tokens, at most `limits.max_drafts`. stage: this rank's
-    pipeline stage. owners: factories of further owners of per-slot state. output_head: its registered name.
+    logits_processors: replace the installed ones and those that `sampling` names. fast_paths: keep decode frames, and
+    run recorded programs or the CUDA graphs of `graphs`. model_state: builds the model's inputs; by default
+    `DecoderModelState`. agreement: check that all ranks run the same step. speculator: proposes draft tokens, at most
+    `limits.max_drafts`. stage: this rank's pipeline stage. owners: factories of further owners of per-slot state.
+    output_head: its registered name.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ModelRunner:
         sampling: SamplingConfig | None = None,
         logits_processors: Sequence[type[LogitsProcessor]] | None = None,
         fast_paths: bool = True,
+        graphs: GraphConfig | None = None,
         planner: Planner | None = None,
         rank: int = 0,
         model_state: ModelState | None = None,
@@ -103,7 +105,7 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.owners.use_kv_cache(self.kv_cache)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
-        self.executable = self._make_executable(fast_paths)
+        self.executable = self._make_executable(fast_paths, graphs or GraphConfig())
         speculator.bind(RunnerParts(self.requests, self.block_tables, self.kv_cache, self.sampler, self.executable))
         verification.bind(self.requests.draft_token_ids.tensor, speculator.draft_probs)
         self.model_state = model_state or DecoderModelState()
@@ -175,12 +177,18 @@ class ModelRunner:
         self.frames.forget_executables()
         self.executable.forget()
 
-    def _make_executable(self, fast_paths: bool) -> ForwardExecutable:
+    def _make_executable(self, fast_paths: bool, graphs: GraphConfig) -> ForwardExecutable:
         if not fast_paths:
             return EagerExecutable()
         if self.device.captures_graphs:
-            sizes = default_capture_sizes(min(self.limits.max_num_reqs, self.limits.max_num_tokens))
-            return GraphExecutable(self.device, sizes, is_capturable=self.kv_cache.is_capturable)
+            limits = self.limits
+            return GraphExecutable(
+                self.device,
+                graphs.sizes(min(limits.max_num_reqs, limits.max_num_tokens)),
+                is_capturable=self.kv_cache.is_capturable,
+                max_query_len=1 + limits.max_drafts,
+                max_num_tokens=limits.max_num_tokens,
+            )
         return ProgramExecutable(self.kv_cache.programs)
 
     def _make_buffers(self) -> BufferSet:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig
-from penstock.config.quantized_checkpoint import quantization_of_checkpoint
 from penstock.errors import UnsupportedArgument, UnsupportedFeature
 
 
@@ -24,7 +23,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refused combination of options. why: a clause. instead: a sentence. device: "cuda", or None for all devices."""
+    """Refused combination of options. why: a clause. instead: a sentence. device: "cuda", "cpu", or None for all."""
 
     options: tuple[Option, ...]
     why: str
@@ -76,20 +75,14 @@ def _calibration(config: EngineConfig) -> str | None:
     return None if path is None else f"quantization_calibration={str(path)!r}"
 
 
-def _quantization(config: EngineConfig) -> str | None:
-    option = config.model.quantization
-    return None if option is None else f"quantization={option!r}"
-
-
-def _quantized_checkpoint(config: EngineConfig) -> str | None:
-    method = quantization_of_checkpoint(config.model.hf_config)
-    return None if method is None else f"quant_method={method!r}"
+def _float8_cache(config: EngineConfig) -> str | None:
+    return "kv_cache_dtype='fp8'" if config.cache.kv_cache_dtype == "fp8" else None
 
 
 def _cache_dtype(config: EngineConfig) -> str | None:
-    """Return a KV cache dtype other than the compute dtype of a GPU."""
+    """Return a KV cache dtype other than the compute dtype of a GPU, and than FP8."""
     wanted = config.cache.kv_cache_dtype
-    if wanted == "auto":
+    if wanted in ("auto", "fp8"):
         return None
     from penstock.device.dtypes import choose_cuda_dtype
 
@@ -112,17 +105,14 @@ ASYNC_ENGINE = Option("AsyncEngine", lambda _: "AsyncEngine")
 TRANSFORMERS = Option("Transformers models", _transformers)
 GPT2 = Option("GPT-2", lambda config: name if (name := config.model.architecture) == "GPT2LMHeadModel" else None)
 CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
-QUANTIZATION = Option("int8 and int4 weights", _quantization)
-QUANTIZED_CHECKPOINT = Option("quantised checkpoints", _quantized_checkpoint)
 CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
+FLOAT8_CACHE = Option("FP8 KV cache", _float8_cache)
 SUFFIX = _method("suffix decoding", "suffix")
 EAGLE3 = _method("EAGLE-3", "eagle3")
 ADAPTIVE = Option("adaptive draft lengths", _adaptive)
 
 _NO_NCCL = "workers of one model exchange tensors in the memory of CPUs so far"
 _BETWEEN_STEPS = "requests would reach the ranks' engines between different steps"
-_NO_INTEGERS = "quantised kernels are written for CPUs so far"
-_FLOAT = "Use device='cpu', or weights in floating point."
 
 # Checked when an `AsyncEngine` is created.
 ASYNC_REFUSALS = (Refusal((TORCHRUN, ASYNC_ENGINE), _BETWEEN_STEPS, "Use LLM."),)
@@ -163,14 +153,19 @@ REFUSALS = (
         "draft lengths follow measured times, which differ between ranks",
         "Use 'adaptive': False in speculative_config.",
     ),
-    Refusal((QUANTIZATION,), _NO_INTEGERS, _FLOAT, "cuda"),
-    Refusal((QUANTIZED_CHECKPOINT,), _NO_INTEGERS, _FLOAT, "cuda"),
     Refusal(
-        (CACHE_DTYPE,),
-        "there the KV cache has the model's dtype",
-        "Use kv_cache_dtype='auto', or device='cpu'.",
+        (CALIBRATED,),
+        "calibration runs on CPUs so far",
+        "Use quantization_calibration='none', or device='cpu'.",
         "cuda",
     ),
+    Refusal(
+        (CACHE_DTYPE,),
+        "there the KV cache has the model's dtype, or FP8",
+        "Use kv_cache_dtype='auto' or 'fp8', or device='cpu'.",
+        "cuda",
+    ),
+    Refusal((FLOAT8_CACHE,), "its kernels are written for GPUs", "Use kv_cache_dtype='int8'.", "cpu"),
     Refusal(
         (SUFFIX,),
         "it reads tokens on the host, which a GPU does not copy there in time",
@@ -193,10 +188,10 @@ def check_async_engine(config: EngineConfig) -> None:
     _check(ASYNC_REFUSALS, config, None)
 
 
-def allows_options(config: EngineConfig) -> bool:
+def allows_options(config: EngineConfig, device: str | None = None) -> bool:
     """Whether the options pass `check_options`."""
     try:
-        check_options(config)
+        check_options(config, device)
     except UnsupportedArgument:
         return False
     return True

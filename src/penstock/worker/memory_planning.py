@@ -101,6 +101,7 @@ def _measure_step(
             config.device.attention_backend,
             config.sampling,
             fast_paths=config.scheduler.fast_paths != "off",
+            graphs=config.graphs,
             speculator=weights.speculator,
         )
     # Free memory in torch's cache is not available to the KV cache.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from penstock.attention import CacheLayer
-from penstock.config import SamplingConfig
+from penstock.config import GraphConfig, SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
@@ -15,7 +15,7 @@ from penstock.runner.dummy_runs import (
     num_profile_blocks,
     profile_prompt_logprobs,
     profile_sampling,
-    run_dummy_batch,
+    run_largest_graph,
     run_longest_prompt,
     run_longest_prompt_of_drafter,
 )
@@ -42,6 +42,7 @@ def measure_step_memory(
     sampling: SamplingConfig,
     *,
     fast_paths: bool = True,
+    graphs: GraphConfig | None = None,
     speculator: Speculator = NO_SPECULATOR,
 ) -> StepMemory:
     """Measure the tensors of the largest steps, and the buffers of the runner.
@@ -62,6 +63,7 @@ def measure_step_memory(
                 sampling=sampling,
                 logits_processors=(),
                 fast_paths=fast_paths,
+                graphs=graphs,
                 speculator=speculator,
                 owners=registered_slot_owners(),
             )
@@ -72,11 +74,9 @@ def measure_step_memory(
         drafted = hidden_TD.nbytes + _peak(device, lambda: run_longest_prompt_of_drafter(runner, limits.max_num_tokens))
         sampled = _peak(device, lambda: profile_sampling(runner, limits.max_num_reqs))
         prompts = _peak(device, lambda: profile_prompt_logprobs(runner, hidden_TD))
-        most = max(runner.executable.sizes, default=0)
-        # The graph of the largest size needs the most; smaller ones use its memory again, beside a workspace of cuBLAS.
-        graphs = _peak(device, lambda: run_dummy_batch(runner, most, most)) + _WORKSPACE_BYTES if most else 0
+        captured = _peak(device, lambda: run_largest_graph(runner)) + _WORKSPACE_BYTES if runner.executable.sizes else 0
     return StepMemory(
-        max(forward.bytes_above_start, drafted), max(sampled, prompts), made.bytes_kept - config.size_bytes, graphs
+        max(forward.bytes_above_start, drafted), max(sampled, prompts), made.bytes_kept - config.size_bytes, captured
     )
 
 

@@ -44,13 +44,62 @@ class NoProfiler:
     def start(self, prefix: str | None) -> None:
         raise _not_configured()
 
-    def stop(self) -> Path:
+    def stop(self) -> Path | None:
         raise _not_configured()
 
     def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
         run(output)
 
     def shutdown(self) -> None: ...
+
+
+class CudaProfiler:
+    """The CUDA profiler that the process runs under, between `start` and `stop`, with an NVTX range per step.
+
+    All engines of a process share it.
+    """
+
+    def __init__(self) -> None:
+        self._is_running = False
+
+    def start(self, prefix: str | None) -> None:
+        """Start recording.
+
+        Raises LifecycleError if a profile runs already, ConfigError for a prefix, and without a GPU.
+        """
+        if self._is_running:
+            raise _is_running()
+        if prefix is not None:
+            raise ConfigError(f"profile_prefix={prefix!r} is not valid with profiler='cuda', which writes no files.")
+        if not torch.cuda.is_available():
+            raise ConfigError("profiler='cuda' needs a GPU, and torch sees none. Use profiler='torch'.")
+        torch.cuda.profiler.start()
+        self._is_running = True
+        logger.info("CUDA profiler started")
+
+    def stop(self) -> Path | None:
+        """Stop recording; the profiler itself writes the trace. Raises LifecycleError without a running profile."""
+        if not self._is_running:
+            raise _not_running()
+        self._is_running = False
+        torch.cuda.profiler.stop()
+        return None
+
+    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
+        """Run a step in an NVTX range with its label."""
+        if not self._is_running:
+            run(output)
+            return
+        torch.cuda.nvtx.range_push(step_label(output, prefill_length))
+        try:
+            run(output)
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    def shutdown(self) -> None:
+        """Stop a running profile; idempotent."""
+        if self._is_running:
+            self.stop()
 
 
 class TorchProfiler:
@@ -74,7 +123,7 @@ class TorchProfiler:
         Raises LifecycleError if a profile runs already, ConfigError if the folder is not writable.
         """
         if self._profile is not None:
-            raise LifecycleError("A profile is running already. Stop it (stop_profile) before the next one starts.")
+            raise _is_running()
         if prefix is not None and (not prefix or Path(prefix).name != prefix):
             raise ConfigError(f"profile_prefix={prefix!r} is not valid. Allowed: text without slashes.")
         self._make_folder()
@@ -91,7 +140,7 @@ class TorchProfiler:
     def stop(self) -> Path:
         """Stop recording, write the trace and return its path. Raises LifecycleError without a running profile."""
         if self._profile is None:
-            raise LifecycleError("No profile is running: start_profile must come first (or the worker was restarted).")
+            raise _not_running()
         stopped, self._profile = self._profile, None
         stopped.stop()
         suffix = ".gz" if self._config.profiler_use_gzip else ""
@@ -145,9 +194,19 @@ class TorchProfiler:
 
 def create_profiler(
     config: ProfilerConfig, parallel: ParallelState, engine: int | None = None
-) -> NoProfiler | TorchProfiler:
+) -> NoProfiler | TorchProfiler | CudaProfiler:
     """Create the profiler of the options. engine: the engine's number, of several."""
+    if config.profiler == "cuda":
+        return CudaProfiler()
     return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel, engine)
+
+
+def _is_running() -> LifecycleError:
+    return LifecycleError("A profile is running already. Stop it (stop_profile) before the next one starts.")
+
+
+def _not_running() -> LifecycleError:
+    return LifecycleError("No profile is running: start_profile must come first (or the worker was restarted).")
 
 
 def _not_configured() -> ConfigError:

@@ -94,6 +94,7 @@ def measure_unloaded(
                 backend,
                 config.sampling,
                 fast_paths=config.scheduler.fast_paths != "off",
+                graphs=config.graphs,
                 speculator=speculator,
             )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values

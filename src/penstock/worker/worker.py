@@ -105,6 +105,7 @@ class Worker(WorkerBase):
             attention_backend=self.config.device.attention_backend,
             sampling=self.config.sampling,
             fast_paths=self.config.scheduler.fast_paths != "off",
+            graphs=self.config.graphs,
             rank=self.rank,
             agreement=self.parallel.agreement,
             speculator=weights.speculator,
@@ -166,7 +167,7 @@ class Worker(WorkerBase):
         self._required(self._device, "init_device")
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
-        """Start a profile of steps, or stop it, write the trace and return its path.
+        """Start a profile of steps, or stop it, write the trace and return its path; None with profiler="cuda".
 
         profile_prefix: prefix of the trace's file name. Raises ConfigError without `profiler_dir`, LifecycleError for a
         second start, or a stop without a start.
@@ -175,7 +176,8 @@ class Worker(WorkerBase):
             self._profiler.start(profile_prefix)
             return None
         self.device.synchronize()
-        return str(self._profiler.stop())
+        path = self._profiler.stop()
+        return None if path is None else str(path)
 
     def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
         """Change options of the next `reload_weights`, by section: `load_config` and `model_config`.

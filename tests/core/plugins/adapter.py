@@ -82,7 +82,8 @@ class AdaptedAttention(SelfAttention):
     def load_adapters(self) -> None:
         """Fill the table, [A, D]; its first row stands for no adapter."""
         generator = torch.Generator().manual_seed(self.index)
-        self.adapters = torch.randn(NUM_ADAPTERS, self.size, generator=generator) * 0.3
+        values = torch.randn(NUM_ADAPTERS, self.size, generator=generator) * 0.3
+        self.adapters = values.to(next(self.parameters()).device)
         self.adapters[0] = 0
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:

@@ -88,8 +88,8 @@ class RunningSumBackend(CacheBackend):
         num_reqs = geometry.num_actual_reqs
         return RunningSums(
             geometry.query_start_loc_np[: num_reqs + 1],
-            geometry.seq_lens[:num_reqs].numpy(),
-            geometry.block_table[:num_reqs].numpy(),
+            geometry.seq_lens[:num_reqs].cpu().numpy(),
+            geometry.block_table[:num_reqs].cpu().numpy(),
             geometry.block_size,
         )
 
@@ -123,7 +123,7 @@ class RunningSum(nn.Module):
         for index, seq_len in enumerate(step.seq_lens.tolist()):
             begin, end = int(step.starts[index]), int(step.starts[index + 1])
             position = seq_len - (end - begin)
-            state_W = torch.zeros(WIDTH)
+            state_W = torch.zeros(WIDTH, device=hidden_TD.device)
             if position > 0:
                 before = position - 1
                 state_W = states_NPW[step.block_table[index, before // step.block_size], before % NUM_STATES]

@@ -22,6 +22,8 @@ class NativeQuantizedProducts:
     base: the instruction set of the other kernels beside them.
     """
 
+    keeps_dtype = False
+
     def __init__(self, module: Any, index: int, name: str, base: InstructionSet) -> None:
         self.name = name
         self.index = index

@@ -96,6 +96,14 @@ def rotate_and_write(
 
 
 @triton.jit
+def _as_stored(values, cache):
+    """Values in the cache's dtype; FP8 saturates at its largest number, 448."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        values = tl.minimum(tl.maximum(values.to(tl.float32), -448.0), 448.0)
+    return values.to(cache.dtype.element_ty)
+
+
+@triton.jit
 def _offset_of_slot(slot, block_stride, position_stride, BLOCK_SIZE: tl.constexpr):
     """Offset of a slot in the cache, int64; of slot 0 for padding."""
     slot = tl.maximum(slot, 0)
@@ -131,8 +139,8 @@ def _write_kernel(
     place = _offset_of_slot(slot, block_stride, position_stride, BLOCK_SIZE) + head * kv_head_stride + dims
     keys = tl.load(key + token * key_token_stride + head * key_head_stride + dims, mask=mask, other=0.0)
     values = tl.load(value + token * value_token_stride + head * value_head_stride + dims, mask=mask, other=0.0)
-    tl.store(key_cache + place, keys.to(key_cache.dtype.element_ty), mask=mask)
-    tl.store(value_cache + place, values.to(value_cache.dtype.element_ty), mask=mask)
+    tl.store(key_cache + place, _as_stored(keys, key_cache), mask=mask)
+    tl.store(value_cache + place, _as_stored(values, value_cache), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -210,9 +218,7 @@ def _rotate_and_write_kernel(
         cell = _offset_of_slot(slot, block_stride, position_stride, BLOCK_SIZE) + dims
         key_head = head - NUM_HEADS
         is_key = (key_head >= 0) & (key_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
-        tl.store(key_cache + cell + key_head * kv_head_stride, rotated.to(key_cache.dtype.element_ty), mask=is_key)
+        tl.store(key_cache + cell + key_head * kv_head_stride, _as_stored(rotated, key_cache), mask=is_key)
         value_head = key_head - NUM_KV_HEADS
         is_value = (value_head >= 0) & (value_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
-        tl.store(
-            value_cache + cell + value_head * kv_head_stride, given.to(value_cache.dtype.element_ty), mask=is_value
-        )
+        tl.store(value_cache + cell + value_head * kv_head_stride, _as_stored(given, value_cache), mask=is_value)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from penstock.device.stand_in import is_on_cpu
 from penstock.errors import UnsupportedFeature
+from penstock.kernels.gpu_quantized import GpuQuantizedProducts
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.quantized import native_quantized_products
 from penstock.kernels.quantized import (
@@ -20,22 +22,28 @@ from penstock.kernels.quantized import (
     QuantizedWeight,
     TorchQuantizedProducts,
 )
-from penstock.layers.linear import LinearLayer, LinearMethod, PackedMethod
+from penstock.layers.linear import LinearLayer, LinearMethod, PackedMethod, argmax_on_gpu
 from penstock.layers.quantization.quantize import quantize_int4, quantize_int4_residual, quantize_int8
 from penstock.layers.weights import RowLookup
 
 Quantizer = Callable[[Tensor], QuantizedWeight]
 PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
+_OF_GPUS: QuantizedProducts = GpuQuantizedProducts()
 
 
 class QuantizedMethod(PackedMethod):
-    """Int8 or int4 weights, made by `quantize`; activations are quantised to int8 at run time."""
+    """Int8 or int4 weights, made by `quantize`. On a CPU activations are quantised to int8 at run time."""
 
-    def __init__(self, quantize: Quantizer, products: QuantizedProducts = PRODUCTS) -> None:
+    def __init__(self, quantize: Quantizer, products: QuantizedProducts | None = None) -> None:
         super().__init__()
         self._quantize = quantize
-        self._products = products
+        self._given = products
+        self._products = products or PRODUCTS
         self.shape: QuantizedShape | None = None
+
+    def process_weights_after_loading(self, layer: LinearLayer) -> None:
+        self._products = self._given or (PRODUCTS if is_on_cpu(layer.weight) else _OF_GPUS)
+        super().process_weights_after_loading(layer)
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         weight = self._quantize(weight_OI)
@@ -53,6 +61,8 @@ class QuantizedMethod(PackedMethod):
 
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         assert self.shape is not None, "multiply before pack"
+        if self._products.keeps_dtype:
+            return self._products.linear(x_TI, packed_OI, self.shape, bias_O)
         if bias_O is not None and bias_O.dtype is not torch.float32:
             bias_O = bias_O.float()
         if x_TI.dtype is torch.float32:
@@ -62,6 +72,8 @@ class QuantizedMethod(PackedMethod):
     def argmax(
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        if x_LI.is_cuda:
+            return argmax_on_gpu(self.apply(layer, x_LI))
         if NATIVE is None or x_LI.dtype is not torch.float32:
             return None
         return NATIVE.argmax(self.apply(layer, x_LI), with_largest=with_largest)
@@ -73,7 +85,7 @@ class Int4ResidualMethod(QuantizedMethod):
     Errors in embedding rows propagate through all layers, those in the LM head's products through none.
     """
 
-    def __init__(self, quantize: Quantizer, products: QuantizedProducts = PRODUCTS) -> None:
+    def __init__(self, quantize: Quantizer, products: QuantizedProducts | None = None) -> None:
         super().__init__(quantize, products)
         self._rest_OI: Tensor | None = None
 
@@ -103,12 +115,14 @@ class Int4ResidualMethod(QuantizedMethod):
 class ReorderedMethod(QuantizedMethod):
     """order_I: input features, group by group, of a weight whose groups are not contiguous (act-order)."""
 
-    def __init__(self, quantize: Quantizer, order_I: Tensor, products: QuantizedProducts = PRODUCTS) -> None:
+    def __init__(self, quantize: Quantizer, order_I: Tensor, products: QuantizedProducts | None = None) -> None:
         super().__init__(quantize, products)
         self._order_I = order_I
         self._places_I = torch.argsort(order_I)
 
     def pack(self, weight_OI: Tensor) -> Tensor:
+        self._order_I = self._order_I.to(weight_OI.device)
+        self._places_I = self._places_I.to(weight_OI.device)
         return super().pack(weight_OI.index_select(1, self._order_I))
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:

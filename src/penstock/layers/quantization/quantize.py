@@ -14,8 +14,9 @@ from torch import Tensor
 from penstock.kernels.quantized import INT4_LEVELS, INT8_LIMIT, QuantizedShape, QuantizedWeight
 
 INT4_GROUP_SIZE = 128
-# Weights processed at once in the search for ranges, to stay in the CPU caches.
-_ELEMENTS_AT_ONCE = 1 << 18
+# Weights processed at once in the search for ranges: on a CPU few, to stay in its caches, and on a GPU many, since
+# each operator costs a launch.
+_ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 18, 1 << 24
 # Fractions of a group's range that the clipping search tries.
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
@@ -70,7 +71,7 @@ def quantize_int4_residual(weight_OI: Tensor, rounded: QuantizedWeight) -> Quant
 def _rows_at_once(weight_OI: Tensor) -> int:
     if weight_OI.is_meta:  # no search without values
         return weight_OI.shape[0]
-    return max(1, _ELEMENTS_AT_ONCE // weight_OI.shape[1])
+    return max(1, (_ELEMENTS_ON_GPU if weight_OI.is_cuda else _ELEMENTS_AT_ONCE) // weight_OI.shape[1])
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

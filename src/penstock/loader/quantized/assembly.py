@@ -71,13 +71,17 @@ def linear_weights(model: nn.Module) -> dict[int, LinearLayer]:
 
 
 def assemble(
-    slots: Mapping[str, WeightSlot], layers: Mapping[int, LinearLayer], dtype: torch.dtype, choose: LayerMethod
+    slots: Mapping[str, WeightSlot],
+    layers: Mapping[int, LinearLayer],
+    device: torch.device,
+    dtype: torch.dtype,
+    choose: LayerMethod,
 ) -> dict[str, WeightSlot]:
-    """Return slots that collect the weights of these layers and quantise each when complete.
+    """Return slots that collect the weights of these layers on a device, and quantise each when complete.
 
     dtype: of weights that stay in floating point.
     """
-    assemblies = {weight: _Assembly(layer, dtype, choose) for weight, layer in layers.items()}
+    assemblies = {weight: _Assembly(layer, device, dtype, choose) for weight, layer in layers.items()}
     return {name: _assembled(name, slot, assemblies) for name, slot in slots.items()}
 
 
@@ -86,6 +90,7 @@ class _Assembly:
     """Incomplete weight of one layer: pieces by their first row."""
 
     layer: LinearLayer
+    device: torch.device
     dtype: torch.dtype
     choose: LayerMethod
     pieces: dict[int, Piece] = field(default_factory=dict)
@@ -98,7 +103,7 @@ class _Assembly:
 
     def take(self, target: Tensor, tensor: Tensor) -> None:
         if self.weight_OI is None:
-            self.weight_OI = torch.empty(self.layer.weight.shape, dtype=torch.float32, device=tensor.device)
+            self.weight_OI = torch.empty(self.layer.weight.shape, dtype=torch.float32, device=self.device)
         self.weight_OI.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(tensor)
         self.missing -= target.numel()
         if self.missing == 0:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
@@ -11,6 +13,7 @@ from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.quantization.method import PRODUCTS, choose_method
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
+from penstock.loader.quantized.float8 import Float8Tensors
 from penstock.loader.quantized.stream import QuantizedTensors
 
 logger = logging.getLogger(__name__)
@@ -24,21 +27,21 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig) -> Round
     checkpoint = read_quantized_checkpoint(model_config.hf_config, model_config.model)
     option = model_config.quantization
     if checkpoint is not None and load_config.load_format == "dummy":  # random weights with as many bits
-        option, checkpoint = f"int{checkpoint.bits}", None
+        option, checkpoint = None if checkpoint.is_float else f"int{checkpoint.bits}", None
     if checkpoint is not None:
         if load_config.load_format == SHARDED_STATE:
             raise UnsupportedFeature(
                 f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
                 f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
             )
-        return QuantizedTensors(checkpoint)
+        return Float8Tensors(checkpoint) if checkpoint.is_float else QuantizedTensors(checkpoint)
     if option is None:
         return None
     return OptionRounding(choose_method(option), f"rounded to {option} while loading")
 
 
-def log_rounding(rounding: Rounding) -> None:
+def log_rounding(rounding: Rounding, device: torch.device) -> None:
     """Log the quantisation, with a warning without the C++ kernels."""
     logger.info("Quantized weights: %s", rounding.description)
-    if isinstance(PRODUCTS, TorchQuantizedProducts):
+    if device.type == "cpu" and isinstance(PRODUCTS, TorchQuantizedProducts):
         logger.warning("Without the C++ kernels, products with quantized weights are much slower than with float32.")

@@ -57,9 +57,10 @@ class Grid:
 
     def round(self, weight_OI: Tensor) -> QuantizedWeight:
         """Quantise a weight that lies on this grid; its inputs are in grid order."""
+        scales_OG = self.scales_OG.to(weight_OI.device)
         if self.zeros_OG is None:
-            return round_to_int8(weight_OI, self.scales_OG)
-        return round_to_int4(weight_OI, self.scales_OG, self.zeros_OG, self.group_size)
+            return round_to_int8(weight_OI, scales_OG)
+        return round_to_int4(weight_OI, scales_OG, self.zeros_OG.to(weight_OI.device), self.group_size)
 
 
 def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:

@@ -66,7 +66,7 @@ class DraftingHead(ModelDrafter):
     def lets_wait(self, frame: Frame) -> bool:
         layout = frame.batch.layout
         num_reqs = len(layout.req_ids)
-        if not layout.has_one_token_each or num_reqs > MOST_WAITING:
+        if not layout.is_all_decodes or num_reqs > MOST_WAITING:
             return False
         if self._num_waiting + num_reqs > MOST_WAITING:
             self._take_in_what_waits()

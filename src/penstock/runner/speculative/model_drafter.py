@@ -34,6 +34,7 @@ from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
+from penstock.runner.speculative.draft_graphs import DraftGraphs, DraftInputs
 from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
 from penstock.runner.staging import SlotParameter
 
@@ -72,6 +73,9 @@ class ModelDrafter(Speculator):
         # 0, 1, 2, …: batch indices of a step's requests are a slice of it.
         self._numbers = self.device.upload(np.arange(requests.max_num_reqs + 1))
         self._starts = self._numbers.int()
+        self._graphs = DraftGraphs(
+            self.executable, self.model, self._block_tables, self._numbers, self.run, self._context
+        )
         self._proposed = None
         self.draft_probs = None
         if self.verification.goes_by_probs:
@@ -143,6 +147,11 @@ class ModelDrafter(Speculator):
         if num_drafts == 1:
             return
         limit_R = self._length_limit.tensor.index_select(0, layout.slots)
+        if (size := self._graphs.size_for(len(layout.req_ids))) is not None:
+            tables = self.tables_of(layout.slots)
+            self._graphs.begin(DraftInputs(token_R, last_R - self.reads_ahead, limit_R, hidden_RD, tables), size)
+            yield from self._guess_by_graphs(layout, last_R, num_drafts, size)
+            return
         ahead_K1 = self._numbers_from(1, num_drafts).unsqueeze(-1)
         # No blocks are allocated beyond a request's end: drafts there are clamped to the last position and never used.
         positions_KR = torch.minimum(last_R - self.reads_ahead + ahead_K1, limit_R - 1)
@@ -150,6 +159,18 @@ class ModelDrafter(Speculator):
         for number, (positions_R, context) in enumerate(zip(positions_KR, contexts, strict=True), start=1):
             hidden_RD = self.run(token_R.to(torch.int32), positions_R, context, hidden_RD)
             token_R = self._choose(hidden_RD, layout, last_R + number, number)
+            yield token_R
+
+    def _guess_by_graphs(self, layout: BatchLayout, last_R: Tensor, num_drafts: int, size: int) -> Iterator[Tensor]:
+        """Yield the drafts after the first one. size: padded number of requests."""
+        num_reqs = len(layout.req_ids)
+        if self.draft_probs is None and self._sampler.is_all_greedy(LogitsRows(layout.slots, layout.slots_np, last_R)):
+            yield from (token_R[:num_reqs] for token_R in self._graphs.greedy(size, num_drafts - 1))
+            return
+        token_R = None
+        for number in range(1, num_drafts):
+            hidden_RD = self._graphs.step(size, token_R)
+            token_R = self._choose(hidden_RD[:num_reqs], layout, last_R + number, number)
             yield token_R
 
     def _choose(self, hidden_RD: Tensor, layout: BatchLayout, positions_R: Tensor, number: int) -> Tensor:
