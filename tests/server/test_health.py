@@ -34,20 +34,23 @@ def changed(**values: float) -> BrokerStatus:
 
 
 @pytest.mark.parametrize(
-    ("health", "dead", "not_ready"),
+    ("status", "silent_s", "dead", "not_ready"),
     [
-        (judged(WELL), None, None),
-        (judged(None), None, "being started"),
-        (judged(changed(num_recovering=1)), None, None),
-        (judged(changed(num_recovering=2)), None, "being replaced"),
-        (judged(WELL, silent_s=5.0), None, "being started"),
-        (judged(WELL, silent_s=31.0), "no heartbeat", "no heartbeat"),
+        (WELL, 0.0, None, None),
+        (None, 0.0, None, "being started"),
+        (changed(num_recovering=1), 0.0, None, None),
+        (changed(num_recovering=2), 0.0, None, "being replaced"),
+        (WELL, 5.0, None, "being started"),
+        (WELL, 31.0, "no heartbeat", "no heartbeat"),
         # A wedge: the core answers, and computes nothing for longer than any step may take.
-        (judged(changed(stalled_s=299.0)), None, None),
-        (judged(changed(stalled_s=301.0)), "no token", "no token"),
+        (changed(stalled_s=299.0), 0.0, None, None),
+        (changed(stalled_s=301.0), 0.0, "no token", "no token"),
     ],
 )
-def test_health_and_readiness(health: Health, dead: str | None, not_ready: str | None) -> None:
+def test_health_and_readiness(
+    status: BrokerStatus | None, silent_s: float, dead: str | None, not_ready: str | None
+) -> None:
+    health = judged(status, silent_s)
     for found, expected in ((health.why_dead(), dead), (health.why_not_ready(), not_ready)):
         assert (found is None) == (expected is None), found
         assert expected is None or expected in (found or "")
