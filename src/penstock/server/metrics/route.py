@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fastapi import APIRouter, Request
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
@@ -16,16 +16,21 @@ from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.table import TABLE
 
 router = APIRouter()
+_OPEN_METRICS = "application/openmetrics-text"
 # What the formats append to a metric's name.
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
 
 
 @router.get("/metrics", summary="Metrics of the server, of all its front ends together, for Prometheus")
 async def metrics(http: Request) -> Response:
-    encode, content_type = choose_encoder(http.headers.get("Accept", ""))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(http.app.state.metrics))
-    return Response(encode(registry), headers={"Content-Type": content_type})
+    accepted = [part.partition(";")[0].strip() for part in http.headers.get("Accept", "").split(",")]
+    if _OPEN_METRICS in accepted:
+        # All names are valid as they are; other ways of escaping would alter their colons.
+        text = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return Response(text, headers={"Content-Type": f"{_OPEN_METRICS}; version=1.0.0; charset=utf-8"})
+    return Response(generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 class _Collector(Collector):
