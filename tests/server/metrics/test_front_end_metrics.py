@@ -28,7 +28,7 @@ class FrontEnd:
     def __init__(self, folder: Path, number: int, broker: BrokerState | None = None) -> None:
         self.totals = RequestTotals()
         self.http = HttpCounts()
-        health = Health(broker or BrokerState(), limit_s=60.0)
+        health = Health(broker or BrokerState(), step_limit_s=60.0, silence_limit_s=60.0)
         self.metrics = FrontEndMetrics(
             cast(Any, self), health, self.http, folder, number=number, model_name="demo", max_num_seqs=4
         )
