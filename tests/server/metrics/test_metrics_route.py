@@ -32,7 +32,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 class Clients:
-    """What the clients of a server did."""
+    """Clients of a server, and the counts of their requests."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server

@@ -17,7 +17,7 @@ from penstock.server.metrics.table import TABLE
 
 router = APIRouter()
 _OPEN_METRICS = "application/openmetrics-text"
-# What the formats append to a metric's name.
+# Suffixes of the samples' names.
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
 
 
