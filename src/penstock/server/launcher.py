@@ -164,6 +164,7 @@ class Launcher:
         arguments = BrokerArguments(self._config, self._limits, descriptor)
 
         def start(deliver: Deliver) -> ChildProcess:
+            self._metrics.note_start("broker")
             return ChildProcess(
                 serve_fronts,
                 arguments,
@@ -180,6 +181,7 @@ class Launcher:
         descriptor = http.fileno()
 
         def start(deliver: Deliver) -> ChildProcess:
+            self._metrics.note_start("front-end")
             arguments = FrontEndArguments(
                 config=self._config,
                 options=self._options,
@@ -207,7 +209,6 @@ class Launcher:
             if isinstance(message, BrokerStatus):
                 self._metrics.note_status(message)
             elif isinstance(message, CoreStarted | FrontStarted):
-                self._metrics.note_start("broker" if isinstance(message, CoreStarted) else "front-end")
                 self._events.put(name)
             elif isinstance(message, FrontEnded) and message.num_aborted:
                 logger.warning("%s has aborted %d requests", name, message.num_aborted)

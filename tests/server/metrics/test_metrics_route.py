@@ -193,7 +193,6 @@ def test_a_server_without_its_broker_answers_and_forgets_nothing(server: ServerP
     without = scrape(server.url, timeout_s=5.0)
     assert is_no_less(without, before)
     assert without["alive"] == 1
-    assert without["broker_heartbeat_age_seconds"] > 1.0
     wait_until(lambda: scrape(server.url)["ready"] == 1)
     clients.complete(n=1, max_tokens=20)
     after = fresh(server)

@@ -49,7 +49,7 @@ class LauncherMetrics:
         self._write()
 
     def note_start(self, role: str) -> None:
-        """Note that a process of this role, "broker" or "front-end", has started."""
+        """Note that a process of this role, "broker" or "front-end", is started; before its first heartbeat."""
         with self._lock:
             self._num_started[role] += 1
             if role == "broker":
