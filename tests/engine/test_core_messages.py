@@ -74,7 +74,12 @@ _to_core = st.one_of(
 _from_core = st.one_of(
     st.builds(messages.CoreStarted, max_model_len=_numbers, vocab_size=_numbers, kv_cache_bytes=_numbers),
     st.builds(messages.CoreBusy),
-    st.builds(messages.StepOutputs, outputs=st.lists(_outputs, max_size=3), stats=st.none() | _stats),
+    st.builds(
+        messages.StepOutputs,
+        outputs=st.lists(_outputs, max_size=3),
+        stats=st.none() | _stats,
+        step_s=st.floats(0.0, 1e6),
+    ),
     st.builds(
         Answer,
         call_id=_numbers,

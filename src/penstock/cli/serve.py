@@ -58,6 +58,7 @@ def serve(
 def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(

@@ -26,6 +26,7 @@ from penstock.engine.core_thread import CoreThread
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.input_processor import AcceptedRequest
+from penstock.engine.metric_totals import RequestTotals
 from penstock.engine.metrics import Metric
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.output_stream import OutputStream, StreamLock
@@ -263,6 +264,10 @@ class AsyncEngine(RefusesMethods):
         metrics: list[Metric] = await self._call("get_metrics", self._dispatcher.metrics)
         return metrics
 
+    def request_totals(self) -> RequestTotals:
+        """Counters and histograms of the requests since the start; it waits for no step."""
+        return self._dispatcher.totals()
+
     async def check_health(self) -> None:
         """Return if the engine serves; raise EngineDead, LifecycleError or WaitTimeout if it does not."""
         self._thread.check_running()
@@ -465,7 +470,7 @@ class _StreamDispatcher(Dispatcher):
                 stream.admit()
                 return
             stream.fail(error)
-        self.abandon([request.req_id])
+        self.abandon([request.req_id], error)
 
 
 def _fail_all(lock: StreamLock, streams: set[OutputStream], error: PenstockError) -> None:

@@ -34,6 +34,7 @@ from penstock.engine.messages import (
     ToCore,
     UtilityCall,
 )
+from penstock.engine.metric_totals import StepTotals
 from penstock.engine.supervisor import EngineSupervisor
 from penstock.errors import PenstockError, error_as_data
 from penstock.executor.processes import limit_waits
@@ -287,6 +288,9 @@ class Broker:
 
     def _status(self) -> BrokerStatus:
         engines, admission = self._engines, self._admission
+        steps = StepTotals()
+        for engine in engines:
+            steps.add(engine.steps)
         return BrokerStatus(
             stats=summed_stats([NO_STATS, *(engine.stats for engine in engines)]),
             num_engines=self._num_engines,
@@ -297,6 +301,7 @@ class Broker:
             num_queued_requests=admission.num_queued_requests,
             num_queued_tokens=admission.num_queued_tokens,
             num_refused=admission.num_refused,
+            steps=steps,
         )
 
     def _put(self, front: FrontEnd | None, data: bytes | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -86,7 +87,10 @@ class _Server:
                     if isinstance(message, CloseCore):
                         return
                     self._parent.send(self._answer(message))
-                self._parent.send(StepOutputs(outputs=core.step(), stats=core.stats()))
+                began = time.perf_counter()
+                outputs = core.step()
+                step_s = time.perf_counter() - began
+                self._parent.send(StepOutputs(outputs=outputs, stats=core.stats(), step_s=step_s))
                 core.wait_for_work()
         finally:
             ended.set()

@@ -10,6 +10,7 @@ from penstock.config import EngineConfig
 from penstock.engine.core_client import CoreClient
 from penstock.engine.input_processor import InputProcessor
 from penstock.engine.messages import EngineRequest
+from penstock.engine.metric_totals import RequestTotals
 from penstock.engine.metrics import EngineMetrics, Metric
 from penstock.engine.output_processor import FollowUp, Inbox, OutputProcessor, Progress
 from penstock.engine.tokenizer import Tokenizer
@@ -88,8 +89,8 @@ class Dispatcher:
         try:
             for core_request in first:
                 self.core.add_request(core_request)
-        except BaseException:
-            self.abandon([request.req_id])
+        except BaseException as error:
+            self.abandon([request.req_id], error)
             raise
         return progress
 
@@ -105,10 +106,10 @@ class Dispatcher:
         unknown = [EngineCoreOutput(req_id=core_id, finish_reason=FinishReason.ABORT) for core_id in core_ids]
         self._take([outputs.get(output.req_id, output) for output in unknown])
 
-    def abandon(self, req_ids: Iterable[str]) -> None:
-        """Abort requests whose consumers are gone."""
+    def abandon(self, req_ids: Iterable[str], refusal: BaseException | None = None) -> None:
+        """Abort requests whose consumers are gone, or that no core admitted, with the error."""
         with self._lock:
-            core_ids = self._processor.forget(req_ids)
+            core_ids = self._processor.forget(req_ids, refusal)
         self.core.abort_requests(core_ids)
 
     def metrics(self) -> list[Metric]:
@@ -116,6 +117,11 @@ class Dispatcher:
         stats = self.core.stats()
         with self._lock:
             return self._processor.metrics(stats)
+
+    def totals(self) -> RequestTotals:
+        """Counters and histograms of the requests so far; any thread may ask, and waits for no step."""
+        with self._lock:
+            return self._processor.totals()
 
     def _take(self, outputs: Iterable[EngineCoreOutput]) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.contract import Parts, SamplingParams
+from penstock.engine.metric_totals import StepTotals
 from penstock.errors import ErrorData
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
@@ -105,10 +106,14 @@ class CoreBusy(_Message, frozen=True, kw_only=True, tag="busy"):
 
 
 class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
-    """Outputs of a step, possibly none. stats: after the step; None between a broker and its front ends."""
+    """Outputs of a step, possibly none. stats: after the step; None between a broker and its front ends.
+
+    step_s: seconds that the step took.
+    """
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
+    step_s: float = 0.0
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
@@ -126,6 +131,7 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     replaced. num_restarts: replaced cores so far. stalled_s: longest time since a core with unfinished requests has
     computed a token. num_requests: unfinished requests. num_queued_requests, num_queued_tokens: those that no core
     could run at once, and their prompt tokens. num_refused: requests refused so far since the queue was full.
+    steps: of all cores so far.
     """
 
     stats: SchedulerStats
@@ -137,6 +143,7 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     num_queued_requests: int
     num_queued_tokens: int
     num_refused: int
+    steps: StepTotals
 
 
 class CoreLog(_Message, frozen=True, kw_only=True, tag="log"):

@@ -5,29 +5,20 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TypeAlias
 
 import msgspec
 
+from penstock.engine.metric_totals import Observations, RequestTotals
 from penstock.engine.outputs import RequestMetrics
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import FinishReason, SchedulerStats
 
 logger = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 10.0
-_PREFIX = "penstock:"
-# Upper bounds of the histograms' buckets, in seconds.
-_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-# Names of the histograms, with the property of a request's metrics that goes into each.
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": "time_to_first_token_s",
-    "request_time_per_output_token_seconds": "time_per_output_token_s",
-    "request_queue_time_seconds": "time_in_queue_s",
-    "e2e_request_latency_seconds": "latency_s",
-}
+PREFIX = "penstock:"
 
 
 class Counter(msgspec.Struct, frozen=True):
@@ -67,55 +58,8 @@ class Histogram(msgspec.Struct, frozen=True):
 Metric: TypeAlias = Counter | Vector | Gauge | Histogram
 
 
-class _Observations:
-    """Bucket counts and sum of one histogram."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(_BOUNDS) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(_BOUNDS, value)] += 1
-        self.sum += value
-
-    def as_metric(self, name: str, labels: dict[str, str]) -> Histogram:
-        totals = list(accumulate(self.counts))
-        bounds = [*map(str, _BOUNDS), "+Inf"]
-        return Histogram(name, labels, totals[-1], self.sum, dict(zip(bounds, totals, strict=True)))
-
-
-class _Totals:
-    """Sums over requests."""
-
-    def __init__(self) -> None:
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_preemptions = 0
-        self.drafts = SpecDecodeMetrics()
-
-    def add(self, num_prompt_tokens: int, metrics: RequestMetrics) -> None:
-        # A request that was never scheduled has computed no prompt tokens.
-        if metrics.first_scheduled_time is not None:
-            self.num_prompt_tokens += num_prompt_tokens
-        self.num_cached_tokens += metrics.num_cached_tokens
-        self.num_generated_tokens += metrics.num_generated_tokens
-        self.num_preemptions += metrics.num_preemptions
-        self.drafts.add(metrics.spec_decode_metrics)
-
-    def __add__(self, other: _Totals) -> _Totals:
-        both = _Totals()
-        for one in (self, other):
-            both.num_prompt_tokens += one.num_prompt_tokens
-            both.num_cached_tokens += one.num_cached_tokens
-            both.num_generated_tokens += one.num_generated_tokens
-            both.num_preemptions += one.num_preemptions
-            both.drafts.add(one.drafts)
-        return both
-
-
 class EngineMetrics:
-    """Metrics of one engine, counted when a request ends; running requests are added by `read`.
+    """Metrics of the requests of one engine; the counts of running requests are added by `totals`.
 
     has_prefix_cache: whether prompts are looked up in a prefix cache.
     """
@@ -123,55 +67,68 @@ class EngineMetrics:
     def __init__(self, model_name: str, *, has_prefix_cache: bool) -> None:
         self._labels = {"model_name": model_name}
         self._has_prefix_cache = has_prefix_cache
-        self._ended = _Totals()
-        self._num_ended = dict.fromkeys(FinishReason, 0)
-        self._histograms = {name: _Observations() for name in _HISTOGRAMS}
+        self._noted = RequestTotals()
+        self.note_tokens = self._noted.note_tokens
+        self.note_refusal = self._noted.note_refusal
 
     def note_end(self, reason: FinishReason, num_prompt_tokens: int, metrics: RequestMetrics) -> None:
         """Count a request that has ended."""
-        self._num_ended[reason] += 1
-        self._ended.add(num_prompt_tokens, metrics)
-        for name, field in _HISTOGRAMS.items():
-            if (value := getattr(metrics, field)) is not None:
-                self._histograms[name].add(value)
+        self._noted.note_counts(num_prompt_tokens, metrics, has_prefix_cache=self._has_prefix_cache)
+        self._noted.note_end(reason, num_prompt_tokens, metrics)
+
+    def totals(self, running: Iterable[tuple[int, RequestMetrics]]) -> RequestTotals:
+        """Copy of the counts of all requests. running: (prompt tokens, metrics so far) of each unfinished request."""
+        totals = RequestTotals()
+        totals.add(self._noted)
+        for num_prompt_tokens, metrics in running:
+            totals.note_counts(num_prompt_tokens, metrics, has_prefix_cache=self._has_prefix_cache)
+        return totals
 
     def read(self, stats: SchedulerStats, running: Iterable[tuple[int, RequestMetrics]]) -> list[Metric]:
-        """All metrics. running: (prompt tokens, metrics so far) of each unfinished request."""
-        now = _Totals()
-        for num_prompt_tokens, metrics in running:
-            now.add(num_prompt_tokens, metrics)
-        return [
-            *self._gauges(stats),
-            *self._counters(self._ended + now),
-            *(seen.as_metric(_PREFIX + name, self._labels) for name, seen in self._histograms.items()),
-        ]
+        """All metrics; see `totals`."""
+        return [*gauges_of(stats, self._labels), *metrics_of(self.totals(running), self._labels)]
 
-    def _gauges(self, stats: SchedulerStats) -> Iterator[Gauge]:
-        values = {
-            "num_requests_running": stats.num_running_reqs,
-            "num_requests_waiting": stats.num_waiting_reqs,
-            "kv_cache_usage_perc": stats.num_used_blocks / max(1, stats.num_blocks),
-        }
-        return (Gauge(_PREFIX + name, self._labels, float(value)) for name, value in values.items())
 
-    def _counters(self, totals: _Totals) -> Iterator[Counter | Vector]:
-        drafts = totals.drafts
-        values = {
-            "num_preemptions": totals.num_preemptions,
-            "prompt_tokens": totals.num_prompt_tokens,
-            "generation_tokens": totals.num_generated_tokens,
-            "prefix_cache_queries": totals.num_prompt_tokens if self._has_prefix_cache else 0,
-            "prefix_cache_hits": totals.num_cached_tokens,
-            "spec_decode_num_drafts": drafts.num_drafts,
-            "spec_decode_num_draft_tokens": drafts.num_draft_tokens,
-            "spec_decode_num_accepted_tokens": drafts.num_accepted_tokens,
-        }
-        for name, value in values.items():
-            yield Counter(_PREFIX + name, self._labels, value)
-        name = _PREFIX + "spec_decode_num_accepted_tokens_per_pos"
-        yield Vector(name, self._labels, list(drafts.num_accepted_tokens_per_pos))
-        for reason, count in self._num_ended.items():
-            yield Counter(_PREFIX + "request_success", {**self._labels, "finished_reason": str(reason)}, count)
+def gauges_of(stats: SchedulerStats, labels: dict[str, str]) -> Iterator[Gauge]:
+    """Gauges of the schedulers' counts."""
+    values = {
+        "num_requests_running": stats.num_running_reqs,
+        "num_requests_waiting": stats.num_waiting_reqs,
+        "kv_cache_usage_perc": stats.num_used_blocks / max(1, stats.num_blocks),
+    }
+    return (Gauge(PREFIX + name, labels, float(value)) for name, value in values.items())
+
+
+def metrics_of(totals: RequestTotals, labels: dict[str, str]) -> Iterator[Metric]:
+    """Counters and histograms of requests."""
+    drafts = totals.drafts
+    values = {
+        "num_preemptions": totals.num_preemptions,
+        "prompt_tokens": totals.num_prompt_tokens,
+        "generation_tokens": totals.num_generated_tokens,
+        "prefix_cache_queries": totals.num_queried_tokens,
+        "prefix_cache_hits": totals.num_cached_tokens,
+        "spec_decode_num_drafts": drafts.num_drafts,
+        "spec_decode_num_draft_tokens": drafts.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": drafts.num_accepted_tokens,
+    }
+    for name, value in values.items():
+        yield Counter(PREFIX + name, labels, value)
+    name = PREFIX + "spec_decode_num_accepted_tokens_per_pos"
+    yield Vector(name, labels, list(drafts.num_accepted_tokens_per_pos))
+    for reason, count in totals.num_ended.items():
+        yield Counter(PREFIX + "request_success", {**labels, "finished_reason": reason}, count)
+    for reason, count in totals.num_refused.items():
+        yield Counter(PREFIX + "requests_refused", {**labels, "reason": reason}, count)
+    for name, observations in totals.histograms.items():
+        yield histogram_of(name, observations, labels)
+
+
+def histogram_of(name: str, observations: Observations, labels: dict[str, str]) -> Histogram:
+    """Histogram with cumulative buckets."""
+    numbers = list(accumulate(observations.counts))
+    bounds = [*map(str, observations.bounds), "+Inf"]
+    return Histogram(PREFIX + name, labels, numbers[-1], observations.sum, dict(zip(bounds, numbers, strict=True)))
 
 
 class SpecDecodeLog:

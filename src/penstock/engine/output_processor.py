@@ -18,6 +18,7 @@ from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
 from penstock.engine.fan_out import FanOut, sample_requests
 from penstock.engine.messages import EngineRequest
+from penstock.engine.metric_totals import RequestTotals
 from penstock.engine.metrics import EngineMetrics, Metric
 from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.stop_strings import StopScanner
@@ -63,7 +64,7 @@ class RequestProgress:
         self.num_cached_tokens = 0
         self._first_scheduled_time: float | None = None
         self._first_token_time: float | None = None
-        self._last_token_time: float | None = None
+        self.last_token_time: float | None = None
         self._finished_time: float | None = None
         self._num_preemptions = 0
         self._spec_decode_metrics = SpecDecodeMetrics()
@@ -135,7 +136,7 @@ class RequestProgress:
 
     def metrics(self) -> RequestMetrics:
         """Times and counts of the request so far."""
-        first, last = self._first_token_time, self._last_token_time
+        first, last = self._first_token_time, self.last_token_time
         return RequestMetrics(
             arrival_time=self.request.arrival_time,
             first_scheduled_time=self._first_scheduled_time,
@@ -160,7 +161,7 @@ class RequestProgress:
                 self._add_scanned(self._with_text(new_token_ids, output), len(new_token_ids), self._scanner)
             if self._first_token_time is None:
                 self._first_token_time = now
-            self._last_token_time = now
+            self.last_token_time = now
         if self.num_logprobs is not None and output.new_logprobs is not None:
             self._add_logprobs(output.new_logprobs, self.num_logprobs)
         if output.prompt_logprobs is not None:
@@ -315,15 +316,20 @@ class OutputProcessor:
         """
         now = time.monotonic()
         running = self._running
+        note_tokens = self._metrics.note_tokens
         follow_up: FollowUp | None = None
         for output in outputs:
             progress = running.get(output.req_id)
             if progress is None:
                 continue
+            num_before, last = len(progress.token_ids), progress.last_token_time
             try:
                 progress.advance(output, now)
             except Exception as error:
                 progress.fail(error, now)
+            if output.new_token_ids:
+                num_new = len(progress.token_ids) - num_before
+                note_tokens(num_new, now=now, last=last, arrival=progress.request.arrival_time)
             if progress.finish_reason is not None:
                 del running[output.req_id]
                 self._note_end(progress, progress.finish_reason)
@@ -338,10 +344,11 @@ class OutputProcessor:
 
     def metrics(self, stats: SchedulerStats) -> list[Metric]:
         """Metrics of all requests so far. stats: of the core."""
-        running = self._running.values()
-        return self._metrics.read(
-            stats, [(len(progress.request.prompt_token_ids), progress.metrics()) for progress in running]
-        )
+        return self._metrics.read(stats, self._metrics_so_far())
+
+    def totals(self) -> RequestTotals:
+        """Counters and histograms of all requests so far, as a copy."""
+        return self._metrics.totals(self._metrics_so_far())
 
     def request_of(self, core_id: str) -> Progress | None:
         """Progress of the caller's request to which a core's id belongs; None if it is unknown."""
@@ -357,15 +364,23 @@ class OutputProcessor:
             ids += [name for name in names if name in self._running]
         return ids
 
-    def forget(self, req_ids: Iterable[str]) -> list[str]:
-        """Stop tracking these requests. Returns their core ids."""
+    def forget(self, req_ids: Iterable[str], refusal: BaseException | None = None) -> list[str]:
+        """Stop tracking these requests. refusal: why no core admitted them, if so. Returns their core ids."""
         names = list(req_ids)
         core_ids = self.core_ids(names)
         for core_id in core_ids:
-            self._note_end(self._running.pop(core_id), FinishReason.ABORT)
+            progress = self._running.pop(core_id)
+            if refusal is None:
+                self._note_end(progress, FinishReason.ABORT)
+            else:
+                self._metrics.note_refusal(refusal)
         for name in names:
             self._fan_outs.pop(name, None)
         return core_ids
+
+    def _metrics_so_far(self) -> Iterator[tuple[int, RequestMetrics]]:
+        """Prompt tokens and metrics of each running request."""
+        return ((len(progress.request.prompt_token_ids), progress.metrics()) for progress in self._running.values())
 
     def _note_end(self, progress: RequestProgress, reason: FinishReason) -> None:
         self._metrics.note_end(reason, len(progress.request.prompt_token_ids), progress.metrics())

@@ -78,6 +78,19 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
         return self.decoding_s / num_intervals if num_intervals > 0 else None
 
     @property
+    def prefill_time_s(self) -> float | None:
+        return _span(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time_s(self) -> float | None:
+        return _span(self.first_token_time, self.last_token_time)
+
+    @property
+    def inference_time_s(self) -> float | None:
+        """Prefill and decode time, with preemptions."""
+        return _span(self.first_scheduled_time, self.last_token_time)
+
+    @property
     def latency_s(self) -> float | None:
         return _span(self.arrival_time, self.finished_time)
 

@@ -29,6 +29,7 @@ from penstock.engine.messages import (
     ToCore,
     UtilityCall,
 )
+from penstock.engine.metric_totals import StepTotals
 from penstock.engine.restarts import FailureCount, Quarantine, restart_backoff_s
 from penstock.errors import (
     EngineDead,
@@ -173,7 +174,8 @@ class EngineSupervisor:
     It keeps what a replacement process needs: the requests with their tokens, and the changes of the weights. Requests
     that repeatedly run when cores are lost are quarantined (`Quarantine`).
 
-    stats: counts of the core's scheduler after its last step; zeros before. num_restarts: replaced processes so far.
+    stats: counts of the core's scheduler after its last step; zeros before. steps: of all its processes so far.
+    num_restarts: replaced processes so far.
     name: name of the core in errors and logs.
     start: starts a process with the core of a configuration; the process delivers its messages in a reader thread.
     blames_requests: whether a request may be the cause of a loss.
@@ -197,6 +199,7 @@ class EngineSupervisor:
         self._start_core = start
         self._blames_requests = blames_requests
         self.stats = NO_STATS
+        self.steps = StepTotals()
         self.num_restarts = 0
         self._last_progress = time.monotonic()
         parallel = config.parallel
@@ -292,8 +295,10 @@ class EngineSupervisor:
             return self._handle_exit()
         if isinstance(message, StepOutputs):
             if message.stats is not None and message.stats != self.stats:
-                if message.stats.num_computed_tokens != self.stats.num_computed_tokens:
+                num_tokens = message.stats.num_computed_tokens - self.stats.num_computed_tokens
+                if num_tokens:
                     self._last_progress = time.monotonic()
+                    self.steps.note(message.step_s, num_tokens)
                 self.stats = message.stats
             return self._handle_outputs(message.outputs)
         if isinstance(message, Answer):
@@ -488,6 +493,7 @@ class EngineSupervisor:
         self._calls.clear()
         self._aborting.clear()
         self._state = _State.BACKING_OFF
+        self.stats = NO_STATS
         logger.warning(
             "%s It is replaced, and %d requests go on (lost %d of %d times)",
             error,

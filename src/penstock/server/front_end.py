@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,9 @@ from penstock.engine.child_main import ParentConnection
 from penstock.engine.messages import FrontEnded, FrontStarted, ToFront
 from penstock.server import health
 from penstock.server.app import create_app
+from penstock.server.metrics import route as metrics_route
+from penstock.server.metrics.front_end_metrics import FrontEndMetrics
+from penstock.server.metrics.http_requests import CountRequests, HttpCounts
 from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
 
@@ -39,15 +43,16 @@ _LAST_BYTES_S = 5.0
 class FrontEndArguments:
     """Arguments of a front end's process.
 
-    number: number among all front ends ever started. broker_path: Unix socket of the broker. descriptor: listening
-    socket for HTTP. step_limit_s, silence_limit_s: see `Health`.
+    number: number among all front ends ever started. folder: has the broker's Unix socket, and the metrics of all
+    processes. descriptor: listening socket for HTTP. step_limit_s, silence_limit_s: see
+    `Health`.
     """
 
     config: EngineConfig
     options: ServerOptions
     network: NetworkOptions
     number: int
-    broker_path: str
+    folder: Path
     descriptor: int
     step_limit_s: float
     silence_limit_s: float
@@ -58,7 +63,7 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
     broker = BrokerState()
     engine = AsyncEngine.from_config(
         arguments.config,
-        lambda config: connect_to_broker(arguments.broker_path, config, broker),
+        lambda config: connect_to_broker(str(broker_path(arguments.folder)), config, broker),
         front_end=arguments.number,
     )
     try:
@@ -67,10 +72,34 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
         app.state.health = state
         app.include_router(health.router)
         app.add_middleware(health.Drainage, health=state)
+        metrics = _add_metrics(app, engine, state, arguments)
         listener = socket.socket(fileno=arguments.descriptor)
-        asyncio.run(_FrontEnd(engine, app, state, arguments.network, listener, parent).run())
+        asyncio.run(_FrontEnd(engine, app, state, metrics, arguments.network, listener, parent).run())
     finally:
         engine.shutdown()
+
+
+def broker_path(folder: Path) -> Path:
+    """Path of the broker's Unix socket in the folder that the server's processes share."""
+    return folder / "broker"
+
+
+def _add_metrics(
+    app: FastAPI, engine: AsyncEngine, state: health.Health, arguments: FrontEndArguments
+) -> FrontEndMetrics:
+    counts = HttpCounts()
+    app.state.metrics = metrics = FrontEndMetrics(
+        engine,
+        state,
+        counts,
+        arguments.folder,
+        number=arguments.number,
+        model_name=arguments.options.served_model_name[0],
+        max_num_seqs=arguments.config.scheduler.max_num_seqs,
+    )
+    app.include_router(metrics_route.router)
+    app.add_middleware(CountRequests, counts=counts)
+    return metrics
 
 
 class _FrontEnd:
@@ -79,12 +108,14 @@ class _FrontEnd:
         engine: AsyncEngine,
         app: FastAPI,
         state: health.Health,
+        metrics: FrontEndMetrics,
         network: NetworkOptions,
         listener: socket.socket,
         parent: ParentConnection,
     ) -> None:
         self._engine = engine
         self._health = state
+        self._metrics = metrics
         self._listener = listener
         self._parent = parent
         self._server = _Server(
@@ -115,6 +146,7 @@ class _FrontEnd:
                 loop.call_soon_threadsafe(drain.set_result, timeout_s)
 
         threading.Thread(target=read, name="penstock-parent", daemon=True).start()
+        writer = asyncio.create_task(self._metrics.keep_written())
         serving: asyncio.Future[Any] = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         while not (serving.done() or drain.done()):
             await asyncio.wait({serving, drain}, timeout=_HEALTH_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -124,6 +156,7 @@ class _FrontEnd:
             await self._drain(drain.result())
             self._server.should_exit = True
         await serving
+        writer.cancel()
 
     async def _drain(self, timeout_s: float) -> None:
         """Refuse new requests, and abort those that have not finished in time."""

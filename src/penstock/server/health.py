@@ -38,6 +38,11 @@ class Health:
         """Last heartbeat of the broker."""
         return self._broker.status
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last heartbeat of the broker."""
+        return self._broker.silent_s
+
     def why_dead(self) -> str | None:
         """Why an orchestrator should replace the server; None while it works or repairs itself."""
         if self._broker.silent_s > self._silence_limit_s:

@@ -22,6 +22,7 @@ from penstock.contract import encode
 from penstock.engine.broker import BrokerArguments, serve_fronts
 from penstock.engine.child_process import ChildProcess
 from penstock.engine.messages import (
+    BrokerStatus,
     CloseCore,
     CoreMessage,
     CoreStarted,
@@ -34,7 +35,8 @@ from penstock.engine.messages import (
 from penstock.engine.supervised_process import Deliver, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.executor.processes import ProcessStarter
-from penstock.server.front_end import FrontEndArguments, serve_http
+from penstock.server.front_end import FrontEndArguments, broker_path, serve_http
+from penstock.server.metrics.launcher_metrics import LauncherMetrics
 from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
 from penstock.worker.capabilities import check_async_engine, check_options
@@ -94,9 +96,10 @@ class Launcher:
         starter = ProcessStarter()
         try:
             with self._network.listen() as http, socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(folder / "broker"))
+                listener.bind(str(broker_path(folder)))
                 listener.listen()
-                self._serve(http, listener, starter)
+                self._metrics = LauncherMetrics(folder, self._network.api_server_count)
+                self._serve(folder, http, listener, starter)
         finally:
             starter.close()
             shutil.rmtree(folder, ignore_errors=True)
@@ -105,12 +108,12 @@ class Launcher:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _serve(self, http: socket.socket, listener: socket.socket, starter: ProcessStarter) -> None:
+    def _serve(self, folder: Path, http: socket.socket, listener: socket.socket, starter: ProcessStarter) -> None:
         broker = self._start_broker(listener, starter)
         fronts: list[SupervisedProcess] = []
         try:
             for _ in range(self._network.api_server_count):
-                fronts.append(self._start_front(http, listener, starter))
+                fronts.append(self._start_front(folder, http, starter))
             self._wait_for_start([broker, *fronts], self._network.url(http))
             while True:
                 event = self._events.get()
@@ -161,6 +164,7 @@ class Launcher:
         arguments = BrokerArguments(self._config, self._limits, descriptor)
 
         def start(deliver: Deliver) -> ChildProcess:
+            self._metrics.note_start("broker")
             return ChildProcess(
                 serve_fronts,
                 arguments,
@@ -173,16 +177,17 @@ class Launcher:
 
         return self._supervise("The broker", start, heartbeat_timeout_s=self._silence_limit_s)
 
-    def _start_front(self, http: socket.socket, listener: socket.socket, starter: ProcessStarter) -> SupervisedProcess:
-        path, descriptor = listener.getsockname(), http.fileno()
+    def _start_front(self, folder: Path, http: socket.socket, starter: ProcessStarter) -> SupervisedProcess:
+        descriptor = http.fileno()
 
         def start(deliver: Deliver) -> ChildProcess:
+            self._metrics.note_start("front-end")
             arguments = FrontEndArguments(
                 config=self._config,
                 options=self._options,
                 network=self._network,
                 number=next(self._front_numbers),
-                broker_path=path,
+                folder=folder,
                 descriptor=descriptor,
                 step_limit_s=self._step_limit_s,
                 silence_limit_s=self._silence_limit_s,
@@ -201,7 +206,9 @@ class Launcher:
 
     def _supervise(self, name: str, start: _Start, heartbeat_timeout_s: float | None = None) -> SupervisedProcess:
         def on_message(message: CoreMessage) -> None:
-            if isinstance(message, CoreStarted | FrontStarted):
+            if isinstance(message, BrokerStatus):
+                self._metrics.note_status(message)
+            elif isinstance(message, CoreStarted | FrontStarted):
                 self._events.put(name)
             elif isinstance(message, FrontEnded) and message.num_aborted:
                 logger.warning("%s has aborted %d requests", name, message.num_aborted)

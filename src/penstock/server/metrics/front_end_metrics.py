@@ -1,0 +1,123 @@
+"""Metrics of a whole server, as any of its front ends gives them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from penstock import __version__
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.messages import BrokerStatus
+from penstock.engine.metric_totals import RequestTotals
+from penstock.engine.metrics import PREFIX, Counter, Gauge, Metric, gauges_of, histogram_of, metrics_of
+from penstock.server.health import Health
+from penstock.server.metrics.folder import SharedFile, shared_files
+from penstock.server.metrics.http_requests import HttpCount, HttpCounts
+from penstock.server.metrics.launcher_metrics import LAUNCHER, LauncherTotals
+
+_INTERVAL_S = 1.0
+_FRONT_END = "front-end-"
+
+
+class FrontEndTotals(msgspec.Struct):
+    """Counters and histograms of one front end."""
+
+    requests: RequestTotals
+    http: list[HttpCount]
+
+
+class FrontEndMetrics:
+    """Shares the counts of this front end, and adds up those of all, of ended ones too.
+
+    Counters never decrease: a front end writes its counts before it shows them, so the loss of its process loses none
+    that a scrape has shown.
+
+    number: of this front end among all ever started. folder: see `SharedFile`. max_num_seqs: of each core.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        health: Health,
+        http: HttpCounts,
+        folder: Path,
+        *,
+        number: int,
+        model_name: str,
+        max_num_seqs: int,
+    ) -> None:
+        self._labels = {"model_name": model_name}
+        self._engine = engine
+        self._health = health
+        self._http = http
+        self._folder = folder
+        self._file = SharedFile(folder, f"{_FRONT_END}{number}")
+        self._max_num_seqs = max_num_seqs
+
+    async def keep_written(self) -> None:
+        """Write the counts every second, until the task is cancelled."""
+        while True:
+            self.write()
+            await asyncio.sleep(_INTERVAL_S)
+
+    def write(self) -> FrontEndTotals:
+        """Write the counts of this front end, and return them."""
+        totals = FrontEndTotals(self._engine.request_totals(), self._http.counts())
+        self._file.write(totals)
+        return totals
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of the server, without a wait for a step or for the broker."""
+        own = self.write()
+        requests, http = own.requests, HttpCounts()
+        http.add(own.http)
+        for file in shared_files(self._folder, _FRONT_END):
+            other = file.read(FrontEndTotals) if file.path != self._file.path else None
+            if other is not None:
+                requests.add(other.requests)
+                http.add(other.http)
+        yield Gauge(f"{PREFIX}build", {**self._labels, "version": __version__}, 1.0)
+        yield from self._gauges()
+        yield from metrics_of(requests, self._labels)
+        for one in http.counts():
+            labels = {**self._labels, "handler": one.handler, "method": one.method, "status": str(one.status)}
+            yield Counter(f"{PREFIX}http_requests", labels, one.count)
+        launcher = SharedFile(self._folder, LAUNCHER).read(LauncherTotals)
+        if launcher is not None:
+            yield from self._launcher_metrics(launcher)
+
+    def _gauges(self) -> Iterator[Gauge]:
+        health = self._health
+        values: dict[str, float] = {
+            "broker_heartbeat_age_seconds": health.silent_s,
+            "alive": health.why_dead() is None,
+            "ready": health.why_not_ready() is None,
+        }
+        status = health.status
+        if status is not None:
+            yield from gauges_of(status.stats, self._labels)
+            values |= self._broker_gauges(status)
+        for name, value in values.items():
+            yield Gauge(PREFIX + name, self._labels, float(value))
+
+    def _broker_gauges(self, status: BrokerStatus) -> dict[str, float]:
+        return {
+            "num_requests": status.num_requests,
+            "num_queued_requests": status.num_queued_requests,
+            "num_queued_tokens": status.num_queued_tokens,
+            "max_num_requests_running": status.num_engines * self._max_num_seqs,
+            "num_kv_cache_blocks": status.stats.num_blocks,
+            "num_cores": status.num_engines,
+            "num_cores_recovering": status.num_recovering,
+            "core_stalled_seconds": status.stalled_s,
+        }
+
+    def _launcher_metrics(self, totals: LauncherTotals) -> Iterable[Metric]:
+        yield Gauge(f"{PREFIX}start_time_seconds", self._labels, totals.started_at)
+        for process, number in totals.num_restarts.items():
+            yield Counter(f"{PREFIX}process_restarts", {**self._labels, "process": process}, number)
+        yield histogram_of("step_duration_seconds", totals.steps.seconds, self._labels)
+        yield histogram_of("iteration_tokens_total", totals.steps.tokens, self._labels)

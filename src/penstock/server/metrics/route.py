@@ -1,0 +1,62 @@
+"""Route `/metrics`, in Prometheus' text format or OpenMetrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter, Request
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from penstock.engine.metrics import PREFIX, Histogram, Metric, Vector
+from penstock.server.metrics.front_end_metrics import FrontEndMetrics
+from penstock.server.metrics.table import TABLE
+
+router = APIRouter()
+_OPEN_METRICS = "application/openmetrics-text"
+# Suffixes of the samples' names.
+_SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
+
+
+@router.get("/metrics", summary="Metrics of the server, of all its front ends together, for Prometheus")
+async def metrics(http: Request) -> Response:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(http.app.state.metrics))
+    accepted = [part.partition(";")[0].strip() for part in http.headers.get("Accept", "").split(",")]
+    if _OPEN_METRICS in accepted:
+        # All names are valid as they are; other ways of escaping would alter their colons.
+        text = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return Response(text, headers={"Content-Type": f"{_OPEN_METRICS}; version=1.0.0; charset=utf-8"})
+    return Response(generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+class _Collector(Collector):
+    def __init__(self, metrics: FrontEndMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Family]:
+        """Families of metrics; those of one name are one family, as the formats demand."""
+        families: dict[str, Family] = {}
+        for metric in self._metrics.collect():
+            described = TABLE[metric.name.removeprefix(PREFIX)]
+            family = families.setdefault(metric.name, Family(metric.name, described.help, described.kind))
+            for suffix, labels, value in _samples(metric, _SUFFIXES.get(described.kind, "")):
+                family.add_sample(metric.name + suffix, {**metric.labels, **labels}, value)
+        yield from families.values()
+
+
+def _samples(metric: Metric, suffix: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Samples of a metric: what is appended to its name, further labels, and the value."""
+    if isinstance(metric, Histogram):
+        for bound, count in metric.buckets.items():
+            yield "_bucket", {"le": bound}, count
+        yield "_count", {}, metric.count
+        yield "_sum", {}, metric.sum
+    elif isinstance(metric, Vector):
+        for position, value in enumerate(metric.values):
+            yield suffix, {"position": str(position)}, value
+    else:
+        yield suffix, {}, metric.value
