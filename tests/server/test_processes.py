@@ -282,3 +282,39 @@ def get(url: str, path: str) -> tuple[int, str]:
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
         head, _, body = b"".join(iter(lambda: raw.recv(65536), b"")).partition(b"\r\n\r\n")
     return int(head.split()[1]), body.decode()
+
+
+@pytest.mark.slow
+def test_a_flood_is_refused_with_the_time_to_wait_and_memory_stays_flat(start: Callable[..., ServerProcess]) -> None:
+    server = start("--max-num-seqs", "4", "--max-num-queued-requests", "8")
+    body = json.dumps({"model": "demo", "prompt": "A" * 300, "max_tokens": 30, "ignore_eos": True})
+
+    async def post(index: int) -> tuple[int, str | None]:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        head = (await reader.read()).partition(b"\r\n\r\n")[0].decode()
+        writer.close()
+        wait = [line.partition(": ")[2] for line in head.split("\r\n") if line.lower().startswith("retry-after")]
+        return int(head.split()[1]), wait[0] if wait else None
+
+    async def flood(number: int) -> list[tuple[int, str | None]]:
+        return list(await asyncio.gather(*(post(index) for index in range(number))))
+
+    def memory() -> int:
+        # The core touches new pages of its KV cache, whose size is fixed, as requests need them.
+        processes = [*server.processes("front-end"), *server.processes("broker")]
+        return sum(process.memory_full_info().uss for process in processes)
+
+    asyncio.run(flood(200))
+    asyncio.run(flood(200))
+    before = memory()
+    found = [answer for _ in range(8) for answer in asyncio.run(flood(200))]
+    assert {status for status, _ in found} == {200, 429}
+    assert all(wait is not None and 1 <= int(wait) <= 60 for status, wait in found if status == 429)
+    assert sum(status == 200 for status, _ in found) >= 8 * 12
+    assert memory() < 1.02 * before
+    wait_until(lambda: json.loads(get(server.url, "/ready")[1])["num_requests"] == 0)

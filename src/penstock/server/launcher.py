@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import queue
+import resource
 import shutil
 import signal
 import socket
@@ -89,6 +91,7 @@ class Launcher:
                 "host=%s lets every machine that reaches it use this server, since there is no api_key",
                 self._network.host,
             )
+        _raise_open_files_limit()
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         if self._options.response_store_dir is None:
@@ -227,3 +230,11 @@ class Launcher:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._events.put(number)
+
+
+def _raise_open_files_limit() -> None:
+    """Let this process and its children open as many files as the system allows: every client takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
