@@ -285,6 +285,16 @@ def get(url: str, path: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+def test_a_front_end_that_hangs_is_replaced(start: Callable[..., ServerProcess]) -> None:
+    server = start("--step-timeout-s", "3")
+    hanging = server.processes("front-end")[0]
+    hanging.suspend()
+    wait_until(lambda: "sent no heartbeat for 3 s" in server.text)
+    wait_until(lambda: [one.pid for one in server.processes("front-end")] not in ([], [hanging.pid]))
+    assert asyncio.run(answers(server, 3))
+
+
+@pytest.mark.slow
 def test_a_flood_is_refused_with_the_time_to_wait_and_memory_stays_flat(start: Callable[..., ServerProcess]) -> None:
     server = start("--max-num-seqs", "4", "--max-num-queued-requests", "8")
     body = json.dumps({"model": "demo", "prompt": "A" * 300, "max_tokens": 30, "ignore_eos": True})

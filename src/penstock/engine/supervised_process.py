@@ -10,12 +10,13 @@ from collections.abc import Callable
 from penstock.engine.child_process import ChildProcess
 from penstock.engine.messages import CoreEnded, CoreMessage, CoreStarted, FrontStarted
 from penstock.engine.restarts import FailureCount, restart_backoff_s
+from penstock.engine.supervisor import LONGEST_WAIT_S, Heartbeat
 from penstock.errors import EngineDead, PenstockError, ProcessLost, WaitTimeout, error_from_data
 from penstock.executor.processes import describe_end, where_to_look
 
 logger = logging.getLogger(__name__)
 # Interval at which the heartbeat is checked.
-_CHECK_S = 0.5
+_CHECK_S = LONGEST_WAIT_S
 
 Deliver = Callable[[ChildProcess, CoreMessage | None], None]
 
@@ -28,8 +29,8 @@ class SupervisedProcess:
     on_failure: called once with the error, in a reader thread, when the first process does not start, a process reports
         that its engine has failed for good, or restarts are exhausted.
     max_restarts: losses in a row, without half a minute in between, that are repaired.
-    heartbeat_timeout_s: seconds without a message, after its start, after which the process is killed; None for no
-        heartbeat. An own thread counts them, so time in which this process was stopped counts too, once.
+    heartbeat_timeout_s: seconds without a message, after its start, after which the process is killed. Time in which
+        this process was stopped does not count.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class SupervisedProcess:
         on_message: Callable[[CoreMessage], None],
         on_failure: Callable[[PenstockError], None],
         max_restarts: int,
-        heartbeat_timeout_s: float | None = None,
+        heartbeat_timeout_s: float,
     ) -> None:
         self.name = name
         self.num_restarts = 0
@@ -59,8 +60,7 @@ class SupervisedProcess:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._process = start(self._deliver)
-        if heartbeat_timeout_s is not None:
-            threading.Thread(target=self._watch, name="penstock-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="penstock-watch", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -144,12 +144,19 @@ class SupervisedProcess:
         self._on_failure(error)
 
     def _watch(self) -> None:
-        assert self._heartbeat_timeout_s is not None, "there is no watch without a heartbeat"
+        silence = Heartbeat(self._heartbeat_timeout_s)
+        last = time.monotonic()
+        last_message = self._last_message
         while not self._ended.wait(_CHECK_S):
-            silent_s = time.monotonic() - self._last_message
-            if self._is_running and silent_s > self._heartbeat_timeout_s:
+            now = time.monotonic()
+            waited_s, last = now - last, now
+            if not self._is_running or last_message != self._last_message:
+                last_message = self._last_message
+                silence.reset()
+            elif silence.add_silence(waited_s):
+                limit_s = self._heartbeat_timeout_s
                 self._error = WaitTimeout(
-                    f"{self.name}, process {self.pid}, has sent no heartbeat for {silent_s:.0f} s; it hangs."
+                    f"{self.name}, process {self.pid}, has sent no heartbeat for {limit_s:g} s; it hangs."
                 )
                 self._is_running = False
                 self._process.kill()

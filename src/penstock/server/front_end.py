@@ -21,7 +21,7 @@ from penstock.contract import decode
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.broker_connection import BrokerState, connect_to_broker
 from penstock.engine.child_main import ParentConnection
-from penstock.engine.messages import FrontEnded, FrontStarted, ToFront
+from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
 from penstock.server import health
 from penstock.server.app import create_app
 from penstock.server.metrics import route as metrics_route
@@ -31,6 +31,7 @@ from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
 
 logger = logging.getLogger(__name__)
+_HEARTBEAT_S = 1.0
 # Interval at which a front end looks whether its engine lives.
 _HEALTH_POLL_S = 1.0
 # Interval at which a draining front end looks whether its requests have ended.
@@ -146,7 +147,7 @@ class _FrontEnd:
                 loop.call_soon_threadsafe(drain.set_result, timeout_s)
 
         threading.Thread(target=read, name="penstock-parent", daemon=True).start()
-        writer = asyncio.create_task(self._metrics.keep_written())
+        tasks = [asyncio.create_task(self._metrics.keep_written()), asyncio.create_task(self._send_heartbeats())]
         serving: asyncio.Future[Any] = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         while not (serving.done() or drain.done()):
             await asyncio.wait({serving, drain}, timeout=_HEALTH_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +157,14 @@ class _FrontEnd:
             await self._drain(drain.result())
             self._server.should_exit = True
         await serving
-        writer.cancel()
+        for task in tasks:
+            task.cancel()
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                self._parent.send(CoreBusy())
+            await asyncio.sleep(_HEARTBEAT_S)
 
     async def _drain(self, timeout_s: float) -> None:
         """Refuse new requests, and abort those that have not finished in time."""

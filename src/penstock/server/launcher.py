@@ -45,7 +45,8 @@ from penstock.worker.capabilities import check_async_engine, check_options
 
 logger = logging.getLogger(__name__)
 _SEND_TIMEOUT_S = 30.0
-# Longest time without a heartbeat of a broker that works: it sends several a second, also while its cores compute.
+# Longest time without a heartbeat of a broker or front end that works: they send one a second at least, also while
+# cores compute.
 _LONGEST_SILENCE_S = 30.0
 # Grace period of the broker, which closes its cores.
 _BROKER_GRACE_S = 30.0
@@ -205,9 +206,9 @@ class Launcher:
                 descriptors=[descriptor],
             )
 
-        return self._supervise("A front end", start)
+        return self._supervise("A front end", start, heartbeat_timeout_s=self._silence_limit_s)
 
-    def _supervise(self, name: str, start: _Start, heartbeat_timeout_s: float | None = None) -> SupervisedProcess:
+    def _supervise(self, name: str, start: _Start, *, heartbeat_timeout_s: float) -> SupervisedProcess:
         def on_message(message: CoreMessage) -> None:
             if isinstance(message, BrokerStatus):
                 self._metrics.note_status(message)
