@@ -65,6 +65,7 @@ def exact_rows(inputs: int, rows: int, seed: int = 0) -> Tensor:
 @any_products
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
+@pytest.mark.one_case_quick
 def test_products_equal_float64(products: QuantizedProducts, data: st.DataObject) -> None:
     bits = data.draw(st.sampled_from([8, 4]), label="bits")
     rows = data.draw(st.integers(0, 30) | st.sampled_from([97, 300]), label="rows")

@@ -91,6 +91,7 @@ def test_the_weights_are_those_that_the_integers_stand_for(tmp_path: Path, name:
         assert torch.equal(slot.target, expected[tensor]), tensor
 
 
+@pytest.mark.one_case_quick
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_logits_are_those_of_the_float_twin_up_to_the_rounding_of_activations(tmp_path: Path, name: str) -> None:
     written = write(tmp_path, name)

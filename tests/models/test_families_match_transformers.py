@@ -322,6 +322,7 @@ def test_mistral_without_the_field_has_a_window_of_4096(tmp_path: Path) -> None:
     assert windows == {4096}
 
 
+@pytest.mark.one_case_quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("family", "overrides"),

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from penstock.engine.broker_connection import BrokerState
 from penstock.engine.messages import BrokerStatus
-from penstock.scheduler.outputs import NO_STATS
 from penstock.server.health import Health
+from support.broker_statuses import BUSY
 
-WELL = BrokerStatus(
-    stats=NO_STATS,
-    num_engines=2,
-    num_recovering=0,
-    num_restarts=0,
-    stalled_s=0.0,
-    num_requests=3,
-    num_queued_requests=0,
-    num_queued_tokens=0,
-    num_refused=0,
-)
+WELL = msgspec.structs.replace(BUSY, num_recovering=0, stalled_s=0.0)
 
 
 def judged(status: BrokerStatus | None, silent_s: float = 0.0) -> Health:
@@ -30,7 +21,7 @@ def judged(status: BrokerStatus | None, silent_s: float = 0.0) -> Health:
 
 
 def changed(**values: float) -> BrokerStatus:
-    return BrokerStatus(**{name: getattr(WELL, name) for name in WELL.__struct_fields__} | values)
+    return msgspec.structs.replace(WELL, **values)
 
 
 @pytest.mark.parametrize(

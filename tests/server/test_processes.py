@@ -140,6 +140,7 @@ def test_a_front_end_that_is_killed_breaks_its_own_streams_only(start: Callable[
     assert asyncio.run(answers(server, 6)) == undisturbed[:6]
 
 
+@pytest.mark.slow
 def test_front_ends_share_stored_responses_which_survive_them(start: Callable[..., ServerProcess]) -> None:
     server = start("--api-server-count", "2")
     ids: list[str] = []

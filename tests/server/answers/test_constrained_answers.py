@@ -176,6 +176,7 @@ def test_the_subset_of_allowed_tools_is_kept(llm: LLM) -> None:
         assert [name for name, _ in answer.calls] == ["nested"]
 
 
+@pytest.mark.one_case_quick
 @pytest.mark.parametrize("opened", [True, False], ids=["opened by the prompt", "opened by the answer"])
 @pytest.mark.parametrize("parser", ["hermes", "mistral", None])
 def test_reasoning_is_free_and_the_calls_behind_it_are_valid(opened: bool, parser: str | None) -> None:
