@@ -1,6 +1,6 @@
 """Servers beside each other: the same load of `penstock bench serve` on each, in turns.
 
-    python -m benchmarks.servers --server penstock=http://127.0.0.1:8000 --server vllm=http://127.0.0.1:8001 [--rounds 3]
+    python -m benchmarks.servers --server penstock=http://127.0.0.1:8000 --server vllm=http://127.0.0.1:8001
 
 Start the servers first, on the same model and number of threads. Loads: 32 requests at once, and one at a time. Medians
 over the rounds, their spread, and ratios to the first server within each round. Only the server under load works.

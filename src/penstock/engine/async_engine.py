@@ -278,6 +278,16 @@ class AsyncEngine(RefusesMethods):
         return self._thread.is_running
 
     @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens, prompt and output together."""
+        return self._dispatcher.core.max_model_len
+
+    @property
+    def own_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer as the engine uses it, for front ends; `get_tokenizer` is that of Transformers."""
+        return self._tokenizer
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.get_tokenizer()
 

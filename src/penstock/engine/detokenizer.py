@@ -70,6 +70,10 @@ class DetokenizerFactory(Protocol):
         """Text of a single token, special tokens included."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of a single token, which may be part of a character."""
+        ...
+
 
 def detokenizer_factory(tokenizer: FastTokenizer) -> DetokenizerFactory:
     """Return the fastest exact implementation for this tokenizer's decoder."""
@@ -136,6 +140,11 @@ class _TableFactory:
             return self._tokenizer.id_to_token(token_id) or ""
         text, raw = self._hiding[token_id]
         return text or raw.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of a single token, which may be part of a character."""
+        text, raw = self._showing[token_id]
+        return bytes(raw or text.encode())
 
 
 class NoDetokenizer:
@@ -353,6 +362,9 @@ class WindowFactory:
         if text is None:
             text = self.texts[token_id] = self.decode([token_id], _SHOWN)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
 
 
 class WindowDetokenizer:

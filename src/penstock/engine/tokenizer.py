@@ -106,6 +106,10 @@ class Tokenizer:
         """Text of a single token, special tokens included."""
         return self._backend.detokenizers.token_text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes of a single token, which may be part of a character."""
+        return self._backend.detokenizers.token_bytes(token_id)
+
     def start_detokenizer(self, prompt_token_ids: Sequence[int] = (), special: SpecialTokens = SKIPPED) -> Detokenizer:
         """Create a detokeniser for output that continues the prompt."""
         return self._backend.detokenizers.start(prompt_token_ids, special)

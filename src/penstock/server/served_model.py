@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.conversation import Message, render_prompt
-from penstock.engine.detokenizer import SpecialTokens
 from penstock.engine.prompts import PromptDict
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
 from penstock.server.errors import ApiError
@@ -32,8 +31,8 @@ class ServedModel:
         self.options = options
         self.names = options.served_model_name
         self.default_params: SamplingParams = engine.get_default_sampling_params()
-        self.tokenizer: Tokenizer = engine._tokenizer
-        self.max_model_len: int = engine._input_processor._max_model_len
+        self.tokenizer: Tokenizer = engine.own_tokenizer
+        self.max_model_len = engine.max_model_len
         check_parsers(options, self.tokenizer)
         self._template = template_source(options, self.tokenizer)
         self._knows_developer = self._mentions_developer()
@@ -95,11 +94,7 @@ class ServedModel:
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of a token, which may be part of a character."""
-        table = getattr(self.tokenizer._backend.detokenizers, "table", None)
-        if table is None:
-            return self.tokenizer.token_text(token_id).encode()
-        text, raw = table(SpecialTokens(are_shown=True, are_spaced=True))[token_id]
-        return bytes(raw or text.encode())
+        return self.tokenizer.token_bytes(token_id)
 
     def _mentions_developer(self) -> bool:
         """Whether the chat template has the role `developer`, which it would refuse or show otherwise."""
