@@ -25,8 +25,8 @@ from penstock.config.model import MODEL_OPTIONS
 from penstock.config.queue import QueueLimits
 from penstock.contract import SamplingParams
 from penstock.errors import PenstockError
-from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
+from penstock.server.processes.network import NetworkOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 # In this order, by the name that `EngineConfig` has for each concern.

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.server import chat_task
+from penstock.server.requests import chat_task
 from support.scripted_answers import TEXT, MarkedAnswer
 from support.servers import Served, serving
 

@@ -18,7 +18,7 @@ from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineDead, Overloaded, PenstockError
-from penstock.server.connection import EventStream, event
+from penstock.server.http.connection import EventStream, event
 from support.fake_engine import FakeCore, write_model
 from support.servers import Served, events_of, serving
 from support.waiting import wait_until

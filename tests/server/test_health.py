@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.broker_connection import BrokerState
 from penstock.engine.messages import BrokerStatus
-from penstock.server.health import Health
+from penstock.server.processes.health import Health
 from support.broker_statuses import BUSY
 
 WELL = msgspec.structs.replace(BUSY, num_recovering=0, stalled_s=0.0)

@@ -12,7 +12,7 @@ from openai import OpenAI
 from tests.server.conftest import DEMO
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.server import chat_task
+from penstock.server.requests import chat_task
 from support.chat_templates import TOOL_TEMPLATE
 from support.scripted_answers import NUM_REASONING_TOKENS, TEXT, MarkedAnswer
 from support.servers import Served, events_of, serving

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import BadRequestError, OpenAI
 
-from penstock.server import chat_task
+from penstock.server.requests import chat_task
 from support.chat_templates import TOOL_TEMPLATE
 from support.scripted_answers import NUM_REASONING_TOKENS, TEXT, MarkedAnswer
 from support.servers import Served

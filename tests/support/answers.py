@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import HealthCheck, settings
 
-from penstock.server.answer import (
+from penstock.server.answers.tool_format import CallableTool
+from penstock.server.requests.answer import (
     AnswerEvent,
     AnswerParser,
     ContentDelta,
@@ -16,7 +17,6 @@ from penstock.server.answer import (
     ToolCallArguments,
     ToolCallStart,
 )
-from penstock.server.answers.tool_format import CallableTool
 
 # Of property tests, which may run on a loaded machine.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.contract import StructuredOutputsParams
-from penstock.server.answer import (
+from penstock.server.requests.answer import (
     AnswerEvent,
     AnswerParser,
     ContentDelta,

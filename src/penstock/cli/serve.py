@@ -11,8 +11,8 @@ from penstock.cli.dataclass_flags import create
 from penstock.config import env
 from penstock.config.queue import QueueLimits
 from penstock.errors import ConfigError
-from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
+from penstock.server.processes.network import NetworkOptions
 
 _REASONING = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 
@@ -50,7 +50,7 @@ def serve(
     limits = create(QueueLimits, queue)
     _check_packages()
     from penstock.config import EngineConfig
-    from penstock.server.launcher import Launcher
+    from penstock.server.processes.launcher import Launcher
 
     Launcher(EngineConfig.create(name, **engine), server_options, network_options, limits).run()
 

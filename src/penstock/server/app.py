@@ -14,14 +14,14 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import PenstockError
-from penstock.server.context import REQUEST_ID_HEADER, RequestContext, request_id_of
-from penstock.server.errors import api_error
-from penstock.server.guards import ApiKeys, BodyLimit
+from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
+from penstock.server.http.errors import api_error
+from penstock.server.http.guards import ApiKeys, BodyLimit
+from penstock.server.http.validation import validation_error
 from penstock.server.options import ServerOptions
 from penstock.server.responses.store import ResponseStore
 from penstock.server.routes import admin, chat, completions, messages, models, responses, tokenize
 from penstock.server.served_model import ServedModel
-from penstock.server.validation import validation_error
 
 
 def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:

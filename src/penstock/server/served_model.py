@@ -11,7 +11,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.conversation import Message, render_prompt
 from penstock.engine.prompts import PromptDict
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
-from penstock.server.errors import ApiError
+from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.start_checks import check_parsers, template_source
 

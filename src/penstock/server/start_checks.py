@@ -8,8 +8,8 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.loader.chat_template import choose_template
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format
-from penstock.server.formats import choose_format
 from penstock.server.options import ServerOptions
+from penstock.server.requests.formats import choose_format
 
 
 def check_parsers(options: ServerOptions, tokenizer: Tokenizer) -> None:

@@ -10,7 +10,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tests.support.answers import Answer, parsed, patient, split, tools
 
-from penstock.server.answer import ContentDelta, ToolCallArguments, ToolCallStart
 from penstock.server.answers.tool_format import ToolFormat
 from penstock.server.answers.tool_parsers import (
     DEEPSEEK_V3,
@@ -21,6 +20,7 @@ from penstock.server.answers.tool_parsers import (
     MISTRAL,
     MISTRAL_LIST,
 )
+from penstock.server.requests.answer import ContentDelta, ToolCallArguments, ToolCallStart
 
 FORMATS = {
     "hermes": HERMES,

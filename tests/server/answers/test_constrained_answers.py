@@ -12,10 +12,10 @@ from tests.support.answers import Answer, function, parsed
 from tests.support.constraints import END, demo_tokenizer, encode
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
-from penstock.server.answer import AnswerFormat
 from penstock.server.answers import answer_format
 from penstock.server.answers.tool_format import ToolFormat
 from penstock.server.answers.tool_parsers import register_tool_parser
+from penstock.server.requests.answer import AnswerFormat
 
 WEATHER = {
     "type": "object",

@@ -9,10 +9,10 @@ from tests.support.answers import Answer, function, parsed, patient, split, tool
 from tests.support.constraints import demo_tokenizer, encode
 
 from penstock.config.reasoning import REASONING_PARSERS
-from penstock.server.answer import AnswerParser, ContentDelta, PlainAnswer, ReasoningDelta
 from penstock.server.answers import answer_format
 from penstock.server.answers.reasoning import ReasoningParser
 from penstock.server.answers.tool_parsers import HERMES
+from penstock.server.requests.answer import AnswerParser, ContentDelta, PlainAnswer, ReasoningDelta
 
 TEXTS = st.lists(st.sampled_from(["<", "think", ">", "</", "[", "THINK]", "<tool", "\n", " ", "a"]), max_size=8)
 TEXTS = TEXTS.map("".join)

@@ -6,8 +6,8 @@ import pytest
 from tests.support.answers import function
 from tests.support.constraints import demo_tokenizer, encode
 
-from penstock.server.answer import AnswerFormat
 from penstock.server.answers import answer_format
+from penstock.server.requests.answer import AnswerFormat
 
 START, REASONING, END, CONTENT = (encode(text) for text in ("<think>", "I think </th", "</think>", "So <think>ing"))
 CALL = encode("<tool_call>")

@@ -11,10 +11,10 @@ from tests.support.constraints import demo_tokenizer
 
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import ConfigError, InvalidParameter
-from penstock.server.answer import AnswerFormat
 from penstock.server.answers import answer_format
 from penstock.server.answers.tool_choice import Mode, read_tool_choice
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_parser_names
+from penstock.server.requests.answer import AnswerFormat
 
 TOOLS = [function("f"), function("g", {"type": "object"})]
 FLAT = {"type": "function", "name": "g", "parameters": {"type": "object"}}

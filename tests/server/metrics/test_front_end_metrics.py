@@ -14,11 +14,11 @@ from penstock.engine.metric_totals import RequestTotals
 from penstock.engine.metrics import Gauge, Histogram, Metric, Vector
 from penstock.engine.outputs import RequestMetrics
 from penstock.scheduler.outputs import FinishReason
-from penstock.server.health import Health
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import HttpCounts
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
 from penstock.server.metrics.table import TABLE
+from penstock.server.processes.health import Health
 from support.broker_statuses import BUSY
 
 

@@ -6,11 +6,11 @@ import re
 import string
 from collections.abc import Callable, Collection
 
-from penstock.server.answer import AnswerEvent, ContentDelta, ToolCallArguments, ToolCallStart
 from penstock.server.answers.events import merged
 from penstock.server.answers.json_scanner import CallObject, CallState, ValueScanner
 from penstock.server.answers.markers import Markers
 from penstock.server.answers.tool_format import ToolFormat
+from penstock.server.requests.answer import AnswerEvent, ContentDelta, ToolCallArguments, ToolCallStart
 
 _NAME = re.compile(r"[\w.:/-]+")
 # Behind a call, beside whitespace. A brace is a frequent mistake.

@@ -12,11 +12,11 @@ from penstock.contract import StructuredOutputsParams
 from penstock.engine.structured_grammar import reasoning_tokens
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
-from penstock.server.answer import AnswerEvent, AnswerFormat, AnswerParser, ContentDelta, PlainAnswer
 from penstock.server.answers.constraint import constraint
 from penstock.server.answers.reasoning import ReasoningParser
 from penstock.server.answers.tool_choice import Mode, ToolChoice, read_tool_choice
 from penstock.server.answers.tool_parsers import tool_call_format
+from penstock.server.requests.answer import AnswerEvent, AnswerFormat, AnswerParser, ContentDelta, PlainAnswer
 from penstock.structured.reasoning import ReasoningTokens
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.server.answer import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallArguments
+from penstock.server.requests.answer import AnswerEvent, ContentDelta, ReasoningDelta, ToolCallArguments
 
 
 def merged(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.config.reasoning import ReasoningMarkers
-from penstock.server.answer import AnswerEvent, AnswerParser, ReasoningDelta
 from penstock.server.answers.events import merged
 from penstock.server.answers.markers import Markers
+from penstock.server.requests.answer import AnswerEvent, AnswerParser, ReasoningDelta
 
 
 class ReasoningParser:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.server.answer import AnswerParser
+from penstock.server.requests.answer import AnswerParser
 
 _NAME = "{name}"
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidParameter
-from penstock.server.answer import AnswerParser
 from penstock.server.answers.call_parser import CallParser
 from penstock.server.answers.markers import Markers
 from penstock.server.answers.tool_format import CallableTool, ToolFormat
+from penstock.server.requests.answer import AnswerParser
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"

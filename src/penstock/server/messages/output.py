@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from penstock.engine.outputs import RequestOutput
-from penstock.server.answer_parts import (
+from penstock.server.http.connection import event
+from penstock.server.http.errors import ApiError, messages_error
+from penstock.server.requests.answer_parts import (
     AnswerParts,
     CallPart,
     Part,
@@ -18,11 +20,9 @@ from penstock.server.answer_parts import (
     PartStart,
     ReasoningPart,
 )
-from penstock.server.chat_task import ChatTask
-from penstock.server.connection import event
-from penstock.server.errors import ApiError, messages_error
-from penstock.server.generation import Generation
-from penstock.server.samples import AnswerSamples
+from penstock.server.requests.chat_task import ChatTask
+from penstock.server.requests.generation import Generation
+from penstock.server.requests.samples import AnswerSamples
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.server.chat_messages import ChatMessages, content_of
-from penstock.server.chat_task import chat_client_names
-from penstock.server.fields import not_valid, object_of, string_of, texts_of
+from penstock.server.http.fields import not_valid, object_of, string_of, texts_of
 from penstock.server.protocol.base import GenerationFields
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.messages_request import InputMessage, InputTool, MessagesFields, MessagesRequest
+from penstock.server.requests.chat_messages import ChatMessages, content_of
+from penstock.server.requests.chat_task import chat_client_names
 
 # Fields of chat requests by their names.
 _SAME = (*(name for name in GenerationFields.model_fields if name != "thinking_token_budget"), "chat_template")

@@ -13,10 +13,10 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.metric_totals import RequestTotals
 from penstock.engine.metrics import PREFIX, Counter, Gauge, Metric, gauges_of, histogram_of, metrics_of
-from penstock.server.health import Health
 from penstock.server.metrics.folder import SharedFile, shared_files
 from penstock.server.metrics.http_requests import HttpCount, HttpCounts
 from penstock.server.metrics.launcher_metrics import LAUNCHER, LauncherTotals
+from penstock.server.processes.health import Health
 
 _INTERVAL_S = 1.0
 _FRONT_END = "front-end-"

@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.server.chat_messages import ChatMessages, content_of
-from penstock.server.errors import ApiError
-from penstock.server.fields import not_valid, object_of, string_of, texts_of
+from penstock.server.http.errors import ApiError
+from penstock.server.http.fields import not_valid, object_of, string_of, texts_of
+from penstock.server.requests.chat_messages import ChatMessages, content_of
 
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}

@@ -9,14 +9,14 @@ from typing import Any
 
 from penstock.contract import SamplingParams
 from penstock.engine.outputs import CompletionOutput, RequestOutput
-from penstock.server.chat_task import ChatTask
-from penstock.server.connection import event
-from penstock.server.errors import ApiError
-from penstock.server.generation import Generation
-from penstock.server.logprobs import LogprobsFormat
+from penstock.server.http.connection import event
+from penstock.server.http.errors import ApiError
 from penstock.server.protocol.responses_request import ResponsesRequest
+from penstock.server.requests.chat_task import ChatTask
+from penstock.server.requests.generation import Generation
+from penstock.server.requests.logprobs import LogprobsFormat
+from penstock.server.requests.samples import AnswerSamples
 from penstock.server.responses.output_items import OutputItems
-from penstock.server.samples import AnswerSamples
 
 
 class ResponseWriter:

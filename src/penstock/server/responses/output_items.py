@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.server.answer_parts import (
+from penstock.server.requests.answer_parts import (
     AnswerParts,
     CallPart,
     Part,

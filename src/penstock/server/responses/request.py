@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.server.chat_messages import ChatMessages
-from penstock.server.chat_task import chat_client_names
-from penstock.server.fields import not_valid, object_of
+from penstock.server.http.fields import not_valid, object_of
 from penstock.server.protocol.base import GenerationFields
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.responses_request import LOGPROBS, FlatJsonSchemaFormat, ResponsesRequest
+from penstock.server.requests.chat_messages import ChatMessages
+from penstock.server.requests.chat_task import chat_client_names
 from penstock.server.responses.items import add_items
 
 _SAME = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.server.errors import json_response
+from penstock.server.http.errors import json_response
 from penstock.server.protocol.responses import PrefixCacheReset, errors
 from penstock.server.routes.common import served_model
 

@@ -9,22 +9,22 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.engine.outputs import CompletionOutput, RequestOutput
-from penstock.server.answer import (
+from penstock.server.http.connection import DONE, event
+from penstock.server.http.errors import refusals
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.responses import CHAT_RESPONSES
+from penstock.server.requests.answer import (
     AnswerEvent,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from penstock.server.chat_task import ChatTask, chat_client_names, prepare_chat
-from penstock.server.connection import DONE, event
-from penstock.server.errors import refusals
-from penstock.server.generation import Generation
-from penstock.server.logprobs import prompt_logprobs
-from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.protocol.responses import CHAT_RESPONSES
+from penstock.server.requests.chat_task import ChatTask, chat_client_names, prepare_chat
+from penstock.server.requests.generation import Generation
+from penstock.server.requests.logprobs import prompt_logprobs
+from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
-from penstock.server.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.served_model import ServedModel
 
 router = APIRouter()

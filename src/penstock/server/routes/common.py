@@ -13,12 +13,12 @@ from starlette.responses import Response
 
 from penstock.contract import RequestOutputKind
 from penstock.engine.outputs import RequestOutput
-from penstock.server.connection import EventStream, stream_error, while_connected
-from penstock.server.context import request_id_of
-from penstock.server.errors import json_response
-from penstock.server.generation import Generation, Submission
-from penstock.server.logprobs import LogprobsFormat
+from penstock.server.http.connection import EventStream, stream_error, while_connected
+from penstock.server.http.context import request_id_of
+from penstock.server.http.errors import json_response
 from penstock.server.protocol.base import SamplingFields
+from penstock.server.requests.generation import Generation, Submission
+from penstock.server.requests.logprobs import LogprobsFormat
 from penstock.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

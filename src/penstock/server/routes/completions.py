@@ -13,15 +13,15 @@ from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.detokenizer import SpecialTokens
 from penstock.engine.outputs import CompletionOutput, RequestOutput
 from penstock.engine.prompts import PromptDict, RenderedText
-from penstock.server.connection import DONE, event
-from penstock.server.errors import refusals
-from penstock.server.generation import Generation, Submission
-from penstock.server.logprobs import CompletionLogprobs, Row, prompt_logprobs
+from penstock.server.http.connection import DONE, event
+from penstock.server.http.errors import refusals
 from penstock.server.protocol.completion import CompletionRequest
 from penstock.server.protocol.responses import COMPLETION_RESPONSES
+from penstock.server.requests.generation import Generation, Submission
+from penstock.server.requests.logprobs import CompletionLogprobs, Row, prompt_logprobs
+from penstock.server.requests.samples import Usage
+from penstock.server.requests.sampling import client_names, sampling_params
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
-from penstock.server.samples import Usage
-from penstock.server.sampling import client_names, sampling_params
 from penstock.server.served_model import ServedModel
 
 router = APIRouter()

@@ -7,13 +7,13 @@ import uuid
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.server.chat_task import prepare_chat
-from penstock.server.conversation import render_request
-from penstock.server.errors import json_response, refusals
+from penstock.server.http.errors import json_response, refusals
 from penstock.server.messages.output import MessageWriter, error_event
 from penstock.server.messages.request import chat_request
 from penstock.server.protocol.messages_request import CountTokensRequest, MessagesRequest
 from penstock.server.protocol.responses import COUNT_RESPONSES, MESSAGES_RESPONSES
+from penstock.server.requests.chat_task import prepare_chat
+from penstock.server.requests.conversation import render_request
 from penstock.server.routes.common import answer, served_model
 
 router = APIRouter()

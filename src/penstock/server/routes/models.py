@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.server.errors import json_response
+from penstock.server.http.errors import json_response
 from penstock.server.protocol.responses import ModelCard, ModelList, Version, errors
 from penstock.server.routes.common import served_model
 from penstock.server.served_model import ServedModel

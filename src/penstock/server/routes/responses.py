@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from penstock.server.chat_task import prepare_chat
-from penstock.server.errors import ApiError, json_response, refusals
+from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.responses import RESPONSES_RESPONSES, errors
 from penstock.server.protocol.responses_request import ResponsesRequest
+from penstock.server.requests.chat_task import prepare_chat
 from penstock.server.responses.items import input_items
 from penstock.server.responses.output import ResponseWriter, response_body
 from penstock.server.responses.request import chat_request

@@ -5,8 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.server.conversation import render
-from penstock.server.errors import json_response, refusals
+from penstock.server.http.errors import json_response, refusals
 from penstock.server.protocol.responses import errors
 from penstock.server.protocol.tokenize import (
     DetokenizeRequest,
@@ -14,6 +13,7 @@ from penstock.server.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from penstock.server.requests.conversation import render
 from penstock.server.routes.common import served_model
 
 router = APIRouter()

@@ -37,10 +37,10 @@ from penstock.engine.messages import (
 from penstock.engine.supervised_process import Deliver, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.executor.processes import ProcessStarter
-from penstock.server.front_end import FrontEndArguments, broker_path, serve_http
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
-from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
+from penstock.server.processes.front_end import FrontEndArguments, broker_path, serve_http
+from penstock.server.processes.network import NetworkOptions
 from penstock.worker.capabilities import check_async_engine, check_options
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.engine.outputs import CompletionOutput, RequestOutput
-from penstock.server.answer import (
+from penstock.server.requests.answer import (
     AnswerEvent,
     AnswerFormat,
     AnswerParser,

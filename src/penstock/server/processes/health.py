@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine.broker_connection import BrokerState
 from penstock.engine.messages import BrokerStatus
-from penstock.server.errors import ApiError
-from penstock.server.guards import PUBLIC_PATHS
+from penstock.server.http.errors import ApiError
+from penstock.server.http.guards import PUBLIC_PATHS
 
 router = APIRouter()
 _RETRY_AFTER_S = 2

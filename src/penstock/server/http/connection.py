@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.errors import ApiError, api_error
+from penstock.server.http.errors import ApiError, api_error
 
 _Result = TypeVar("_Result")
 _KEEP_ALIVE = b": keep-alive\n\n"

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.structured_outputs import structured_outputs_from
-from penstock.server.errors import ApiError
+from penstock.server.http.errors import ApiError
 from penstock.server.protocol.base import (
     JsonObjectFormat,
     JsonSchemaResponseFormat,

@@ -22,13 +22,13 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.broker_connection import BrokerState, connect_to_broker
 from penstock.engine.child_main import ParentConnection
 from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
-from penstock.server import health
 from penstock.server.app import create_app
 from penstock.server.metrics import route as metrics_route
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import CountRequests, HttpCounts
-from penstock.server.network import NetworkOptions
 from penstock.server.options import ServerOptions
+from penstock.server.processes import health
+from penstock.server.processes.network import NetworkOptions
 
 logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0

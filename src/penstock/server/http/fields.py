@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.contract.param_checks import shown
-from penstock.server.errors import ApiError
+from penstock.server.http.errors import ApiError
 
 
 def not_valid(path: str, value: Any, allowed: str) -> ApiError:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract import SamplingParams
-from penstock.server.answer import AnswerFormat
-from penstock.server.conversation import render_request
-from penstock.server.formats import choose_format
-from penstock.server.generation import Submission
 from penstock.server.protocol.chat import ChatCompletionRequest
-from penstock.server.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
+from penstock.server.requests.answer import AnswerFormat
+from penstock.server.requests.conversation import render_request
+from penstock.server.requests.formats import choose_format
+from penstock.server.requests.generation import Submission
+from penstock.server.requests.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
 from penstock.server.served_model import ServedModel
 
 

@@ -10,7 +10,7 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.errors import ApiError
+from penstock.server.http.errors import ApiError
 
 # Paths for probes, which have no key.
 PUBLIC_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))

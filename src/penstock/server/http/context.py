@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.errors import api_error
+from penstock.server.http.errors import api_error
 
 logger = logging.getLogger("penstock.server.requests")
 

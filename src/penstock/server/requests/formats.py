@@ -7,10 +7,10 @@ from typing import Any
 
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.tokenizer import Tokenizer
-from penstock.server.answer import AnswerFormat
 from penstock.server.answers import answer_format
 from penstock.server.answers.history import template_messages as messages_for_templates
 from penstock.server.options import ServerOptions
+from penstock.server.requests.answer import AnswerFormat
 
 
 def choose_format(

@@ -9,7 +9,7 @@ from penstock.config import vllm
 from penstock.config.checks import did_you_mean
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
-from penstock.server.errors import ApiError
+from penstock.server.http.errors import ApiError
 from penstock.server.protocol.base import FIELD_ERROR
 
 _SHOWN_KINDS = 4

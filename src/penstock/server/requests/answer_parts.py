@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.server.answer import (
+from penstock.server.requests.answer import (
     AnswerEvent,
     ContentDelta,
     ReasoningDelta,

@@ -17,7 +17,7 @@ from penstock.contract import RequestOutputKind, SamplingParams
 from penstock.engine.async_engine import AdmittedRequest, AsyncEngine
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt
-from penstock.server.errors import ApiError
+from penstock.server.http.errors import ApiError
 
 # Output of a prompt, after the prompt's number in its HTTP request.
 Numbered: TypeAlias = tuple[int, RequestOutput]
