@@ -42,6 +42,7 @@ test-mutations: $(VENV)/.installed
 # Clients and test suites of others against the server, each in an environment of its own.
 test-clients: $(VENV)/.installed
 	$(BIN)/python -m tools.clients.openai_suite
+	$(BIN)/python -m tools.clients.schemathesis_suite
 
 # The GPU's kernels in Triton's interpreter, and compiled for an H100; in an environment of its own, which has Triton.
 test-triton: $(VENV)/.installed
