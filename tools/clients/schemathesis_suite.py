@@ -18,6 +18,9 @@ from tools.clients.environment import client_python
 
 _PACKAGES = ("schemathesis==4.32.5", "hypothesis==6.170.17")
 _ENGINE = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB", "--max-model-len", "256")
+# A template that takes every role, so that random messages reach the engine.
+_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+_CHAT = ("--chat-template", _TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 _CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance"
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     python = client_python("schemathesis", _PACKAGES)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with ServerProcess(serve_command("demo", *_ENGINE), log) as server:
+        with ServerProcess(serve_command("demo", *_ENGINE, *_CHAT), log) as server:
             command = [python, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
             status = subprocess.run([*command, *_OPTIONS, *_REPRODUCIBLE, *arguments], cwd=folder).returncode
         text = log.read_text(errors="replace")
