@@ -43,6 +43,7 @@ test-mutations: $(VENV)/.installed
 test-clients: $(VENV)/.installed
 	$(BIN)/python -m tools.clients.openai_suite
 	$(BIN)/python -m tools.clients.schemathesis_suite
+	$(BIN)/python -m tools.clients.lm_eval_suite
 
 # The GPU's kernels in Triton's interpreter, and compiled for an H100; in an environment of its own, which has Triton.
 test-triton: $(VENV)/.installed
