@@ -19,7 +19,7 @@ from tools.clients.environment import client_python
 _PACKAGES = ("schemathesis==4.32.5", "hypothesis==6.170.17")
 _ENGINE = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB", "--max-model-len", "256")
 # A template that takes every role, so that random messages reach the engine.
-_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+_TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 _CHAT = ("--chat-template", _TEMPLATE, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 _CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
