@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 import tomllib
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
@@ -36,9 +37,9 @@ def _without(options: Any, params: Collection[str]) -> Any:
     return options.model_copy(update={"json_data": kept})
 
 
-def _without_refused(options: Any, error: openai.BadRequestError) -> Any:
+def _without_refused(options: Any, error: openai.APIStatusError) -> Any:
     """Options of a request without the parameter of the error, which is raised unless that parameter is listed."""
-    param = (error.param or "").partition(".")[0]
+    param = re.split(r"[.\[]", error.param or "", maxsplit=1)[0]
     if param not in _LISTS["refused"] or param not in options.json_data:
         raise error
     _refused.append(param)
@@ -51,7 +52,7 @@ def _retrying(request: Callable[..., Any]) -> Callable[..., Any]:
         while True:
             try:
                 return request(client, cast_to, options, **more)
-            except openai.BadRequestError as error:
+            except (openai.BadRequestError, openai.NotFoundError) as error:
                 options = _without_refused(options, error)
 
     return send
@@ -63,7 +64,7 @@ def _retrying_async(request: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
         while True:
             try:
                 return await request(client, cast_to, options, **more)
-            except openai.BadRequestError as error:
+            except (openai.BadRequestError, openai.NotFoundError) as error:
                 options = _without_refused(options, error)
 
     return send
@@ -88,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 break
         else:
             kept.append(item)
-    if unused:
+    if unused and not config.option.keyword:
         raise pytest.UsageError(f"No test matches the deselected names {sorted(unused)}.")
     items[:] = kept
     config.hook.pytest_deselected(items=deselected)
