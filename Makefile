@@ -13,7 +13,7 @@ PYTEST ?= -m pytest
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow test-triton test-newest test-mutations sanitize wheel try-wheel docs lint format upgrade clean
+.PHONY: demo test test-slow test-triton test-newest test-mutations test-clients sanitize wheel try-wheel docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,12 @@ test-newest:
 # Plants bugs, one at a time, and fails if one of them goes unnoticed.
 test-mutations: $(VENV)/.installed
 	$(BIN)/python tools/plant_bugs.py --jobs $(JOBS)
+
+# Clients and test suites of others against the server, each in an environment of its own.
+test-clients: $(VENV)/.installed
+	$(BIN)/python -m tools.clients.openai_suite
+	$(BIN)/python -m tools.clients.schemathesis_suite
+	$(BIN)/python -m tools.clients.lm_eval_suite
 
 # The GPU's kernels in Triton's interpreter, and compiled for an H100; in an environment of its own, which has Triton.
 test-triton: $(VENV)/.installed
@@ -85,4 +91,4 @@ upgrade: $(VENV)/.installed
 	$(BIN)/python tools/pin_packages.py "$(TORCH)" $(CONSTRAINTS)
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-triton .venv-wheel .venv-try-wheel build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-triton .venv-wheel .venv-try-wheel .venv-clients build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

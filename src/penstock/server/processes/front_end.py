@@ -67,6 +67,7 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
         lambda config: connect_to_broker(str(broker_path(arguments.folder)), config, broker),
         front_end=arguments.number,
     )
+    logging.getLogger("uvicorn").addHandler(_UvicornLog())
     try:
         app = create_app(engine, arguments.options)
         state = health.Health(broker, arguments.step_limit_s, arguments.silence_limit_s)
@@ -194,6 +195,13 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _UvicornLog(logging.Handler):
+    """Handler that writes uvicorn's log records to Penstock's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger.log(record.levelno, "%s", record.getMessage(), exc_info=record.exc_info)
 
 
 def _read_drain(parent: ParentConnection) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter, Request
 from starlette._utils import get_route_path
@@ -14,7 +14,8 @@ from penstock.engine.messages import BrokerStatus
 from penstock.server.http.errors import ApiError
 from penstock.server.http.guards import PUBLIC_PATHS
 
-router = APIRouter()
+_NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "No; the body has the reason."}}
+router = APIRouter(responses=_NOT_NOW)
 _RETRY_AFTER_S = 2
 _State: TypeAlias = "dict[str, str | int | float]"
 

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from penstock.server.protocol.base import Objects, SamplingFields, StrictModel, field_error
+
+
+def _functions(**required: Any) -> WithJsonSchema:
+    """Schema of a list of functions, for the OpenAPI document: the conversation's own checks have clearer errors."""
+    name = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"}
+    function = {"type": "object", "properties": {"name": name, **required}, "required": ["name", *required]}
+    item = {"type": "object", "properties": {"type": {"const": "function"}, "function": function}}
+    return WithJsonSchema({"type": "array", "items": {**item, "required": ["type", "function"]}})
+
+
+# Arguments are an object as JSON text.
+Calls: TypeAlias = Annotated[Objects, _functions(arguments={"type": "string", "contentMediaType": "application/json"})]
+Tools: TypeAlias = Annotated[Objects, _functions()]
 
 
 class ChatMessage(BaseModel):
@@ -16,7 +29,7 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
-    tool_calls: Objects | None = None
+    tool_calls: Calls | None = None
     tool_call_id: str | None = None
 
     @property
@@ -33,7 +46,7 @@ Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast
 class TemplateFields(StrictModel):
     """Fields of the template that renders a conversation. documents: one of its variables."""
 
-    tools: Objects | None = None
+    tools: Tools | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None

@@ -32,6 +32,7 @@ OTHER_FIELDS: dict[str, OtherField] = {
     "safety_identifier": _NO_EFFECT,
     "service_tier": _NO_EFFECT,
     "prompt_cache_key": _NO_EFFECT,
+    "prompt_cache_options": _NO_EFFECT,
     "prompt_cache_retention": _NO_EFFECT,
     "verbosity": _NO_EFFECT,
     # These would change the answer.

@@ -170,7 +170,13 @@ class MessagesErrorResponse(BaseModel):
 
 
 _GENERATION_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENT = {
+    "description": "An event of the stream. data: a chunk as JSON, or [DONE] at the end. event: error, with an error.",
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+_STREAM = {"text/event-stream": {"schema": _EVENT}}
 COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": CompletionResponse, "content": _STREAM},
     **_GENERATION_ERRORS,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, model_validator
+from typing import Any
+
+from pydantic import BaseModel, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from penstock.server.protocol.base import RequestModel, TokenIds, field_error
 from penstock.server.protocol.chat import Messages, TemplateFields
@@ -25,6 +28,16 @@ class TokenizeRequest(TemplateFields, RequestModel):
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "Give either prompt or messages.")
         return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core))
+        is_null, is_given = {"type": "null"}, {"not": {"type": "null"}}
+        schema["oneOf"] = [
+            {"required": [given], "properties": {given: is_given, other: is_null}}
+            for given, other in (("prompt", "messages"), ("messages", "prompt"))
+        ]
+        return schema
 
 
 class DetokenizeRequest(RequestModel):
