@@ -73,9 +73,9 @@ async def answer(client: AsyncOpenAI, index: int, max_tokens: int = 60) -> Answe
     return "".join(pieces), logprobs, num_tokens
 
 
-async def answers(server: ServerProcess, number: int) -> list[Answer]:
+async def answers(server: ServerProcess, number: int, max_tokens: int = 60) -> list[Answer]:
     async with server.async_client(timeout=600.0) as client:
-        return list(await asyncio.gather(*(answer(client, index) for index in range(number))))
+        return list(await asyncio.gather(*(answer(client, index, max_tokens) for index in range(number))))
 
 
 def disturb(server: ServerProcess, faults: list[tuple[str, signal.Signals]], interval_s: float) -> None:
@@ -164,7 +164,7 @@ def test_sigterm_lets_streams_finish_and_exits_with_0(start: Callable[..., Serve
 
     async def run() -> list[Answer]:
         async with server.async_client() as client:
-            streams = [asyncio.ensure_future(answer(client, index)) for index in range(12)]
+            streams = [asyncio.ensure_future(answer(client, index, 400)) for index in range(12)]
             await asyncio.sleep(0.3)
             server.process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.2)
@@ -176,7 +176,7 @@ def test_sigterm_lets_streams_finish_and_exits_with_0(start: Callable[..., Serve
             assert (await asyncio.to_thread(get, server.url, "/ready"))[0] == 503
             return list(await asyncio.gather(*streams))
 
-    undisturbed = asyncio.run(answers(server, 12))
+    undisturbed = asyncio.run(answers(server, 12, 400))
     assert asyncio.run(run()) == undisturbed
     assert server.process.wait(PATIENCE_S) == 0
 

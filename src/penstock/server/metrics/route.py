@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from penstock.engine.metrics import PREFIX, Histogram, Metric, Vector
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
@@ -21,7 +21,11 @@ _OPEN_METRICS = "application/openmetrics-text"
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
 
 
-@router.get("/metrics", summary="Metrics of the server, of all its front ends together, for Prometheus")
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    summary="Metrics of the server, of all its front ends together, for Prometheus",
+)
 async def metrics(http: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(http.app.state.metrics))

@@ -41,12 +41,15 @@ class TextOptions(StrictModel):
 class ReasoningOptions(StrictModel):
     """Options of reasoning. effort: a variable of the chat template; "none" sets enable_thinking to false as well.
 
-    summary, generate_summary: accepted without an effect; the reasoning itself is returned.
+    summary, generate_summary: accepted without an effect; the reasoning itself is returned. context, mode: only their
+    defaults.
     """
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponseStreamOptions(StrictModel):

@@ -114,7 +114,7 @@ class ResponseWriter:
         usage = self._samples.usage
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._samples.num_reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -146,7 +146,11 @@ def response_body(
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": request.previous_response_id,
-        "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": None},
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None,
+            "mode": "standard",
+        },
         "service_tier": "default",
         "store": stores,
         "temperature": params.temperature,
