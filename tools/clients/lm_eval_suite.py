@@ -94,8 +94,8 @@ class Oracle:
     """The demo model in Transformers."""
 
     def __init__(self) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(_MODEL)
-        self._model = AutoModelForCausalLM.from_pretrained(_MODEL, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(_MODEL, trust_remote_code=False)
+        self._model = AutoModelForCausalLM.from_pretrained(_MODEL, dtype=torch.float32, trust_remote_code=False).eval()
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
         """Log-likelihood of the continuation, and whether it is the greedy one. An empty context is the BOS token."""
