@@ -11,6 +11,7 @@
 | GLOO_SOCKET_IFNAME | network interface of ranks on several machines; unset takes the one that reaches rank 0 |
 | RAY_ADDRESS | Ray cluster to connect to; unset takes the one that runs on this machine, or starts one |
 | RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and others | set by torchrun for external_launcher |
+| PENSTOCK_CACHE | folder of files that can be made or fetched again; unset takes penstock in the user's cache folder |
 | OPENAI_API_KEY | API key that `penstock bench serve` sends to the server that it measures |
 | HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE | 1 forbids the network: models come from the local cache only |
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from penstock.config.rank_variables import SET_BEFORE_TORCH, LauncherPlace, for_another_machine, place_from_launcher
 from penstock.errors import ConfigError
@@ -77,6 +79,14 @@ def allowed_plugins() -> list[str] | None:
 def openai_api_key() -> str | None:
     """API key of clients; None if it is not set, or empty."""
     return os.environ.get("OPENAI_API_KEY") or None
+
+
+def cache_folder() -> Path:
+    """Folder of files that can be made or fetched again; it need not exist."""
+    own = os.environ.get("PENSTOCK_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def hub_is_offline() -> bool:

@@ -13,12 +13,12 @@ from penstock.errors import ConfigError
 
 SHARDED_STATE = "sharded_state"
 SHARDED_STATE_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
-LOAD_FORMATS = ("auto", "safetensors", "pt", SHARDED_STATE, "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", SHARDED_STATE, "dummy")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
-    """load_format: "auto" takes safetensors, else PyTorch `.bin` files; "sharded_state" takes the
+    """load_format: "auto" takes safetensors, else PyTorch `.bin`, else GGUF files; "sharded_state" takes the
         files of `save_sharded_state`; "dummy" takes random weights.
     use_tqdm_on_load: show a progress bar when standard error is a terminal.
     model_loader_extra_config: options of one load format; "sharded_state" has `pattern`, for the names of its files.

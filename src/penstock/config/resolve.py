@@ -1,4 +1,4 @@
-"""Resolution of model names to local folders, with downloads from the hub."""
+"""Resolution of model names to local folders, with downloads from the hub, and folders of GGUF files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import env
+from penstock.config.gguf.container import is_gguf, models_in, parts_of
+from penstock.config.gguf.folder import folder_of_file, folder_of_only_model
 from penstock.errors import ModelNotFound
 
 SHIPPED_MODELS = ("demo",)
@@ -18,7 +20,7 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinj
 
 
 def resolve_model_folder(model: str | Path, revision: str | None = None, *, option: str = "model") -> Path:
-    """Return the folder of a shipped model, a local folder, or a hub id. A Path is a folder.
+    """Return the folder of a shipped model, a local folder, a GGUF file, or a hub id. A Path is a folder or file.
 
     Hub ids are downloaded, or found in the local cache without a network.
     option: name in errors. Raises ModelNotFound.
@@ -40,16 +42,20 @@ def _local_folder(model: Any, option: str) -> Path | None:
     if not isinstance(model, (str, os.PathLike)):
         raise ModelNotFound(
             f"{option}={model!r} is a {type(model).__name__}. Allowed: {', '.join(SHIPPED_MODELS)}, a folder, or a hub "
-            "id, as text; or a Path to a folder."
+            "id, as text; or a Path to a folder or a GGUF file."
         )
     if model in (*SHIPPED_MODELS, *SHIPPED_HEADS.values()):
         return _ASSETS / model
     name = os.fspath(model)
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return folder
+        return folder_of_only_model(folder, option) if _has_only_gguf(folder) else folder
+    if is_gguf(folder) and (folder.exists() or parts_of(folder) != [folder]):
+        return folder_of_file(folder)
     if folder.exists():
-        raise ModelNotFound(f"{option}={name!r} is a file. Give the folder that holds config.json and the weights.")
+        raise ModelNotFound(
+            f"{option}={name!r} is a file. Give the folder that holds config.json and the weights, or a GGUF file."
+        )
     if not isinstance(model, str):
         raise ModelNotFound(f"{option}={name!r}: there is no such folder. A hub id is given as text, not as a Path.")
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
@@ -59,6 +65,12 @@ def _local_folder(model: Any, option: str) -> Path | None:
             f"Shipped models: {', '.join(SHIPPED_MODELS)}."
         )
     return None
+
+
+def _has_only_gguf(folder: Path) -> bool:
+    """Whether GGUF files are all that could be loaded: a folder's own config.json and tokenizer take precedence."""
+    has_own = any((folder / name).exists() for name in ("config.json", "tokenizer.json", "tokenizer_config.json"))
+    return not has_own and bool(models_in(folder))
 
 
 def _download(model: str, revision: str | None, patterns: list[str], option: str) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from penstock.engine.engine_plan import EnginePlan, StagePlan, kv_bytes_per_toke
 from penstock.engine.kv_cache_size import choose_max_model_len, size_kv_cache, specs_of_all, whole_kv_cache_bytes
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import fetch_headers
-from penstock.loader.loader import check_tensor_parallel_size, open_weights, stored_dtype, without_memory
+from penstock.loader.loader import check_tensor_parallel_size, peek_weights, stored_dtype, without_memory
 from penstock.loader.weight_files import has_weight_files
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
@@ -128,9 +127,8 @@ def _tensors(
     """Meta tensors of the checkpoint, or of its headers on the hub; None for random weights."""
     if config.load.load_format == "dummy":
         return None
-    quiet = replace(config.load, use_tqdm_on_load=False)
     try:
-        return list(without_memory(open_weights(config.model.folder, quiet, ParallelState())))
+        return list(without_memory(peek_weights(config.model.folder, config.load, ParallelState())))
     except CheckpointError:
         if not is_on_hub or has_weight_files(config.model.folder):
             raise

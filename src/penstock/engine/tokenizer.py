@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
+from penstock.config.gguf.folder import check_tokenizer
 from penstock.engine.detokenizer import (
     SKIPPED,
     Detokenizer,
@@ -42,6 +43,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise TokenizerError(f"The tokenizer folder {folder} does not exist. Give a folder with {TOKENIZER_FILE}.")
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        check_tokenizer(folder)
         raise TokenizerError(f"{folder} has no tokenizer. {WHAT_TO_DO}")
     files = TokenizerFiles.read(folder)
     if files.fast is not None and files.tokenizer_json_decides():

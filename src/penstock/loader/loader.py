@@ -22,6 +22,7 @@ from penstock.errors import CheckpointError, ModelError, OutOfMemory, PenstockEr
 from penstock.layers.linear import process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
+from penstock.loader.gguf.tensors import GgufWeights
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
 from penstock.loader.quantized.assembly import Rounding, assemble, linear_weights
@@ -116,8 +117,7 @@ def load_without_memory(
             tensors = [(name, torch.empty(slot.shape, device=META)) for name, slot in slots.items()]
         else:
             if tensors is None:
-                quiet = replace(load_config, use_tqdm_on_load=False)
-                tensors = list(without_memory(open_weights(model_config.folder, quiet, parallel_context)))
+                tensors = list(without_memory(peek_weights(model_config.folder, load_config, parallel_context)))
                 check_against_files(model, model_config)
             if load_config.load_format != SHARDED_STATE:
                 tensors = ties.apply(model, tensors)
@@ -205,8 +205,7 @@ def _build_as_stored(
     if load_config.load_format == "dummy" or not model.tied_weights():
         return model, StoredTies()
     if tensors is None or has_weight_files(model_config.folder):
-        quiet = replace(load_config, use_tqdm_on_load=False)
-        tensors = open_weights(model_config.folder, quiet, parallel_context)
+        tensors = peek_weights(model_config.folder, load_config, parallel_context)
     is_state = load_config.load_format == SHARDED_STATE
     ties = find_ties_of_state(model, tensors) if is_state else find_ties(model, tensors)
     return (build_model(untied(model_config), parallel_context) if ties.separate else model), ties
@@ -231,11 +230,36 @@ def open_weights(
         found = find_weight_files(folder, PYTORCH_BIN)
         if found is not None:
             return _with_progress(iterate_pytorch_bins(found), check_pytorch_bins(found), load_config)
-    wanted = {"safetensors": SAFETENSORS.single, "pt": PYTORCH_BIN.single}
+    model = _find_gguf(folder, load_config)
+    if model is not None:
+        model.log_types()
+        return _with_progress(model.iterate(), len(model.tensors), load_config)
+    wanted = {"safetensors": SAFETENSORS.single, "pt": PYTORCH_BIN.single, "gguf": "GGUF file"}
     names = wanted.get(load_format, " or ".join(wanted.values()))
     raise CheckpointError(
         f"There is no {names}, nor an index of shards (load_format={load_format!r}). {what_is_there(folder)}"
     )
+
+
+def peek_weights(
+    folder: Path, load_config: LoadConfig, parallel_context: ParallelState
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the checkpoint's tensors as views of mapped files, quietly; meta tensors for a GGUF file.
+
+    Raises what `open_weights` raises.
+    """
+    model = _find_gguf(folder, load_config)
+    if model is not None:
+        return model.iterate_without_memory()
+    return open_weights(folder, replace(load_config, use_tqdm_on_load=False), parallel_context)
+
+
+def _find_gguf(folder: Path, load_config: LoadConfig) -> GgufWeights | None:
+    """GGUF model of a folder, if it is asked for, or the only one there."""
+    is_wanted = load_config.load_format == "gguf" or (
+        load_config.load_format == "auto" and not has_weight_files(folder)
+    )
+    return GgufWeights.find(folder) if is_wanted else None
 
 
 def without_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -249,7 +273,7 @@ def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: P
     if load_config.load_format == "dummy":
         load_config = replace(load_config, load_format="auto")
     try:
-        return stored_dtype(open_weights(folder, replace(load_config, use_tqdm_on_load=False), parallel_context))
+        return stored_dtype(peek_weights(folder, load_config, parallel_context))
     except CheckpointError:
         return None
 

@@ -15,7 +15,7 @@ from penstock.observability.units import format_bytes
 _PARAMETERS_PER_BYTE = 16
 # Smallest format: 4 bits per parameter.
 _PARAMETERS_PER_BYTE_OF_MEMORY = 2
-_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 def check_against_files(model: nn.Module, model_config: ModelConfig) -> None:

@@ -18,7 +18,7 @@ from penstock.config.speculative import HEAD_METHODS, MODEL_METHODS
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError, ModelError, UnsupportedFeature
-from penstock.loader.loader import load_model, load_without_memory, open_weights
+from penstock.loader.loader import load_model, load_without_memory, peek_weights
 from penstock.models.attention_layers import kv_cache_specs, prefix_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
@@ -220,8 +220,7 @@ def _stored_names(source: ModelConfig, config: EngineConfig) -> list[str] | None
     load_config = _load_config(config)
     if load_config.load_format == "dummy":
         return None
-    quiet = replace(load_config, use_tqdm_on_load=False)
-    return [name for name, _ in open_weights(source.folder, quiet, ParallelState())]
+    return [name for name, _ in peek_weights(source.folder, load_config, ParallelState())]
 
 
 def _load_config(config: EngineConfig) -> LoadConfig:

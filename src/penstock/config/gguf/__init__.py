@@ -1,0 +1,1 @@
+"""GGUF files: header, metadata, and the model folder that is made from them."""

@@ -1,0 +1,86 @@
+"""Typed access to the metadata of a GGUF file, with errors that name the key."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config.gguf.container import Header, TensorInfo, mapped
+from penstock.config.json_file import shown
+from penstock.errors import CheckpointError, ModelError, UnsupportedFeature
+
+_F32 = 0
+
+
+class Metadata:
+    """Metadata of a model, and its tensors by name. name: of the file, for errors."""
+
+    def __init__(self, name: str, header: Header) -> None:
+        self.name = name
+        self.tensors: Mapping[str, TensorInfo] = {tensor.name: tensor for tensor in header.tensors}
+        self._values = header.metadata
+
+    @property
+    def architecture(self) -> str:
+        value: str = self.required("general.architecture", str)
+        return value
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Value of a key, or the default. Raises ModelError for a value of another type than `kind`."""
+        value = self._values.get(self._full(key))
+        if value is None:
+            return default
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            raise ModelError(f"{self.name} has {self._full(key)}={shown(value)}. It must be of type {kind.__name__}.")
+        return value
+
+    def required(self, key: str, kind: type) -> Any:
+        """Value of a key. Raises ModelError for an absent one, or a value of another type."""
+        value = self.get(key, kind)
+        if value is None:
+            raise ModelError(f"{self.name} has no {self._full(key)}, which a model needs. Convert the model again.")
+        return value
+
+    def list_of(self, key: str, kind: type) -> list[Any] | None:
+        """List whose elements are of one type; None for an absent key. Raises ModelError for another value."""
+        values: list[Any] | None = self.get(key, list)
+        if values is not None and not all(type(value) is kind for value in values):
+            raise ModelError(f"{self.name} has {key} with elements that are not of type {kind.__name__}.")
+        return values
+
+    def keys_under(self, prefix: str) -> list[str]:
+        """Keys that begin with a prefix."""
+        return [key for key in self._values if key.startswith(prefix)]
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises CheckpointError without one."""
+        if tensor not in self.tensors:
+            raise CheckpointError(f"{self.name} has no tensor {tensor}, which every model has. Download it again.")
+        return self.tensors[tensor].shape
+
+    def float32_values(self, tensor: str) -> list[float] | None:
+        """Values of a small float32 tensor; None without one. Raises CheckpointError for a damaged one."""
+        info = self.tensors.get(tensor)
+        if info is None:
+            return None
+        if info.kind != _F32 or len(info.shape) != 1:
+            raise self.unsupported(f"{tensor} of type {info.kind} and shape {list(info.shape)}", "a float32 vector")
+        end = info.start + 4 * info.shape[0]
+        with mapped(info.path) as data:
+            if end > len(data):
+                raise CheckpointError(
+                    f"{info.path} is truncated: {tensor} needs the bytes {info.start} to {end}, and the file has "
+                    f"{len(data)}. Download it again."
+                )
+            return array.array("f", data[info.start : end]).tolist()
+
+    def unsupported(self, what: str, allowed: str) -> UnsupportedFeature:
+        """Make the error for an unsupported value."""
+        return UnsupportedFeature(f"{self.name} has {what}, which is not supported. Supported: {allowed}.")
+
+    def _full(self, key: str) -> str:
+        """Key with the architecture's name: those of a model's own fields begin with a dot."""
+        return f"{self._values.get('general.architecture')}{key}" if key.startswith(".") else key

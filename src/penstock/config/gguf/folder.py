@@ -1,0 +1,103 @@
+"""Model folder of a GGUF file: `config.json`, tokenizer and chat template from its metadata, and links to its files.
+
+It is made once per version of the file, in the cache folder, so that all that reads a model folder reads GGUF.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.config import env
+from penstock.config.generation import GENERATION_CONFIG_FILE
+from penstock.config.gguf.container import SUFFIX, models_in, parts_of, read_headers
+from penstock.config.gguf.fields import Metadata
+from penstock.config.gguf.model_fields import hf_config_of
+from penstock.config.gguf.tokenizer import end_tokens_of, tokenizer_files_of
+from penstock.errors import CheckpointError, ModelNotFound, TokenizerError, UnsupportedModel
+
+# Changes with what is written, so that folders of older versions are not taken.
+_VERSION = 1
+# Type of the matrices' values, by ggml's number; others are quantised, and computed in bfloat16 on a GPU.
+_DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
+_QUANTIZED_DTYPE = "bfloat16"
+logger = logging.getLogger(__name__)
+
+
+def folder_of_file(path: Path) -> Path:
+    """Return the model folder of a GGUF file, or of one of the files that a model is split into.
+
+    Raises UnsupportedModel, UnsupportedFeature, ModelError, CheckpointError or TokenizerError for files that cannot be
+    loaded.
+    """
+    parts = parts_of(path.absolute())
+    folder = env.cache_folder() / "gguf" / f"{path.name.removesuffix(SUFFIX)}-{_fingerprint(parts)}"
+    if not (folder / "config.json").exists():
+        _write(folder, parts)
+    return folder
+
+
+def folder_of_only_model(folder: Path, option: str) -> Path:
+    """Return the model folder of the GGUF file in a folder. Raises ModelNotFound if there are several."""
+    found = models_in(folder)
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found)
+        raise ModelNotFound(f"{option}={str(folder)!r} holds several GGUF models: {names}. Give the path of one.")
+    return folder_of_file(found[0])
+
+
+def _fingerprint(parts: Sequence[Path]) -> str:
+    status = [(str(part), (found := part.stat()).st_size, found.st_mtime_ns) for part in parts]
+    return hashlib.sha256(json.dumps([_VERSION, status]).encode()).hexdigest()[:16]
+
+
+def _write(folder: Path, parts: Sequence[Path]) -> None:
+    header = read_headers(list(parts))
+    metadata = Metadata(str(parts[0]), header)
+    kinds = {tensor.kind for tensor in header.tensors if len(tensor.shape) > 1}
+    dtype = _DTYPES.get(kinds.pop(), _QUANTIZED_DTYPE) if len(kinds) == 1 else _QUANTIZED_DTYPE
+    files: dict[str, dict[str, Any]] = {
+        "config.json": {**hf_config_of(metadata), "dtype": dtype},
+        GENERATION_CONFIG_FILE: {"eos_token_id": end_tokens_of(metadata)},
+        **_tokenizer_files(metadata),
+    }
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            for name, content in files.items():
+                (unfinished / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+            for part in parts:
+                (unfinished / part.name).symlink_to(part)
+            os.replace(unfinished, folder)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if not (folder / "config.json").exists():  # unless another process was faster
+                raise
+    except OSError as error:
+        raise CheckpointError(
+            f"The configuration and tokenizer of {parts[0]} cannot be written to {folder}: {error}. Set "
+            "PENSTOCK_CACHE to a folder that can be written."
+        ) from error
+
+
+def _tokenizer_files(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """Tokenizer of a file; nothing for one that cannot be converted, since the option tokenizer may name another."""
+    try:
+        return tokenizer_files_of(metadata)
+    except (UnsupportedModel, TokenizerError) as error:
+        logger.debug("No tokenizer: %s", error)
+        return {}
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise the reason why the folder of a GGUF file has no tokenizer, if there is one."""
+    for path in models_in(folder):
+        tokenizer_files_of(Metadata(str(path.resolve()), read_headers(parts_of(path))))

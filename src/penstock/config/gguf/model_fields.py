@@ -1,0 +1,171 @@
+"""`config.json` of a model from the metadata of its GGUF file, for the architectures with an implementation here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.config.gguf.fields import Metadata
+from penstock.errors import UnsupportedModel
+
+_EPSILON = ".attention.layer_norm_rms_epsilon"
+# Layers of the largest Gemma models, whose attention scale comes from the hidden size.
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+# Rotary base of Gemma 3's sliding windows, and its pattern of layers: five of them, then one of full attention.
+_GEMMA3_LOCAL_BASE = 10000.0
+
+
+def hf_config_of(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of `config.json`.
+
+    Raises UnsupportedModel for other architectures, UnsupportedFeature for fields that cannot be expressed, ModelError
+    for missing or invalid ones.
+    """
+    architecture = metadata.architecture
+    if architecture not in _ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{metadata.name} has general.architecture={architecture!r}, which cannot be loaded from GGUF here. "
+            f"Supported: {', '.join(sorted(_ARCHITECTURES))}. Take the safetensors of the model."
+        )
+    if metadata.get(".expert_count", int, 0):
+        raise UnsupportedModel(
+            f"{metadata.name} has {architecture}.expert_count={metadata.get('.expert_count', int)}: a mixture of "
+            "experts, which cannot be loaded from GGUF here. Take the safetensors of the model."
+        )
+    hf_name, read = _ARCHITECTURES[architecture]
+    return {
+        "architectures": [hf_name],
+        "model_type": "gemma3_text" if architecture == "gemma3" else architecture,
+        "vocab_size": metadata.shape("token_embd.weight")[0],
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id", int),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id", int),
+        **read(metadata),
+    }
+
+
+def _decoder(metadata: Metadata) -> dict[str, Any]:
+    """Fields of the plain decoder."""
+    hidden_size, num_heads = (metadata.required(key, int) for key in (".embedding_length", ".attention.head_count"))
+    head_size = metadata.get(".attention.key_length", int, hidden_size // max(num_heads, 1))
+    value_size = metadata.get(".attention.value_length", int, head_size)
+    if value_size != head_size:
+        raise metadata.unsupported(f"attention.value_length={value_size}", f"attention.key_length={head_size}")
+    fields = {
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.required(".feed_forward_length", int),
+        "num_hidden_layers": metadata.required(".block_count", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.get(".attention.head_count_kv", int, num_heads),
+        "head_dim": head_size,
+        "max_position_embeddings": metadata.required(".context_length", int),
+        "rms_norm_eps": metadata.required(_EPSILON, float),
+        "rope_theta": metadata.get(".rope.freq_base", float, 10000.0),
+        "rope_scaling": _rope_scaling(metadata),
+    }
+    rotated = metadata.get(".rope.dimension_count", int, head_size)
+    return fields if rotated == head_size else {**fields, "partial_rotary_factor": rotated / max(head_size, 1)}
+
+
+def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
+    """Return the rotary scaling.
+
+    Llama 3's scaling is stored as the factor of each frequency, like that of longrope.
+    """
+    context: int = metadata.required(".context_length", int)
+    original = metadata.get(".rope.scaling.original_context_length", int, context)
+    both = metadata.float32_values("rope_freqs.weight")
+    short = metadata.float32_values("rope_factors_short.weight") or both
+    long = metadata.float32_values("rope_factors_long.weight") or both
+    attention_factor = metadata.get(".rope.scaling.attn_factor", float, 1.0)
+    if short is not None and long is not None:
+        return {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "attention_factor": attention_factor,
+            "original_max_position_embeddings": context if both else original,
+        }
+    kind = metadata.get(".rope.scaling.type", str, "none")
+    factor = metadata.get(".rope.scaling.factor", float, 1.0)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind not in ("linear", "yarn") or attention_factor != 1.0:
+        raise metadata.unsupported(
+            f"rope.scaling.type={kind!r} with attn_factor={attention_factor}", "none, linear, yarn without attn_factor"
+        )
+    return {
+        "rope_type": kind,
+        "factor": factor,
+        **({"original_max_position_embeddings": original} if kind == "yarn" else {}),
+    }
+
+
+def _llama(metadata: Metadata) -> dict[str, Any]:
+    return {**_decoder(metadata), "attention_bias": "blk.0.attn_q.bias" in metadata.tensors}
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    fields = _decoder(metadata)
+    return {
+        **fields,
+        "sliding_window": metadata.get(".attention.sliding_window", int),
+        "original_max_position_embeddings": (fields["rope_scaling"] or {}).get(
+            "original_max_position_embeddings", fields["max_position_embeddings"]
+        ),
+    }
+
+
+def _gemma(metadata: Metadata, largest: int) -> dict[str, Any]:
+    fields = _decoder(metadata)
+    # The file has no query_pre_attn_scalar: it follows from the model's size.
+    is_largest = fields["num_hidden_layers"] == largest
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if is_largest else fields["head_dim"]
+    return {
+        **fields,
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": metadata.get(".attention.sliding_window", int, 4096),
+        "attn_logit_softcapping": metadata.get(".attn_logit_softcapping", float),
+        "final_logit_softcapping": metadata.get(".final_logit_softcapping", float),
+    }
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    caps = {
+        "attn_logit_softcapping": metadata.get(".attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": metadata.get(".final_logit_softcapping", float, 30.0),
+    }
+    return {**_gemma(metadata, _GEMMA2_27B_LAYERS), **caps}
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_gemma(metadata, _GEMMA3_27B_LAYERS),
+        "rope_theta": metadata.get(".rope.freq_base", float, 1_000_000.0),
+        "rope_local_base_freq": metadata.get(".rope.freq_base_swa", float, _GEMMA3_LOCAL_BASE),
+    }
+
+
+def _gpt2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "n_embd": metadata.required(".embedding_length", int),
+        "n_head": metadata.required(".attention.head_count", int),
+        "n_layer": metadata.required(".block_count", int),
+        "n_inner": metadata.required(".feed_forward_length", int),
+        "n_positions": metadata.shape("position_embd.weight")[0],
+        "layer_norm_epsilon": metadata.required(".attention.layer_norm_epsilon", float),
+        "activation_function": "gelu_new",
+    }
+
+
+_ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "gpt2": ("GPT2LMHeadModel", _gpt2),
+    "llama": ("LlamaForCausalLM", _llama),
+    "olmo2": ("Olmo2ForCausalLM", _decoder),
+    "phi3": ("Phi3ForCausalLM", _phi3),
+    "qwen2": ("Qwen2ForCausalLM", _decoder),
+    "qwen3": ("Qwen3ForCausalLM", _llama),
+}

@@ -1,0 +1,1 @@
+"""Weights from GGUF files."""

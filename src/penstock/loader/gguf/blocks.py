@@ -1,0 +1,132 @@
+"""Tensors of GGUF files as they are stored: blocks of a quantised type, in mapped memory.
+
+`StoredTensor` is where a kernel that computes from the blocks would begin; everything else takes `dequantised`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.config.gguf.container import TensorInfo
+from penstock.config.json_file import clipped
+from penstock.errors import CheckpointError, UnsupportedFeature
+
+# Types that need no computation, by ggml's number.
+_FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Tensor of a file. blocks: uint8 [bytes] of the mapped file, rows one after another, each of whole blocks."""
+
+    info: TensorInfo
+    blocks: np.ndarray[Any, np.dtype[np.uint8]]
+
+    @property
+    def type_name(self) -> str:
+        """ggml's name of the type, such as Q4_K."""
+        return str(_quantization_type(self.info).name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of `dequantised`."""
+        return _FLOATS.get(self.info.kind, torch.float32)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.info.kind not in _FLOATS
+
+    def without_memory(self) -> Tensor:
+        """Meta tensor like `dequantised`."""
+        return torch.empty(self.info.shape, dtype=self.dtype, device="meta")
+
+    def dequantised(self) -> Tensor:
+        """The values: a view of the file for float types, float32 from the blocks for others.
+
+        Raises UnsupportedFeature for a type that cannot be dequantised.
+        """
+        kind = self.info.kind
+        if kind in _FLOATS:
+            return _readonly_view(self.blocks).view(_FLOATS[kind]).view(self.info.shape)
+        quants = _library("quants")
+        rows = self.blocks.reshape(-1, len(self.blocks) // math.prod(self.info.shape[:-1]))
+        try:
+            values = quants.dequantize(rows, _quantization_type(self.info))
+        except NotImplementedError as error:
+            raise UnsupportedFeature(
+                f"{self.info.path}: {self.info.name} is of type {self.type_name}, which cannot be dequantised. "
+                "Take a file with another quantisation, such as Q4_K_M or Q8_0."
+            ) from error
+        return torch.from_numpy(values).view(self.info.shape)
+
+
+def map_tensors(tensors: Sequence[TensorInfo]) -> Iterator[StoredTensor]:
+    """Iterate over tensors of files, in mapped memory.
+
+    Raises CheckpointError, naming tensor and offset, for a truncated file, UnsupportedFeature for an unknown type.
+    """
+    mapped: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+    for info in tensors:
+        if info.path not in mapped:
+            mapped[info.path] = np.memmap(info.path, dtype=np.uint8, mode="r")
+        data, size = mapped[info.path], _size_bytes(info)
+        if info.start + size > len(data):
+            raise CheckpointError(
+                f"{info.path} is truncated: the tensor {clipped(info.name)} needs the bytes {info.start} to "
+                f"{info.start + size}, and the file has {len(data)}. Download it again."
+            )
+        yield StoredTensor(info, data[info.start : info.start + size])
+
+
+def _size_bytes(info: TensorInfo) -> int:
+    block_size, block_bytes = _library().GGML_QUANT_SIZES[_quantization_type(info)]
+    row = info.shape[-1] if info.shape else 0
+    if row % block_size or not math.prod(info.shape):
+        raise CheckpointError(
+            f"{info.path} is damaged: the tensor {clipped(info.name)} at offset {info.start} has the shape "
+            f"{list(info.shape)}, whose rows are not of whole blocks of {block_size}. Download it again."
+        )
+    size: int = math.prod(info.shape) // block_size * block_bytes
+    return size
+
+
+def _quantization_type(info: TensorInfo) -> Any:
+    try:
+        return _library().GGMLQuantizationType(info.kind)
+    except ValueError as error:
+        raise UnsupportedFeature(
+            f"{info.path}: the tensor {clipped(info.name)} at offset {info.start} is of type {info.kind}, which is not "
+            "known here. Take a file with another quantisation, such as Q4_K_M or Q8_0."
+        ) from error
+
+
+def _readonly_view(data: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
+    import warnings
+
+    with warnings.catch_warnings():
+        # Weights are copied out of the tensor, and never written.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(data)
+
+
+@cache
+def _library(module: str = "") -> ModuleType:
+    """The package gguf, or a module of it. Raises UnsupportedFeature where it is not installed."""
+    from importlib import import_module
+
+    try:
+        return import_module(f"gguf.{module}" if module else "gguf")
+    except ImportError as error:
+        raise UnsupportedFeature(
+            "GGUF files need the package gguf. Install the extra: pip install 'penstock[gguf]'."
+        ) from error
