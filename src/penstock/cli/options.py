@@ -13,11 +13,12 @@ from typer.models import OptionInfo
 
 from penstock.cli.dataclass_flags import parameters_of
 from penstock.cli.failures import readable_errors
+from penstock.cli.fetch import fetch_if_published
 from penstock.cli.flags import Flags, with_dashes
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
-Model = Annotated[str, typer.Option("--model", "-m", help="demo, a folder, or a hub id")]
+Model = Annotated[str, typer.Option("--model", "-m", help="demo, smollm2, a folder, a GGUF file, or a hub id")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling  [default: 1.0]")]
 TopK = Annotated[int | None, typer.Option(help="Top-k sampling; 0: all  [default: 0]")]
 MinP = Annotated[float | None, typer.Option(help="Min-p sampling  [default: 0.0]")]
@@ -29,7 +30,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, float16")),
     "quantization": (str | None, None, typer.Option(help="int8, int4: quantize the weights")),
     "num_threads": (int | None, None, typer.Option("--threads", help="CPU threads  [default: one per physical core]")),
-    "load_format": (str, "auto", typer.Option(help="auto, safetensors, pt, sharded_state, dummy")),
+    "load_format": (str, "auto", typer.Option(help="auto, safetensors, pt, gguf, sharded_state, dummy")),
     "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Context length  [default: the model's]")),
     "block_size": (int, 16, typer.Option(help="Tokens per block of the KV cache")),
     "max_num_seqs": (int, 256, typer.Option(help="Running requests")),
@@ -56,6 +57,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
         None,
         typer.Option("--option", metavar="NAME=VALUE", help="Any engine option of docs/options.md; repeatable"),
     ),
+    "yes": (bool, False, typer.Option("--yes", help="Fetch a published model without a question")),
     "debug": (bool, False, typer.Option("--debug", help="Verbose log, and tracebacks")),
 }
 
@@ -81,10 +83,11 @@ def engine_command(
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def command(*, debug: bool, **given: Any) -> None:
+        def command(*, debug: bool, yes: bool, **given: Any) -> None:
             with readable_errors(debug=debug, flags=flags):
                 if shows_log:
                     configure_logging("debug" if debug else None)
+                fetch_if_published(given.get("model"), yes=yes)
                 engine = {name: given.pop(name) for name in names if name in given}
                 for group, fields in expanded.items():
                     given[group] = {field.name: given.pop(field.name) for field in fields}
@@ -106,7 +109,7 @@ def _parameter(name: str) -> inspect.Parameter:
 
 
 def _engine_flags(names: list[str]) -> dict[str, str]:
-    flags = {name: _flag(name, _ENGINE_OPTIONS[name][2]) for name in names if name not in ("option", "debug")}
+    flags = {name: _flag(name, _ENGINE_OPTIONS[name][2]) for name in names if name not in ("option", "yes", "debug")}
     if "engine_seed" in flags:
         flags["seed"] = flags.pop("engine_seed")
     return flags

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.config import env
 from penstock.config.gguf.container import is_gguf, models_in, parts_of
 from penstock.config.gguf.folder import folder_of_file, folder_of_only_model
+from penstock.config.published import PUBLISHED, fetched_file
 from penstock.errors import ModelNotFound
 
 SHIPPED_MODELS = ("demo",)
@@ -46,6 +47,8 @@ def _local_folder(model: Any, option: str) -> Path | None:
         )
     if model in (*SHIPPED_MODELS, *SHIPPED_HEADS.values()):
         return _ASSETS / model
+    if model in PUBLISHED:
+        return folder_of_file(fetched_file(PUBLISHED[str(model)], option))
     name = os.fspath(model)
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -62,7 +65,7 @@ def _local_folder(model: Any, option: str) -> Path | None:
     if looks_like_path:
         raise ModelNotFound(
             f"{option}={name!r}: there is no such folder, and it is no hub id ('organisation/name'). "
-            f"Shipped models: {', '.join(SHIPPED_MODELS)}."
+            f"Shipped models: {', '.join(SHIPPED_MODELS)}; fetched on demand: {', '.join(PUBLISHED)}."
         )
     return None
 
