@@ -13,7 +13,7 @@ PYTEST ?= -m pytest
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow test-triton test-newest test-mutations test-clients sanitize wheel try-wheel docs lint format upgrade clean
+.PHONY: demo test test-slow real test-triton test-newest test-mutations test-clients sanitize wheel try-wheel docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -26,10 +26,15 @@ demo: $(VENV)/.installed
 	$(BIN)/penstock generate "ROMEO:" --max-tokens 120 --temperature 0.7 --seed 1
 
 test: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) -m "not slow" -n $(JOBS) --dist loadfile
+	$(BIN)/python $(PYTEST) -m "not slow and not real" -n $(JOBS) --dist loadfile
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) -m slow -n $(JOBS) --dist loadfile
+	$(BIN)/python $(PYTEST) -m "slow and not real" -n $(JOBS) --dist loadfile
+
+# Fetches a published model of 93 MB, once, and runs the tests of it.
+real: $(VENV)/.installed
+	$(BIN)/penstock plan smollm2 --yes
+	$(BIN)/python $(PYTEST) -m real tests/real
 
 # Says what the newest packages break, in an environment of its own. torch stays as it is.
 test-newest:
