@@ -50,7 +50,7 @@ class LLM(RefusesMethods):
     enable_prefix_caching: reuse the KV cache of common prompt prefixes.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
     seed: seed of the seeds of requests without one, so that equal runs of equal engines give equal tokens.
-    load_format: "auto", "safetensors", "pt", "sharded_state", or "dummy" for random weights.
+    load_format: "auto", "safetensors", "pt", "gguf", "sharded_state", or "dummy" for random weights.
     other_options: any other option of `EngineConfig.create`, and those of vLLM; one of a feature that Penstock does not
         have is refused by the feature's name; docs/options.md and docs/vllm.md list them.
 
