@@ -18,7 +18,7 @@ from penstock.cli.flags import Flags, with_dashes
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
-Model = Annotated[str, typer.Option("--model", "-m", help="demo, smollm2, a folder, a GGUF file, or a hub id")]
+Model = Annotated[str, typer.Option("--model", "-m", help="demo, smollm2, a folder, GGUF file or hub id")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling  [default: 1.0]")]
 TopK = Annotated[int | None, typer.Option(help="Top-k sampling; 0: all  [default: 0]")]
 MinP = Annotated[float | None, typer.Option(help="Min-p sampling  [default: 0.0]")]
@@ -30,7 +30,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, float16")),
     "quantization": (str | None, None, typer.Option(help="int8, int4: quantize the weights")),
     "num_threads": (int | None, None, typer.Option("--threads", help="CPU threads  [default: one per physical core]")),
-    "load_format": (str, "auto", typer.Option(help="auto, safetensors, pt, gguf, sharded_state, dummy")),
+    "load_format": (str, "auto", typer.Option(help="safetensors, pt, gguf, sharded_state, dummy")),
     "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Context length  [default: the model's]")),
     "block_size": (int, 16, typer.Option(help="Tokens per block of the KV cache")),
     "max_num_seqs": (int, 256, typer.Option(help="Running requests")),
