@@ -98,7 +98,7 @@ def test_auto_prefers_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("load_format", "wanted"),
     [
-        ("auto", "model.safetensors or pytorch_model.bin"),
+        ("auto", "model.safetensors or pytorch_model.bin or GGUF file"),
         ("safetensors", "model.safetensors"),
         ("pt", "pytorch_model.bin"),
     ],

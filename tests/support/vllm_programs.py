@@ -466,7 +466,7 @@ REFUSED = {
     "other load formats": [
         """
         from vllm import LLM
-        LLM(model="demo", load_format="gguf")
+        LLM(model="demo", load_format="tensorizer")
         """,
     ],
     "CPU offloading of weights or KV cache": [
@@ -550,7 +550,7 @@ REFUSED = {
 
 # With vLLM's name of the program, each with what it prints or is refused with.
 COMMANDS = {
-    "vllm serve demo --port 8000": "asks for the HTTP server",
+    "vllm launch render demo": "asks for the HTTP server",
     "vllm run-batch -i in.jsonl -o out.jsonl --model demo": "asks for the HTTP server",
     "vllm complete --quick Hello": "asks for the HTTP server",
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",

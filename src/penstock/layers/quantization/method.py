@@ -72,7 +72,7 @@ class QuantizedMethod(PackedMethod):
     def argmax(
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        if x_LI.is_cuda:
+        if self._products.keeps_dtype:
             return argmax_on_gpu(self.apply(layer, x_LI))
         if NATIVE is None or x_LI.dtype is not torch.float32:
             return None
