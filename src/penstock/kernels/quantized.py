@@ -1,7 +1,7 @@
 """Int8 and int4 weights, and products with them: the specification in plain torch.
 
-Activations are quantised per row to integers of -127 to 127, so that sums of products are exact within a group.
-Suffixes: T rows (tokens), I input features, O output features, G groups of input features.
+Activations are quantised in groups of 32 to integers of -127 to 127, so that sums of products are exact within a group.
+Suffixes: T rows (tokens), I input features, O output features, G groups of input features, S input features of a group.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 INT8_LIMIT = 127
 INT4_LEVELS = 16
-# The kernels require int4 group sizes that are multiples of this.
+# Activations that share a scale; group sizes of weights are multiples of it.
 GROUP_MULTIPLE = 32
-# A row of activations below this is quantised to zeros: the inverse of its scale would not be finite.
+# A group of activations below this is quantised to zeros: the inverse of its scale would not be finite.
 _NEGLIGIBLE = 1e-30
-# Weights dequantised to float64 at once: 4 MiB, large enough for full speed of the products. The allocator may keep up
-# to four freed blocks of this size, depending on addresses.
+# Activations quantised at once.
 _MAX_WIDENED = 1 << 19
 # Activation rows per pass over the weight.
 _MAX_ROWS = 256
-# Limits the memory of many rows' sums with small groups.
+# Limits the memory of many rows' sums.
 _MAX_OUTPUTS = 2048
 
 
@@ -55,8 +55,7 @@ class QuantizedWeight:
     """A quantised weight: weight = (values - zeros) * scales.
 
     values_OI: int8; for int4 from 0 to 15. scales_OG: float32.
-    zeros_OG: uint8; None for int8. Int8 has one group; an int4 group size is a multiple of 32, unless there is only one
-    group.
+    zeros_OG: uint8; None for int8. A group size is a multiple of 32, unless there is only one group.
     """
 
     shape: QuantizedShape
@@ -106,7 +105,7 @@ class QuantizedProducts(Protocol):
         """Restore the packed weight bit for bit."""
 
     def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
-        """x @ weight^T + bias, with the leading dimensions of x, which may be quantised to int8 per row."""
+        """x @ weight^T + bias, with the leading dimensions of x, which may be quantised to int8."""
 
     def rows(self, ids_T: Tensor, packed: Tensor, shape: QuantizedShape, rest: Tensor | None = None) -> Tensor:
         """Look up rows of the weight, such as embeddings: float32 [T, I].
@@ -116,30 +115,33 @@ class QuantizedProducts(Protocol):
 
 
 def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows to int8 [T, I] with scales, float32 [T, 1]: x is about scale * integer.
+    """Quantise rows to int8 [T, I] with a scale per group of 32, float32 [T, G]: x is about scale * integer.
 
-    A row with a value that is not finite has the scale NaN.
+    A group with a value that is not finite has the scale NaN.
     """
+    num_rows, num_inputs = x_TI.shape
     values_TI = torch.empty(x_TI.shape, dtype=torch.int8, device=x_TI.device)
-    scale_T1 = torch.empty(x_TI.shape[0], 1, device=x_TI.device)
-    for rows in _parts(x_TI.shape[0], _rows_at_once(x_TI.shape[1])):
-        values_TI[rows], scale_T1[rows] = _quantize(x_TI[rows].float())
-    return values_TI, scale_T1
+    scales_TG = torch.empty(num_rows, -(-num_inputs // GROUP_MULTIPLE), device=x_TI.device)
+    for rows in _parts(num_rows, _rows_at_once(num_inputs)):
+        x_TGS = F.pad(x_TI[rows].float(), (0, -num_inputs % GROUP_MULTIPLE)).unflatten(1, (-1, GROUP_MULTIPLE))
+        values_TGS, scales_TG[rows] = _quantize(x_TGS)
+        values_TI[rows] = values_TGS.flatten(1)[:, :num_inputs]
+    return values_TI, scales_TG
 
 
-def _quantize(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    largest_T1 = x_TI.abs().amax(dim=1, keepdim=True)
-    is_zero_T1 = largest_T1 <= _NEGLIGIBLE
+def _quantize(x_TGS: Tensor) -> tuple[Tensor, Tensor]:
+    largest_TG = x_TGS.abs().amax(dim=2)
+    is_zero_TG = largest_TG <= _NEGLIGIBLE
     # Torch computes number / tensor by the reciprocal, which rounds twice.
-    inverse_T1 = torch.where(is_zero_T1, 0.0, torch.full_like(largest_T1, INT8_LIMIT) / largest_T1)
+    inverse_TG = torch.where(is_zero_TG, 0.0, torch.full_like(largest_TG, INT8_LIMIT) / largest_TG)
     # In float64 the product is exact, so it is rounded once.
-    values_TI = x_TI.double().mul_(inverse_T1).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
-    scale_T1 = torch.where(is_zero_T1, 0.0, largest_T1 / INT8_LIMIT)
-    return values_TI, torch.where(largest_T1.isfinite(), scale_T1, torch.nan)
+    values_TGS = x_TGS.double().mul_(inverse_TG.unsqueeze(2)).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8)
+    scales_TG = torch.where(is_zero_TG, 0.0, largest_TG / INT8_LIMIT)
+    return values_TGS, torch.where(largest_TG.isfinite(), scales_TG, torch.nan)
 
 
 def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias: float32 [T, O]. Dequantises at most `_outputs_at_once` outputs at a time."""
+    """x @ weight^T + bias: float32 [T, O]. Dequantises at most `_MAX_OUTPUTS` outputs at a time."""
     out_TO = torch.zeros(x_TI.shape[0], weight.shape.output_size, device=x_TI.device)
     for rows in _parts(x_TI.shape[0], _MAX_ROWS):
         _write_products(x_TI[rows], weight, out_TO[rows])
@@ -148,28 +150,19 @@ def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Te
 
 def _write_products(x_TI: Tensor, weight: QuantizedWeight, out_TO: Tensor) -> None:
     """Add x @ weight^T to out_TO, which is zero before."""
-    shape = weight.shape
-    values_TI, scale_T1 = quantize_rows(x_TI)
-    for group in range(shape.num_groups):
-        part = slice(group * shape.group_size, (group + 1) * shape.group_size)
+    values_TI, scales_TG = quantize_rows(x_TI)
+    for group in range(scales_TG.shape[1]):
+        part = slice(group * GROUP_MULTIPLE, (group + 1) * GROUP_MULTIPLE)
+        of_weight = part.start // weight.shape.group_size
         # Exact in float64, for which BLAS is fast everywhere.
-        rows_TI = values_TI[:, part].double()
-        for outputs in _parts(shape.output_size, _outputs_at_once(min(shape.group_size, shape.input_size))):
-            weight_OI = weight.values_OI[outputs, part].double()
-            sums_TO = rows_TI @ weight_OI.T
+        rows_TS = values_TI[:, part].double()
+        for outputs in _parts(weight.shape.output_size, _MAX_OUTPUTS):
+            sums_TO = rows_TS @ weight.values_OI[outputs, part].double().T
             if weight.zeros_OG is not None:
-                zeros_1O = weight.zeros_OG[outputs, group].double().unsqueeze(0)
-                sums_TO.addmm_(rows_TI.sum(dim=1, keepdim=True), zeros_1O, alpha=-1)
-            out_TO[:, outputs] += sums_TO.float().mul_(weight.scales_OG[outputs, group])
-            # Freed before the next ones are allocated.
-            del weight_OI, sums_TO
-        del rows_TI
-    out_TO.mul_(scale_T1)
-
-
-def _outputs_at_once(group_size: int) -> int:
-    """Output features that are dequantised at once, for a group of `group_size` input features."""
-    return max(1, min(_MAX_OUTPUTS, _MAX_WIDENED // group_size))
+                zeros_1O = weight.zeros_OG[outputs, of_weight].double().unsqueeze(0)
+                sums_TO.addmm_(rows_TS.sum(dim=1, keepdim=True), zeros_1O, alpha=-1)
+            scales_TO = scales_TG[:, group : group + 1] * weight.scales_OG[outputs, of_weight]
+            out_TO[:, outputs] += sums_TO.float().mul_(scales_TO)
 
 
 def _rows_at_once(num_inputs: int) -> int:

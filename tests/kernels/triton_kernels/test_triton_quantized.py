@@ -54,7 +54,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _weight(bits: int, num_outputs: int, num_inputs: int, group_size: int) -> QuantizedWeight:
     weight_OI = _random(num_outputs, num_inputs)
-    return quantize_int8(weight_OI) if bits == 8 else quantize_int4(weight_OI, group_size)
+    return quantize_int8(weight_OI, weight_OI.shape[1]) if bits == 8 else quantize_int4(weight_OI, group_size)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

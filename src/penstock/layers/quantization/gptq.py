@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS, QuantizedWeight
 from penstock.layers.linear import LinearLayer, LinearMethod
-from penstock.layers.quantization.quantize import INT4_GROUP_SIZE, join_rows, quantize_int4
+from penstock.layers.quantization.quantize import GROUP_SIZE, join_rows, quantize_int4
 
 
 class GramMethod(LinearMethod):
@@ -70,7 +70,7 @@ _WEIGHTS_AT_ONCE = 1 << 23
 _BLOCK = 128
 
 
-def gptq_quantize(weight_OI: Tensor, gram_II: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
+def gptq_quantize(weight_OI: Tensor, gram_II: Tensor, group_size: int = GROUP_SIZE) -> QuantizedWeight:
     """Quantise like `quantize_int4`, with the same scales and zero points, but GPTQ's choice of integers.
 
     gram_II: x^T x of the layer's calibration inputs x, summed; zeros give round-to-nearest.

@@ -11,9 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.quantized import INT4_LEVELS, INT8_LIMIT, QuantizedShape, QuantizedWeight
 
-INT4_GROUP_SIZE = 128
+# Input features that share a scale on a CPU, whose products quantise activations in the same groups; GGUF's Q8_0 and
+# Q4_1 have such groups too.
+GROUP_SIZE = 32
+# On a GPU int4 kernels take longer for smaller groups, and int8 kernels have one scale per output feature.
+_INT4_GROUP_SIZE_ON_GPU = 128
 # Weights processed at once in the search for ranges: on a CPU few, to stay in its caches, and on a GPU many, since
 # each operator costs a launch.
 _ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 18, 1 << 24
@@ -21,33 +26,35 @@ _ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 18, 1 << 24
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
-def quantize_int8(weight_OI: Tensor) -> QuantizedWeight:
-    """Symmetric int8, one scale per output feature: the largest weight, or sum of two neighbours, of a row becomes 127.
+def quantize_int8(weight_OI: Tensor, group_size: int | None = None) -> QuantizedWeight:
+    """Symmetric int8, one scale per output feature and group of input features: the largest weight becomes 127.
 
-    Neighbours are inputs 2i and 2i + 1. Their quantised sum never exceeds 128, which the byte products of
-    `quantized_int8.inl` need. All CPUs use this rule, so that a checkpoint is quantised alike everywhere.
+    group_size: by default 32 on a CPU and whole rows on a GPU.
     """
-    weight_OI = weight_OI.float()
-    num_outputs, num_inputs = weight_OI.shape
-    neighbours_OP = F.pad(weight_OI, (0, num_inputs % 2)).view(num_outputs, -1, 2).sum(dim=2)
-    largest_O1 = weight_OI.abs().amax(dim=1, keepdim=True)
-    largest_O1 = torch.maximum(largest_O1, neighbours_OP.abs_().amax(dim=1, keepdim=True))
-    return round_to_int8(weight_OI, largest_O1 / INT8_LIMIT)
+    if group_size is None:
+        group_size = GROUP_SIZE if is_on_cpu(weight_OI) else weight_OI.shape[1]
+    groups_OGS = _groups(weight_OI.float(), group_size)
+    return round_to_int8(weight_OI, groups_OGS.abs().amax(dim=2) / INT8_LIMIT, group_size)
 
 
-def round_to_int8(weight_OI: Tensor, scales_O1: Tensor) -> QuantizedWeight:
+def round_to_int8(weight_OI: Tensor, scales_OG: Tensor, group_size: int) -> QuantizedWeight:
     """Round to the nearest integers for these scales; some tools use -128 too."""
-    values_OI = (weight_OI.float() / _divisor(scales_O1)).round_().clamp_(-INT8_LIMIT - 1, INT8_LIMIT)
     num_outputs, num_inputs = weight_OI.shape
-    shape = QuantizedShape(8, num_outputs, num_inputs, num_inputs)
-    return QuantizedWeight(shape, values_OI.to(torch.int8), scales_O1.float())
+    group_size = min(group_size, num_inputs)
+    divisor_OG1 = _divisor(scales_OG).unsqueeze(2)
+    values_OGS = (_groups(weight_OI.float(), group_size) / divisor_OG1).round_().clamp_(-INT8_LIMIT - 1, INT8_LIMIT)
+    values_OI = values_OGS.flatten(1)[:, :num_inputs].to(torch.int8)
+    return QuantizedWeight(QuantizedShape(8, num_outputs, num_inputs, group_size), values_OI, scales_OG.float())
 
 
-def quantize_int4(weight_OI: Tensor, group_size: int = INT4_GROUP_SIZE) -> QuantizedWeight:
+def quantize_int4(weight_OI: Tensor, group_size: int | None = None) -> QuantizedWeight:
     """Asymmetric int4, a scale and a zero point per group of input features.
 
-    The clipping range of each group is the one with the least squared error.
+    The clipping range of each group is the one with the least squared error. group_size: by default 32 on a CPU and 128
+    on a GPU.
     """
+    if group_size is None:
+        group_size = GROUP_SIZE if is_on_cpu(weight_OI) else _INT4_GROUP_SIZE_ON_GPU
     num_rows = _rows_at_once(weight_OI)
     grids = [_best_grid(_groups(part_OI.float(), group_size)) for part_OI in weight_OI.split(num_rows)]
     scales_OG = torch.cat([scale_OG for scale_OG, _ in grids])

@@ -59,7 +59,7 @@ class Grid:
         """Quantise a weight that lies on this grid; its inputs are in grid order."""
         scales_OG = self.scales_OG.to(weight_OI.device)
         if self.zeros_OG is None:
-            return round_to_int8(weight_OI, scales_OG)
+            return round_to_int8(weight_OI, scales_OG, self.group_size)
         return round_to_int4(weight_OI, scales_OG, self.zeros_OG.to(weight_OI.device), self.group_size)
 
 

@@ -24,7 +24,7 @@
 #undef PENSTOCK_NAMESPACE
 
 #define PENSTOCK_NAMESPACE penstock::quantized_avx512
-#define PENSTOCK_INT4_TILE_ROWS 8
+#define PENSTOCK_QUANTIZED_TILE_ROWS 8
 #define PENSTOCK_DOT_QUADS 0
 #include "quantized.inl"
 

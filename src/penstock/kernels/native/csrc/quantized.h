@@ -1,6 +1,6 @@
 // Linear layers with int8 or int4 weights, one build per instruction set, as plain functions on pointers.
 //
-// Activations are quantised to int8 per row; sums over the inner dimension are exact integers.
+// Activations are quantised to int8 in groups of 32; sums over a group are exact integers.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace penstock {
 
 // A quantised weight: weight[n][k] = (value[n][k] - zero[n][k / group_size]) * scale[n][k / group_size].
 //
-// bits: 8 (any int8 values, one group per row, no zero points), or 4 (values from 0 to 15).
+// bits: 8 (any int8 values, no zero points), or 4 (values from 0 to 15).
 // group_size: a multiple of 32; the last group may be shorter.
 struct QuantizedShape {
   int bits;

@@ -1,7 +1,7 @@
 // All quantised kernels of one instruction set, and their table.
 //
-// The including file defines the macros of simd.h, PENSTOCK_TILE_ROWS, PENSTOCK_INT4_TILE_ROWS, and PENSTOCK_DOT_QUADS:
-// whether the instruction set has a dot product of four bytes (VNNI).
+// The including file defines the macros of simd.h, PENSTOCK_QUANTIZED_TILE_ROWS, and PENSTOCK_DOT_QUADS: whether the
+// instruction set has a dot product of four bytes (VNNI).
 
 #include "simd.h"
 #include "tiles.h"
@@ -11,8 +11,8 @@
 // Prefetch distance of weights for few rows, in bytes.
 #define PENSTOCK_AHEAD 2048
 
-#include "quantized_int8.inl"
-#include "quantized_int4.inl"
+#include "quantized_formats.inl"
+#include "quantized_tiles.inl"
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -20,9 +20,6 @@ namespace PENSTOCK_NAMESPACE {
 constexpr int64_t kQuantizedRowsInCache = 256 * 1024;
 // Up to this many rows every thread quantises its own copy, which takes less time than a barrier.
 constexpr int64_t kFewRows = 2;
-
-constexpr int kWidestPanel = kInt8Panel > kInt4Panel ? kInt8Panel : kInt4Panel;
-constexpr int kMostTileRows = PENSTOCK_TILE_ROWS;
 
 // Multiply-adds per turn of a thread between two looks for work, and the maximum of panels per turn.
 constexpr int64_t kProductsPerTurn = 1024 * 1024;
@@ -38,49 +35,22 @@ struct QuantizedJob {
   Shares panels;  // of the current rows; turns if there are streams
 };
 
-PENSTOCK_INLINE int64_t panel_width(const QuantizedShape& s) { return s.bits == 8 ? kInt8Panel : kInt4Panel; }
-PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, panel_width(s)); }
-PENSTOCK_INLINE Form form_for(const QuantizedLinearArgs& a) {
-  return a.shape.bits == 8 ? int8_form(a.weight) : Form::kByte;
-}
-PENSTOCK_INLINE int64_t tile_rows(Form form) {
-  return form == Form::kByte ? kInt4TileRows : form == Form::kShort ? Pairs::kTileRows : Quads::kTileRows;
-}
-PENSTOCK_INLINE int64_t row_units(const QuantizedShape& s, Form form) { return padded(s.in_features) / unit_size(form); }
-PENSTOCK_INLINE int64_t groups_summed(const QuantizedShape& s) { return s.bits == 4 ? num_groups(s) : 0; }
-
 // Scratch memory for `count` rows; values is nullptr when allocation fails.
-static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, Form form, int64_t count) {
-  const int64_t units = row_units(s, form);
-  int32_t* memory = reinterpret_cast<int32_t*>(scratch.get(static_cast<size_t>(count * (units + groups_summed(s) + 1))));
+static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, int64_t count) {
+  const int64_t groups = num_row_groups(s.in_features);
+  float* memory = scratch.get(static_cast<size_t>(count * groups * (kGroupUnits + 2)));
   if (memory == nullptr) return {};
-  return {form, memory, units, reinterpret_cast<float*>(memory + count * units), memory + count * (units + 1)};
-}
-
-static QuantizedRows rows_from(const QuantizedRows& rows, const QuantizedShape& s, int64_t first) {
-  return {rows.form, rows.values + first * rows.units, rows.units, rows.scales + first,
-          rows.group_sums + first * groups_summed(s)};
+  float* const scales = memory + count * groups * kGroupUnits;
+  return {reinterpret_cast<int32_t*>(memory), scales, scales + count * groups, groups};
 }
 
 // Quantises the rows of a tile of x; rows of x are x_stride apart.
 static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_stride, const QuantizedRows& rows,
                           const Tiles::Tile& tile) {
-  for (int64_t i = 0; i < tile.height; ++i) {
-    const int64_t row = tile.start + i;
-    const float* from = x + row * x_stride;
-    int32_t* to = rows.values + tile.start * rows.units + i;
-    if (rows.form == Form::kByte) {
-      rows.scales[row] = quantize_row<Form::kByte>(from, s.in_features, to, tile.height, s.group_size,
-                                                   rows.group_sums + row * num_groups(s));
-    } else {
-      const auto quantize = rows.form == Form::kShort ? quantize_row<Form::kShort> : quantize_row<Form::kOffsetByte>;
-      rows.scales[row] = quantize(from, s.in_features, to, tile.height, padded(s.in_features), nullptr);
-    }
-  }
-}
-
-PENSTOCK_INLINE int64_t panels_at_once(const QuantizedLinearArgs& a) {
-  return a.shape.bits == 8 ? int8_panels_at_once(a.rows) : int4_panels_at_once(a.rows);
+  const QuantizedRows to = rows_after(rows, tile.start, tile.height, 0);
+  for (int64_t i = 0; i < tile.height; ++i)
+    quantize_row(x + (tile.start + i) * x_stride, s.in_features, tile.height, row_offset(s), to.values + i,
+                 to.scales + i, to.offsets + i);
 }
 
 // Some panels times a chunk of rows. The last panel of the weight may be wider than the output: it goes through a
@@ -88,35 +58,33 @@ PENSTOCK_INLINE int64_t panels_at_once(const QuantizedLinearArgs& a) {
 static void multiply_quantized_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
                                       int64_t rows, const Panels& panels) {
   const QuantizedShape& s = a.shape;
-  const int64_t width = panel_width(s), edge_panel = s.out_features / width;
+  const int64_t edge_panel = s.out_features / kPanel;
   bool has_edge;
   const Panels full = panels.without(edge_panel, has_edge);
   const auto multiply = [&](const QuantizedRows& some, int64_t count, const Panels& which, const float* bias, float* out,
                             int64_t out_stride) {
-    switch (some.form) {
-      case Form::kShort: return multiply_int8_panels<Pairs>(a, some, count, which, bias, out, out_stride);
-      case Form::kOffsetByte: return multiply_int8_panels<Quads>(a, some, count, which, bias, out, out_stride);
-      case Form::kByte: return multiply_int4_panels(a, some, count, which, bias, out, out_stride);
-    }
+    with_format(s, [&](auto format) {
+      multiply_panels<decltype(format)>(a, some, count, which, bias, out, out_stride);
+    });
   };
   float* const out = a.out + first_row * a.out_stride;
-  const int64_t at_once = panels_at_once(a);
+  const int64_t at_once = panels_at_once(a.rows);
   for (int64_t done = 0, count; done < full.count; done += count) {
     count = full.count - done < at_once ? 1 : at_once;
     const int64_t panel = full.at(done);
-    multiply(x, rows, {panel, count, full.apart}, a.bias == nullptr ? nullptr : a.bias + panel * width,
-             out + panel * width, a.out_stride);
+    multiply(x, rows, {panel, count, full.apart}, a.bias == nullptr ? nullptr : a.bias + panel * kPanel,
+             out + panel * kPanel, a.out_stride);
   }
   if (!has_edge) return;
-  const int64_t columns = s.out_features - edge_panel * width;
-  float bias[kWidestPanel] = {};
-  if (a.bias != nullptr) std::memcpy(bias, a.bias + edge_panel * width, columns * sizeof(float));
-  float edge[kMostTileRows * kWidestPanel];
+  const int64_t columns = s.out_features - edge_panel * kPanel;
+  float bias[kPanel] = {};
+  if (a.bias != nullptr) std::memcpy(bias, a.bias + edge_panel * kPanel, columns * sizeof(float));
+  float edge[kQuantizedTileRows * kPanel];
   for (int64_t start = 0, height; start < rows; start += height) {
-    height = Tiles(rows, tile_rows(x.form)).around(start).height;
-    multiply(rows_from(x, s, start), height, {edge_panel, 1, 1}, a.bias == nullptr ? nullptr : bias, edge, width);
+    height = Tiles(rows, kQuantizedTileRows).around(start).height;
+    multiply(rows_after(x, start, 0, 0), height, {edge_panel, 1, 1}, a.bias == nullptr ? nullptr : bias, edge, kPanel);
     for (int64_t i = 0; i < height; ++i)
-      std::memcpy(out + (start + i) * a.out_stride + edge_panel * width, edge + i * width, columns * sizeof(float));
+      std::memcpy(out + (start + i) * a.out_stride + edge_panel * kPanel, edge + i * kPanel, columns * sizeof(float));
   }
 }
 
@@ -131,10 +99,10 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
   const QuantizedLinearArgs& a = *job.args;
   const int64_t last = num_panels(a.shape);
   const bool are_few = a.rows <= kFewRows;
-  const QuantizedRows rows = are_few ? rows_from(job.rows, a.shape, thread * job.rows_at_once) : job.rows;
+  const QuantizedRows rows = are_few ? rows_after(job.rows, thread * job.rows_at_once, 0, 0) : job.rows;
   for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
     const int64_t count = a.rows - first < job.rows_at_once ? a.rows - first : job.rows_at_once;
-    const Tiles tiles(count, tile_rows(rows.form));
+    const Tiles tiles(count, kQuantizedTileRows);
     const auto quantize = [&](int64_t tile) {
       quantize_tile(a.shape, a.x + first * a.x_stride, a.x_stride, rows, tiles.at(tile));
     };
@@ -147,7 +115,7 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
       for (int64_t tile = thread; tile < tiles.count; tile += team.num_threads) quantize(tile);
       team.barrier();
     }
-    const int64_t products = count * a.shape.in_features * panel_width(a.shape);
+    const int64_t products = count * a.shape.in_features * kPanel;
     const int64_t per_turn =
         job.has_streams ? 1 : least(divided_up(kProductsPerTurn, products), kMostPanelsPerTurn);
     for (Shares::Pieces turn; job.panels.take(thread, per_turn, turn);) {
@@ -160,31 +128,24 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
 
 static bool quantized_linear(const QuantizedLinearArgs& a) {
   if (a.rows == 0) return true;
-  const Form form = form_for(a);
-  const int64_t tile = tile_rows(form);
-  const int64_t fitting = kQuantizedRowsInCache / (row_units(a.shape, form) * 4);
+  const int64_t tile = kQuantizedTileRows;
+  const int64_t fitting = kQuantizedRowsInCache / (num_row_groups(a.shape.in_features) * kGroup);
   const int64_t most = fitting < 4 * tile ? 4 * tile : fitting;
   // Chunks of nearly the same size, in whole tiles.
   const int64_t rows_at_once =
       least(a.rows, divided_up(divided_up(a.rows, divided_up(a.rows, most)), tile) * tile);
   static thread_local Scratch scratch, shares_scratch;
   const int64_t copies = a.rows <= kFewRows ? a.num_threads : 1;
-  QuantizedJob job{&a, place_rows(scratch, a.shape, form, copies * rows_at_once), rows_at_once,
+  QuantizedJob job{&a, place_rows(scratch, a.shape, copies * rows_at_once), rows_at_once,
                    shares_scratch.get(Shares::floats_for(a.num_threads)),
-                   {num_panels(a.shape), a.num_threads, panels_at_once(a)}, panels_at_once(a) > 1, {}};
+                   {num_panels(a.shape), a.num_threads, panels_at_once(a.rows)}, panels_at_once(a.rows) > 1, {}};
   if (job.rows.values == nullptr || job.memory == nullptr) return false;
   share_panels(job);
   run_parallel(a.num_threads, quantized_linear_thread, &job);
   return true;
 }
 
-static int64_t packed_bytes(const QuantizedShape& s) {
-  const int64_t panels = num_panels(s);
-  return s.bits == 8 ? kCacheLine + panels * int8_panel_bytes(s.in_features) : panels * int4_panel_bytes(s);
-}
-
-static void pack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? pack_int8(a) : pack_int4(a); }
-static void unpack(const QuantizedPackArgs& a) { a.shape.bits == 8 ? unpack_int8(a) : unpack_int4(a); }
+static int64_t packed_bytes(const QuantizedShape& s) { return num_panels(s) * panel_bytes(s); }
 
 struct QuantizedRowsJob {
   const QuantizedRowsArgs* args;
@@ -195,7 +156,6 @@ static void quantized_rows_thread(void* data, int thread, const Team& team) {
   const auto& job = *static_cast<const QuantizedRowsJob*>(data);
   const QuantizedRowsArgs& a = *job.args;
   const int64_t size = a.shape.in_features;
-  const auto read_row = a.shape.bits == 8 ? read_int8_row : read_int4_row;
   const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
   for (int64_t i = begin; i < end; ++i) {
     float* row = a.out + i * size;

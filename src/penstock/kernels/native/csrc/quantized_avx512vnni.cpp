@@ -13,8 +13,8 @@
 #define PENSTOCK_NAME "avx512vnni"
 #define PENSTOCK_NAMESPACE penstock::quantized_avx512vnni
 #define PENSTOCK_LANES 16
-#define PENSTOCK_TILE_ROWS 12
-#define PENSTOCK_INT4_TILE_ROWS 8
+#define PENSTOCK_FMA_REGISTER "v"
+#define PENSTOCK_QUANTIZED_TILE_ROWS 8
 #define PENSTOCK_DOT_QUADS 1
 #include "quantized.inl"
 

@@ -97,9 +97,6 @@ PENSTOCK_INLINE ShortVec dot_byte_pairs(ByteVec is_unsigned, ByteVec is_signed) 
 #endif
 }
 
-// Whether dot products of four bytes are faster than those of two int16.
-constexpr bool kHasQuads = PENSTOCK_LANES > 4;
-
 // Each lane: sum, plus the dot product of four unsigned and four signed bytes. Without VNNI, the sum of two adjacent
 // products must fit int16.
 PENSTOCK_INLINE IntVec add_dot_quads(IntVec sum, ByteVec is_unsigned, ByteVec is_signed) {
@@ -107,6 +104,23 @@ PENSTOCK_INLINE IntVec add_dot_quads(IntVec sum, ByteVec is_unsigned, ByteVec is
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)is_unsigned, (__m512i)is_signed);
 #else
   return sum + dot_pairs(dot_byte_pairs(is_unsigned, is_signed), ShortVec{} + 1);
+#endif
+}
+
+// Each lane: sum, plus the dot product of four signed bytes. x: from -127 to 127.
+PENSTOCK_INLINE IntVec add_dot_signed_quads(IntVec sum, ByteVec w, ByteVec x) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 8
+  // |w| * (x with the sign of w); the sum of two is at most 2 * 128 * 127.
+  const ByteVec magnitude = (ByteVec)_mm256_abs_epi8((__m256i)w);
+  return add_dot_quads(sum, magnitude, (ByteVec)_mm256_sign_epi8((__m256i)x, (__m256i)w));
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  const ByteVec magnitude = (ByteVec)_mm512_abs_epi8((__m512i)w);
+  const __mmask64 is_negative = _mm512_movepi8_mask((__m512i)w);
+  return add_dot_quads(
+      sum, magnitude, (ByteVec)_mm512_mask_sub_epi8((__m512i)x, is_negative, _mm512_setzero_si512(), (__m512i)x));
+#else
+  const ShortVec v = (ShortVec)w, u = (ShortVec)x;
+  return sum + dot_pairs(v << 8 >> 8, u << 8 >> 8) + dot_pairs(v >> 8, u >> 8);
 #endif
 }
 

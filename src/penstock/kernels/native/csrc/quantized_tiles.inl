@@ -1,0 +1,143 @@
+// Products of quantised rows and panels of a quantised weight.
+//
+// The integer sum of a group of inner elements is exact; the groups are then added in their order as floats.
+
+namespace PENSTOCK_NAMESPACE {
+
+constexpr int kQuantizedTileRows = PENSTOCK_QUANTIZED_TILE_ROWS;
+// Bytes of a panel's part that stays in the L1 cache while all rows pass over it.
+constexpr int64_t kPartBytes = 16 * 1024;
+
+// Tiles of R rows by P panels, one after the other, over some groups.
+//
+// rows: of the first tile and group. zeros, weight: of the scale group that the first group is in, panels panel_stride
+// apart; bias, out: out_panel_stride.
+struct Column {
+  QuantizedRows rows;
+  const uint8_t* zeros;
+  const uint8_t* weight;
+  int64_t panel_stride, groups;
+  // Of `groups_per_scale` groups of a scale, the first is `first_inside`.
+  int64_t first_inside, groups_per_scale;
+  const float* bias;
+  float* out;
+  int64_t out_stride, out_panel_stride;
+  bool is_first, is_last;
+  // Memory to prefetch meanwhile: next_step bytes per cache line of weights.
+  const char* next;
+  int64_t next_step;
+  int64_t num_tiles;
+};
+
+PENSTOCK_INLINE QuantizedRows rows_after(const QuantizedRows& x, int64_t tile_start, int64_t height, int64_t group) {
+  const int64_t scales = tile_start * x.groups + group * height;
+  return {x.values + scales * kGroupUnits, x.scales + scales, x.offsets + scales, x.groups};
+}
+
+// Adds a finished group: its exact integer sums, times its scales.
+template <class Format, int R>
+PENSTOCK_INLINE void add_group(const uint8_t* zeros, const uint8_t* weight_scales, const float* scales,
+                               const float* offsets, const IntVec (&sum)[R][kPanelVectors],
+                               Vec (&total)[R][kPanelVectors]) {
+  for (int v = 0; v < kPanelVectors; ++v) {
+    const Vec weight_scale = load_bytes<Vec>(weight_scales + v * sizeof(Vec));
+    Vec zero{};
+    if (Format::kHasZeros)
+      zero = __builtin_convertvector(widen(load_bytes<QuarterByteVec>(zeros + v * kLanes)), Vec);
+    for (int i = 0; i < R; ++i) {
+      // All of these are integers below 2^24, so exact.
+      const Vec excess = Format::kHasZeros ? zero * splat(offsets[i]) + splat(kMagic) : splat(offsets[i]);
+      const Vec exact = (Vec)sum[i][v] - excess;
+      const Vec scale = weight_scale * splat(scales[i]);
+#if defined(PENSTOCK_FMA_REGISTER)
+      multiply_add(total[i][v], exact, scale);
+#else
+      Vec product = exact * scale;
+      PENSTOCK_NEEDED_NOW(product);
+      total[i][v] += product;
+#endif
+    }
+  }
+}
+
+// With several panels, they alternate group by group.
+template <class Format, int R, int P>
+static __attribute__((noinline)) void run_tiles(const Column& t) {
+  constexpr int64_t kLines = Format::kRunBytes / kCacheLine;
+  const char* next = t.next;
+  for (int64_t tile = 0; tile < t.num_tiles; ++tile) {
+    float* const out = t.out + tile * R * t.out_stride;
+    Vec total[P][R][kPanelVectors];
+    for (int p = 0; p < P; ++p)
+      for (int i = 0; i < R; ++i)
+        for (int v = 0; v < kPanelVectors; ++v)
+          total[p][i][v] = t.is_first ? Vec{} : load(out + i * t.out_stride + p * t.out_panel_stride + v * kLanes);
+    QuantizedRows x = rows_after(t.rows, tile * R, R, 0);
+    const uint8_t *zeros = t.zeros, *scales = t.weight;
+    int64_t inside = t.first_inside;
+    for (int64_t g = 0; g < t.groups; inside = 0, zeros += kPanel) {
+      const uint8_t* weight = scales + kScaleBytes + inside * Format::kRunBytes;
+      for (; inside < t.groups_per_scale && g < t.groups; ++inside, ++g, weight += Format::kRunBytes) {
+        for (int p = 0; p < P; ++p) {
+          const int64_t apart = p * t.panel_stride;
+          for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + apart + line * t.next_step);
+          IntVec sum[R][kPanelVectors];
+          for (int i = 0; i < R; ++i)
+            for (int v = 0; v < kPanelVectors; ++v) sum[i][v] = (IntVec)splat(kMagic);
+          Format::template multiply<R>(x.values, weight + apart, sum);
+          add_group<Format, R>(zeros + apart, scales + apart, x.scales, x.offsets, sum, total[p]);
+        }
+        next += kLines * t.next_step;
+        x = rows_after(x, 0, R, 1);
+      }
+      scales = weight;
+    }
+    for (int p = 0; p < P; ++p)
+      for (int v = 0; v < kPanelVectors; ++v) {
+        const int64_t column = p * t.out_panel_stride + v * kLanes;
+        const Vec bias = t.bias == nullptr || !t.is_last ? Vec{} : load(t.bias + column);
+        for (int i = 0; i < R; ++i) store(out + i * t.out_stride + column, total[p][i][v] + bias);
+      }
+  }
+}
+
+// A single row takes several panels at once: several read streams give more memory bandwidth.
+constexpr int64_t panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
+
+template <class Format>
+static void run_column(int64_t rows, int64_t panels, const Column& t) {
+  if (panels == 4) return run_tiles<Format, 1, 4>(t);
+  with_constant<kQuantizedTileRows>(rows, [&](auto r) { run_tiles<Format, r, 1>(t); });
+}
+
+// Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart; bias, out: of the first panel.
+template <class Format>
+static void multiply_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, const Panels& panels,
+                            const float* bias, float* out, int64_t out_stride) {
+  const QuantizedShape& s = a.shape;
+  const int64_t per_scale = s.group_size / kGroup, all = x.groups;
+  const uint8_t* const panel = static_cast<const uint8_t*>(a.weight) + panels.first * panel_bytes(s);
+  const Tiles tiles(rows, kQuantizedTileRows);
+  const bool is_single = tiles.count == 1;
+  const int64_t block = is_single ? all : kPartBytes / Format::kRunBytes;
+  for (int64_t g = 0; g < all; g += block) {
+    const int64_t part = least(block, all - g), scale = g / per_scale;
+    const uint8_t* const weight = panel + zeros_bytes(s) + scale * group_bytes(s);
+    // Several tiles share the prefetch of the next part; a single tile prefetches its own weights PENSTOCK_AHEAD ahead.
+    const char* const next = reinterpret_cast<const char*>(weight) +
+                             (is_single ? PENSTOCK_AHEAD : (g % per_scale + part) * Format::kRunBytes);
+    const int64_t next_step = divided_up(kCacheLine, tiles.count);
+    Column t{rows_after(x, 0, tiles.height + 1, g), panel + scale * kPanel, weight, panels.apart * panel_bytes(s), part,
+             g % per_scale, per_scale, bias, out, out_stride, panels.apart * kPanel, g == 0, g + part == all, next,
+             next_step, tiles.num_taller};
+    if (t.num_tiles > 0) run_column<Format>(tiles.height + 1, panels.count, t);
+    const int64_t above = tiles.rows_of_taller();
+    t.rows = rows_after(x, above, tiles.height, g);
+    t.out += above * out_stride;
+    t.next += tiles.num_taller * next_step * (part * Format::kRunBytes / kCacheLine);
+    t.num_tiles = tiles.count - tiles.num_taller;
+    run_column<Format>(tiles.height, panels.count, t);
+  }
+}
+
+}  // namespace PENSTOCK_NAMESPACE
