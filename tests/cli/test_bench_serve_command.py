@@ -27,7 +27,7 @@ VLLM_DETAILS = {"input_lens", "output_lens", "start_times", "ttfts", "itls", "ge
 
 
 def invoke(server: CompletionServer, *arguments: str, exit_code: int = 0) -> str:
-    """What the command prints."""
+    """Output of the command."""
     result = COMMAND_LINE.invoke(app, ["bench", "serve", "--base-url", server.url, *SMALL, *arguments])
     assert result.exit_code == exit_code, result.output
     return result.output
