@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import Regex, normalizers, pre_tokenizers, processors
+from tokenizers import normalizers, pre_tokenizers
 
 from penstock.config.resolve import resolve_model_folder
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
-from penstock.engine.tokenizer_files import _CLASS_OF_MODEL_TYPE, _QWEN2_WORDS, TokenizerFiles
+from penstock.engine.tokenizer_files import _CLASS_OF_MODEL_TYPE, TokenizerFiles
 from penstock.errors import InvalidRequest, TokenizerError
-from support.fake_engine import byte_fallback_tokenizer, byte_level_tokenizer, write_tokenizer
+from support.fake_engine import byte_fallback_tokenizer, byte_level_tokenizer, gpt2_like, qwen2_like, write_tokenizer
 
 TEXTS = [
     "the quick brown fox",
@@ -46,26 +46,6 @@ def agrees_with_transformers(folder: Path) -> bool:
 
 def is_read_directly(folder: Path) -> bool:
     return TokenizerFiles.read(folder).tokenizer_json_decides()
-
-
-def qwen2_like() -> tokenizers.Tokenizer:
-    tokenizer = byte_level_tokenizer(adds_bos=False)
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
-    return tokenizer
-
-
-def gpt2_like() -> tokenizers.Tokenizer:
-    tokenizer = byte_level_tokenizer(adds_bos=False)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer
 
 
 def ignoring_merges(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -212,7 +192,8 @@ def test_a_tokenizer_written_in_python_works(tmp_path: Path) -> None:
 def test_neither_torch_nor_transformers_is_imported_for_the_demo() -> None:
     code = (
         "import sys; from pathlib import Path; from penstock.engine.tokenizer import load_tokenizer; "
-        f"load_tokenizer(Path({str(resolve_model_folder('demo'))!r})).encode('hi'); "
+        f"tokenizer = load_tokenizer(Path({str(resolve_model_folder('demo'))!r})); tokenizer.encode('hi'); "
+        "tokenizer.apply_chat_template([{'role': 'user', 'content': 'hi'}]); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

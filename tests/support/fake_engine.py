@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists
 from penstock.engine.messages import EngineRequest
+from penstock.engine.tokenizer_files import _QWEN2_WORDS
 from penstock.errors import ContextTooLong, PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 
@@ -173,6 +174,28 @@ def byte_level_tokenizer(*, adds_bos: bool = True, vocab_size: int = 380) -> tok
     tokenizer.train_from_iterator(CORPUS, trainer)
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return tokenizer
+
+
+def qwen2_like() -> tokenizers.Tokenizer:
+    """Tokenizer as the class Qwen2Tokenizer builds it."""
+    tokenizer = byte_level_tokenizer(adds_bos=False)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    return tokenizer
+
+
+def gpt2_like() -> tokenizers.Tokenizer:
+    """Tokenizer as the class GPT2Tokenizer builds it."""
+    tokenizer = byte_level_tokenizer(adds_bos=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
 
 

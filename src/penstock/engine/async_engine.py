@@ -92,7 +92,9 @@ class AsyncEngine(RefusesMethods):
         check_async_engine(config)
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged tokenizer is found before the weights are loaded, or while a process starts to load them.
-        tokenizer = cache(lambda: _load_for_event_loops(config.model.tokenizer_folder))
+        # A front end has no callers that ask for a tokenizer of Transformers.
+        for_callers = load_core is None
+        tokenizer = cache(lambda: _load_for_event_loops(config.model.tokenizer_folder, for_callers))
         begin = _start_default if load_core is None else _start_given(load_core)
         self._lock = StreamLock()
         # Streams with a reader.
@@ -434,10 +436,10 @@ class AdmittedRequest:
         self.close()
 
 
-def _load_for_event_loops(folder: Path) -> Tokenizer:
+def _load_for_event_loops(folder: Path, for_callers: bool) -> Tokenizer:
     """Load a tokenizer, with everything slow that is otherwise created on first use."""
     tokenizer = load_tokenizer(folder)
-    tokenizer.prepare()
+    tokenizer.prepare(for_callers=for_callers)
     return tokenizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from penstock.engine.tokenizer_files import TokenizerFiles, longest_token
 from penstock.errors import InvalidRequest, TokenizerError
 from penstock.loader.chat_template import choose_template, render_chat
 from penstock.loader.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
+from penstock.loader.template_files import ModelTemplates
 from penstock.loader.template_renderer import TemplateRenderer
 
 if TYPE_CHECKING:
@@ -48,7 +49,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     files = TokenizerFiles.read(folder)
     if files.fast is not None and files.tokenizer_json_decides():
         return _fast_tokenizer(
-            folder, files.fast, bos=files.special_token("bos_token"), eos=files.special_token("eos_token")
+            folder,
+            files.fast,
+            bos=files.special_token("bos_token"),
+            eos=files.special_token("eos_token"),
+            read_templates=files.templates if files.names_special_tokens else None,
         )
     return _transformers_tokenizer(folder)
 
@@ -58,6 +63,7 @@ class Tokenizer:
 
     vocab_size: upper bound of token ids, added tokens included. bos_token_id, eos_token_id: None if the model has none.
     encoding: tokenizer of Transformers that `backend` wraps, if any.
+    read_templates: reads the folder's chat templates; None if only Transformers can.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_id: int | None,
         encoding: Any = None,
+        read_templates: Callable[[], ModelTemplates] | None = None,
     ) -> None:
         self.folder = folder
         self.vocab_size = vocab_size
@@ -76,6 +83,7 @@ class Tokenizer:
         self.eos_token_id = eos_token_id
         self._backend = backend
         self._encoding = encoding
+        self._read_templates = read_templates
         self._for_callers: Any = None
         self._hf_lock = threading.Lock()
         self._renderer = TemplateRenderer()
@@ -129,18 +137,18 @@ class Tokenizer:
         """Render the conversation as the prompt's text; encode it with add_special_tokens=False.
 
         messages: plain data. chat_template: a Jinja template or the path of one, instead of the folder's own.
-        variables: template variables, such as `documents` or `enable_thinking`. Imports Transformers.
+        variables: template variables, such as `documents` or `enable_thinking`.
 
         Raises InvalidRequest when there is no template, ChatTemplateError when it refuses the messages or exceeds its
         limits of time, memory or output.
         """
-        hf_tokenizer = self._rendering()
-        template = choose_template(hf_tokenizer, self.folder, chat_template, tools)
+        templates = self.templates
+        template = choose_template(templates, self.folder, chat_template, tools)
         return render_chat(
             self._renderer,
             template,
             messages,
-            hf_tokenizer.special_tokens_map,
+            templates.special_tokens,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
@@ -154,7 +162,7 @@ class Tokenizer:
     def for_callers(self) -> PreTrainedTokenizerBase:
         """Return the Transformers tokenizer of the folder, always the same object; imports Transformers.
 
-        From the first call on, it also renders templates. It never encodes or decodes for the engine, so a caller may
+        From the first call on, its templates are used. It never encodes or decodes for the engine, so a caller may
         use it in any thread and set truncation or padding.
 
         Raises TokenizerError when Transformers cannot load the folder.
@@ -165,16 +173,29 @@ class Tokenizer:
             counterpart: PreTrainedTokenizerBase = self._for_callers
             return counterpart
 
-    def prepare(self) -> None:
-        """Create now what is otherwise created on first use and would block event loops; imports Transformers."""
-        _ = self.longest_token
-        # The error is raised again by the call that needs this tokenizer.
-        with suppress(TokenizerError):
-            self.for_callers()
+    def prepare(self, *, for_callers: bool) -> None:
+        """Create now what is otherwise created on first use and would block event loops.
 
-    def _rendering(self) -> Any:
-        """Transformers tokenizer for rendering templates; the encoding one, if loaded, to save another load."""
-        return self._encoding if self._for_callers is None and self._encoding is not None else self.for_callers()
+        for_callers: also the tokenizer of Transformers, which takes seconds to import.
+        """
+        _ = self.longest_token
+        # The error is raised again by the call that needs them.
+        with suppress(TokenizerError):
+            _ = self.for_callers() if for_callers else self.templates
+
+    @property
+    def templates(self) -> ModelTemplates:
+        """Chat templates: those of `for_callers` from its first call on. Raises TokenizerError for damaged files."""
+        if self._for_callers is None and self._encoding is not None:
+            return ModelTemplates.of_transformers(self._encoding)
+        if self._for_callers is None and self._read_templates is not None:
+            return self._folder_templates
+        return ModelTemplates.of_transformers(self.for_callers())
+
+    @cached_property
+    def _folder_templates(self) -> ModelTemplates:
+        assert self._read_templates is not None, "`templates` asks for it only then"
+        return self._read_templates()
 
 
 class FastBackend:
@@ -230,7 +251,13 @@ class PythonBackend:
 
 
 def _fast_tokenizer(
-    folder: Path, fast: FastTokenizer, *, bos: str | None, eos: str | None, encoding: Any = None
+    folder: Path,
+    fast: FastTokenizer,
+    *,
+    bos: str | None,
+    eos: str | None,
+    encoding: Any = None,
+    read_templates: Callable[[], ModelTemplates] | None = None,
 ) -> Tokenizer:
     return Tokenizer(
         folder,
@@ -239,6 +266,7 @@ def _fast_tokenizer(
         bos_token_id=None if bos is None else fast.token_to_id(bos),
         eos_token_id=None if eos is None else fast.token_to_id(eos),
         encoding=encoding,
+        read_templates=read_templates,
     )
 
 

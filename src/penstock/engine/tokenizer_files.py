@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from penstock.config.json_file import check_regular_file, read_json_object, shown, typed_field
 from penstock.errors import TokenizerError, is_for_the_program
 from penstock.loader.hf_tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from penstock.loader.template_files import ModelTemplates
 
 _TAKEN_AS_IT_IS = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 # Model types whose declared class Transformers overrides with a rebuilding one.
@@ -124,6 +125,17 @@ class TokenizerFiles:
         if named is None and name not in self.config and self.recipe is not None:
             named = self.recipe.default_tokens.get(name)
         return _content(named)
+
+    @property
+    def names_special_tokens(self) -> bool:
+        """Whether `special_token` knows the defaults of the tokenizer's class in Transformers."""
+        return self.recipe is not None or self.class_name in _TAKEN_AS_IT_IS
+
+    def templates(self) -> ModelTemplates:
+        """Chat templates of the folder. Raises TokenizerError for a damaged file."""
+        tokens = {name: self.special_token(name) for name in _SPECIAL_TOKENS}
+        named = {name: token for name, token in tokens.items() if token is not None}
+        return ModelTemplates.of_folder(self.folder, self.config, named)
 
     @property
     def class_name(self) -> str:

@@ -12,6 +12,7 @@ from penstock.config.json_file import check_regular_file
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.loader.chat_template import choose_template, render_chat
 from penstock.loader.hf_tokenizer import load_hf_tokenizer
+from penstock.loader.template_files import ModelTemplates
 from penstock.loader.template_renderer import TemplateRenderer
 
 _MAX_BYTES = 2**30
@@ -29,9 +30,11 @@ def read_calibration_text(path: Path, tokenizer_folder: Path) -> list[list[int]]
         raise ConfigError(f"quantization_calibration={str(path)!r} is empty. Each line must be {_ALLOWED}.")
     tokenizer = load_hf_tokenizer(tokenizer_folder, needed_by="quantization_calibration")
 
+    templates = ModelTemplates.of_transformers(tokenizer)
+
     def render(messages: Any) -> str:
-        template = choose_template(tokenizer, tokenizer_folder, None, None)
-        return render_chat(renderer, template, messages, tokenizer.special_tokens_map, add_generation_prompt=False)
+        template = choose_template(templates, tokenizer_folder, None, None)
+        return render_chat(renderer, template, messages, templates.special_tokens, add_generation_prompt=False)
 
     with closing(TemplateRenderer()) as renderer:
         return [

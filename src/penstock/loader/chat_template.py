@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
+from penstock.loader.template_files import ModelTemplates
 from penstock.loader.template_renderer import TemplateRenderer
 
 # Endings of files that `chat_template` may name as text; a request must not be able to read others.
@@ -46,7 +47,7 @@ def plain_data(name: str, value: Any) -> Any:
 
 
 def choose_template(
-    hf_tokenizer: Any, folder: Path, given: str | Path | None, tools: Sequence[Any] | None
+    templates: ModelTemplates, folder: Path, given: str | Path | None, tools: Sequence[Any] | None
 ) -> ChatTemplate:
     """Choose the template of a conversation.
 
@@ -55,14 +56,14 @@ def choose_template(
 
     Raises InvalidRequest without a template.
     """
-    own = hf_tokenizer.chat_template
+    own = templates.own
     if given is None:
         if not own:
             raise InvalidRequest(
                 f"The tokenizer of {folder} has no chat template, so it cannot render messages. "
                 "Give chat_template, or a plain prompt."
             )
-        return ChatTemplate(_own_template(hf_tokenizer, folder, tools), f"The chat template of {folder}")
+        return ChatTemplate(_own_template(templates, folder, tools), f"The chat template of {folder}")
     if isinstance(given, Path):
         return _from_file(given)
     if not isinstance(given, str):
@@ -128,14 +129,8 @@ def render_chat(
     return text if last is None else _cut_at_mark(text, last, template)
 
 
-def _own_template(hf_tokenizer: Any, folder: Path, tools: Sequence[Any] | None) -> str:
-    try:
-        source = hf_tokenizer.get_chat_template(None, tools)
-    except ValueError:
-        names = ", ".join(map(repr, sorted(hf_tokenizer.chat_template)))
-        raise InvalidRequest(
-            f"The tokenizer of {folder} has several chat templates and none for all. Give chat_template: {names}."
-        ) from None
+def _own_template(templates: ModelTemplates, folder: Path, tools: Sequence[Any] | None) -> str:
+    source = templates.choose(folder, tools)
     if not isinstance(source, str):
         raise InvalidRequest(f"The chat template of {folder} is a {type(source).__name__}. Give chat_template.")
     return source

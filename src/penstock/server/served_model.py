@@ -98,7 +98,7 @@ class ServedModel:
 
     def _mentions_developer(self) -> bool:
         """Whether the chat template has the role `developer`, which it would refuse or show otherwise."""
-        template = self._template or self.tokenizer.for_callers().chat_template
+        template = self._template or self.tokenizer.templates.own
         return "developer" in str(template)
 
 

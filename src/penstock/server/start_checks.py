@@ -37,7 +37,7 @@ def template_source(options: ServerOptions, tokenizer: Tokenizer) -> str | None:
         return None
     is_path = "{" not in given and Path(given).is_file()
     try:
-        template = choose_template(tokenizer.for_callers(), tokenizer.folder, Path(given) if is_path else given, None)
+        template = choose_template(tokenizer.templates, tokenizer.folder, Path(given) if is_path else given, None)
     except InvalidRequest as error:
         raise ConfigError(str(error)) from error
     return template.source
