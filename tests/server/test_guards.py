@@ -107,6 +107,7 @@ WRONG: list[dict[str, Any]] = [
     {"api_keys": ("",)},
     {"enable_admin": True},
     {"max_request_bytes": 0},
+    {"request_read_timeout_s": 0},
     {"keep_alive_interval_s": -1},
     {"log_prompts": True},
     {"enable_auto_tool_choice": True},

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from support.fake_engine import FakeCore, write_model
 from support.servers import Served, serving
+from support.waiting import PATIENCE_S
 
 LIMIT = 50_000
 
@@ -77,6 +82,90 @@ def test_a_body_that_is_too_large_is_not_read(server: Served, chunked: bool) -> 
             answer += data
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"request_too_large" in answer
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Iterator[Served]:
+    """Server whose requests must arrive in less time than their answers take."""
+    core = FakeCore()
+    core.on_step = lambda step: time.sleep(0.2)
+    engine = AsyncEngine.from_config(EngineConfig.create(str(write_model(tmp_path))), load_core=lambda config: core)
+    with serving(engine, request_read_timeout_s=0.3) as served:
+        yield served
+
+
+def drip(server: Served, begin: bytes, piece: bytes) -> bytes:
+    """Send a request that goes on in pieces for ever. Returns what came back until the server closed the connection.
+
+    That may be nothing: a piece that arrives after the end resets the connection.
+    """
+    with server.connect() as sock:
+        sock.settimeout(0.05)
+        answer, deadline = b"", time.monotonic() + PATIENCE_S
+        sock.sendall(begin)
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                try:
+                    data = sock.recv(65536)
+                except ConnectionResetError:
+                    return answer
+                answer += data
+                if not data:
+                    return answer
+            if not answer:
+                with suppress(ConnectionError):
+                    sock.sendall(piece)
+    raise AssertionError(f"The connection is still open after {answer!r}")
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+ENDLESS: dict[str, tuple[bytes, bytes]] = {
+    "no byte": (b"", b""),
+    "headers that stop": (POST, b""),
+    "headers that go on": (POST, b"a: b\r\n"),
+    "no byte of a body": (POST + b"Content-Length: 1000\r\n\r\n", b""),
+    "a body that stops": (POST + b'Content-Length: 1000\r\n\r\n{"prompt": "', b""),
+    "a body that goes on": (POST + b'Content-Length: 1000\r\n\r\n{"prompt": "', b"a"),
+    "chunks that go on": (POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n"),
+}
+
+
+@pytest.mark.parametrize(("begin", "piece"), ENDLESS.values(), ids=ENDLESS)
+def test_a_request_that_does_not_arrive_gets_408_and_loses_its_connection(
+    impatient: Served, begin: bytes, piece: bytes
+) -> None:
+    answer = drip(impatient, begin, piece)
+    if piece and not answer:
+        return
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"\r\nconnection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("timeout_error", "request_read_timeout")
+    assert "0.3 s" in error["message"]
+
+
+def test_a_body_that_does_not_arrive_gets_an_error_of_anthropics_shape(impatient: Served) -> None:
+    begin = b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    error = json.loads(drip(impatient, begin, b"").partition(b"\r\n\r\n")[2])
+    assert (error["type"], error["error"]["type"]) == ("error", "timeout_error")
+
+
+def test_an_idle_connection_and_a_long_answer_are_no_late_requests(impatient: Served) -> None:
+    connection = HTTPConnection("127.0.0.1", impatient.port, timeout=PATIENCE_S)
+    headers = {"Content-Type": "application/json"}
+    with closing(connection):
+        connection.connect()
+        sock = connection.sock
+        for _ in range(2):
+            connection.request(
+                "POST", "/v1/completions", json.dumps(completion()), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            assert (response.status, bool(response.read())) == (200, True)
+            time.sleep(0.5)
+        assert connection.sock is sock
 
 
 def test_a_body_at_the_limit_is_read(server: Served) -> None:

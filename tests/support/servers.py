@@ -16,6 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.server.app import create_app
+from penstock.server.http.slow_headers import protocol_with_timeout
 from penstock.server.options import ServerOptions
 from support.waiting import wait_until
 
@@ -86,7 +87,8 @@ def serving(engine: AsyncEngine, **options: Any) -> Iterator[Served]:
     app = create_app(engine, ServerOptions(**{"served_model_name": ("demo",), **options}))
     listener = socket.socket()
     listener.bind((HOST, 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    http = protocol_with_timeout(app.state.served_model.options.request_read_timeout_s)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

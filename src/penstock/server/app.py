@@ -16,7 +16,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import PenstockError
 from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
 from penstock.server.http.errors import api_error
-from penstock.server.http.guards import ApiKeys, BodyLimit
+from penstock.server.http.guards import ApiKeys, BodyLimits
 from penstock.server.http.validation import validation_error
 from penstock.server.options import ServerOptions
 from penstock.server.responses.store import ResponseStore
@@ -40,7 +40,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(PenstockError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=options.max_request_bytes)
+    app.add_middleware(BodyLimits, max_bytes=options.max_request_bytes, timeout_s=options.request_read_timeout_s)
     app.add_middleware(ApiKeys, keys=options.api_keys, admin_key=options.admin_api_key)
     if options.allowed_origins:
         app.add_middleware(

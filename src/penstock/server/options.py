@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.config.checks import check_seconds
 from penstock.errors import ConfigError
 
 
@@ -23,6 +24,8 @@ class ServerOptions:
     allow_credentials: let browsers send cookies and keys (CORS).
     root_path: path prefix that a proxy strips.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
+    request_read_timeout_s: seconds that the headers of a request, and then its body, may take to arrive; later ones get
+        status 408.
     keep_alive_interval_s: seconds without output after which a stream gets a comment; 0 sends none.
     enable_log_requests: log a line per request. log_prompts: with it, log prompts and messages too.
 
@@ -54,6 +57,7 @@ class ServerOptions:
     allow_credentials: bool = False
     root_path: str = ""
     max_request_bytes: int = 32 * 2**20
+    request_read_timeout_s: float = 60.0
     keep_alive_interval_s: float = 15.0
     enable_log_requests: bool = False
     log_prompts: bool = False
@@ -81,6 +85,7 @@ class ServerOptions:
             raise ConfigError("enable_admin needs admin_api_key, the key of those who may change the engine.")
         if self.max_request_bytes < 1:
             raise ConfigError(f"max_request_bytes={self.max_request_bytes} is not valid. Allowed: at least 1.")
+        check_seconds("request_read_timeout_s", self.request_read_timeout_s)
         if self.keep_alive_interval_s < 0:
             raise ConfigError(f"keep_alive_interval_s={self.keep_alive_interval_s} is not valid. Allowed: 0 or more.")
         for name in ("max_stored_responses", "max_stored_response_bytes"):

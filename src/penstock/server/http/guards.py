@@ -1,7 +1,8 @@
-"""Middleware that refuses requests before their route: API keys, and size limits."""
+"""Middleware that refuses requests before their route: API keys, and limits of bodies."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -68,12 +69,13 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-class BodyLimit:
-    """Size limit of request bodies, whether their length is declared or not."""
+class BodyLimits:
+    """Limits of request bodies: their size, whether it is declared or not, and the time that they take to arrive."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,20 +83,36 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("Content-Length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_bytes):
-            await self._error().response(scope)(scope, receive, send)
+            await self._too_large().response(scope)(scope, receive, send)
             return
-        num_bytes = 0
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        num_bytes, is_whole = 0, False
 
         async def limited_receive() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            # Behind the body comes the end of the connection, whenever that is.
+            message = await (receive() if is_whole else self._receive_until(deadline, receive))
+            is_whole = is_whole or not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise self._error()
+                raise self._too_large()
             return message
 
         await self._app(scope, limited_receive, send)
 
-    def _error(self) -> ApiError:
+    async def _receive_until(self, deadline: float, receive: Receive) -> Message:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await receive()
+        except TimeoutError:
+            raise request_read_timeout(self._timeout_s) from None
+
+    def _too_large(self) -> ApiError:
         message = f"The body is too large. Allowed: {self._max_bytes:,} bytes (max_request_bytes)."
         return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def request_read_timeout(timeout_s: float) -> ApiError:
+    """Response to a request that has not arrived in time."""
+    message = f"The request has not arrived within {timeout_s:g} s (request_read_timeout_s). Send it again."
+    return ApiError(408, message, code="request_read_timeout", headers={"Connection": "close"})

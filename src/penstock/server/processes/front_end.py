@@ -23,6 +23,7 @@ from penstock.engine.broker_connection import BrokerState, connect_to_broker
 from penstock.engine.child_main import ParentConnection
 from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
 from penstock.server.app import create_app
+from penstock.server.http.slow_headers import protocol_with_timeout
 from penstock.server.metrics import route as metrics_route
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import CountRequests, HttpCounts
@@ -76,7 +77,9 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
         app.add_middleware(health.Drainage, health=state)
         metrics = _add_metrics(app, engine, state, arguments)
         listener = socket.socket(fileno=arguments.descriptor)
-        asyncio.run(_FrontEnd(engine, app, state, metrics, arguments.network, listener, parent).run())
+        read_timeout_s = arguments.options.request_read_timeout_s
+        front_end = _FrontEnd(engine, app, state, metrics, arguments.network, read_timeout_s, listener, parent)
+        asyncio.run(front_end.run())
     finally:
         engine.shutdown()
 
@@ -112,6 +115,7 @@ class _FrontEnd:
         state: health.Health,
         metrics: FrontEndMetrics,
         network: NetworkOptions,
+        read_timeout_s: float,
         listener: socket.socket,
         parent: ParentConnection,
     ) -> None:
@@ -129,6 +133,7 @@ class _FrontEnd:
                 server_header=False,
                 timeout_keep_alive=int(network.timeout_keep_alive),
                 timeout_graceful_shutdown=int(_LAST_BYTES_S),
+                http=protocol_with_timeout(read_timeout_s),
                 ssl_certfile=network.ssl_certfile,
                 ssl_keyfile=network.ssl_keyfile,
                 ssl_keyfile_password=network.ssl_keyfile_password,

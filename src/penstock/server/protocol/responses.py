@@ -24,7 +24,7 @@ _DESCRIPTIONS = {
     400: "The request is not valid.",
     401: "The API key is missing or wrong.",
     404: "The model is not served here.",
-    408: "The request's timeout passed before anything was sent.",
+    408: "The request's timeout passed before anything was sent, or the request took too long to arrive.",
     413: "The body is too large.",
     429: "Too many requests wait; Retry-After has the seconds to wait.",
     500: "The server or the request's generation failed.",
@@ -195,5 +195,5 @@ MESSAGES_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 COUNT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": TokenCount},
-    **errors(400, 401, 404, 413, 500, model=MessagesErrorResponse),
+    **errors(400, 401, 404, 408, 413, 500, model=MessagesErrorResponse),
 }

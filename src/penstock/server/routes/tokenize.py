@@ -17,7 +17,7 @@ from penstock.server.requests.conversation import render
 from penstock.server.routes.common import served_model
 
 router = APIRouter()
-_ERRORS = errors(400, 401, 404, 413, 500)
+_ERRORS = errors(400, 401, 404, 408, 413, 500)
 
 
 @router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **_ERRORS})
