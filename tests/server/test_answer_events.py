@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.server.requests import chat_task
-from support.scripted_answers import TEXT, MarkedAnswer
+from support.scripted_answers import NUM_REASONING_TOKENS, TEXT, MarkedAnswer
 from support.servers import Served, serving
 
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
@@ -89,6 +89,21 @@ def test_an_answer_of_calls_only_has_no_content(client: OpenAI, monkeypatch: pyt
     message = ask(client, monkeypatch, 'x <f>{"a":1}</f>').choices[0].message
     assert message.content is None
     assert len(message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_usage_has_the_reasoning_of_all_samples(client: OpenAI, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    usage = ask(client, monkeypatch, n=n).usage
+    assert usage.completion_tokens_details.reasoning_tokens == n * NUM_REASONING_TOKENS
+    chunks = list(ask(client, monkeypatch, n=n, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == usage
+
+
+def test_an_answer_without_reasoning_has_no_reasoning_tokens(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Do"}], max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

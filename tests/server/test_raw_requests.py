@@ -159,9 +159,7 @@ def test_an_idle_connection_and_a_long_answer_are_no_late_requests(impatient: Se
         connection.connect()
         sock = connection.sock
         for _ in range(2):
-            connection.request(
-                "POST", "/v1/completions", json.dumps(completion()), {"Content-Type": "application/json"}
-            )
+            connection.request("POST", "/v1/completions", json.dumps(completion()), headers)
             response = connection.getresponse()
             assert (response.status, bool(response.read())) == (200, True)
             time.sleep(0.5)

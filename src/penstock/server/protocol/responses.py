@@ -48,6 +48,14 @@ class UsageBody(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ChatUsageBody(UsageBody):
+    completion_tokens_details: CompletionTokensDetails
+
+
 class CompletionLogprobsBody(BaseModel):
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -125,7 +133,7 @@ class ChatCompletionResponse(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: UsageBody
+    usage: ChatUsageBody
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -113,6 +113,10 @@ class AnswerSamples:
             if (sample := self.samples[completion.index]).finish_reason is None
         ]
 
+    def usage_data(self) -> dict[str, Any]:
+        """OpenAI's `usage` of a chat completion."""
+        return {**self.usage.data(), "completion_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens}}
+
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of tokens of all samples that are reasoning, so far."""

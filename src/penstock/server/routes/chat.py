@@ -68,7 +68,7 @@ class _Choices:
         """Body of a response, from the last output."""
         (output,) = outputs
         choices = [self._whole_choice(part) for part in self._samples.push(output)]
-        body = {**self._base, "choices": choices, "usage": self._samples.usage.data()}
+        body = {**self._base, "choices": choices, "usage": self._samples.usage_data()}
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self._request.return_token_ids:
@@ -88,7 +88,7 @@ class _Choices:
                 for chunk in self._chunks(part):
                     yield event(chunk)
         if self._request.includes_usage:
-            yield event({**self._base, "choices": [], "usage": self._samples.usage.data()})
+            yield event({**self._base, "choices": [], "usage": self._samples.usage_data()})
         yield DONE
 
     def _shown(self, events: Sequence[AnswerEvent]) -> list[AnswerEvent]:
@@ -155,7 +155,7 @@ class _Choices:
             choice |= {"finish_reason": sample.finish_reason, "stop_reason": ended.stop_reason}
         chunk = {**self._base, "choices": [choice]}
         if self._request.includes_usage:
-            chunk["usage"] = self._samples.usage.data() if self._request.repeats_usage else None
+            chunk["usage"] = self._samples.usage_data() if self._request.repeats_usage else None
         return chunk
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
