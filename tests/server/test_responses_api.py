@@ -58,6 +58,30 @@ def test_instructions_are_the_system_message(client: OpenAI) -> None:
     assert response.instructions == "Be brief."
 
 
+def test_instructions_and_the_first_developer_messages_are_one_system_message(client: OpenAI) -> None:
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "system", "content": [{"type": "input_text", "text": text} for text in ("Be calm.", "Be here.")]},
+        user("Who are you?"),
+        {"role": "developer", "content": "Be quick."},
+    ]
+    response = respond(client, items, instructions="Be brief.", **SEEDED)
+    first = {"role": "system", "content": "Be brief.\nBe kind.\nBe calm.\nBe here."}
+    expected = chat(client, first, user("Who are you?"), {"role": "developer", "content": "Be quick."}, **SEEDED)
+    assert response.output_text == expected.choices[0].message.content
+    assert response.usage.input_tokens == expected.usage.prompt_tokens
+
+
+def test_developer_messages_without_instructions_stay_of_the_developer(client: OpenAI) -> None:
+    items = [{"role": "developer", "content": text} for text in ("a", "b")]
+    template = "{{ messages | length }} {{ messages[0].role }} {{ messages[0].content }}"
+    response = respond(client, items, extra_body={"chat_template": template}, **SEEDED)
+    joined = {"role": "developer", "content": "a\nb"}
+    expected = chat(client, joined, extra_body={"chat_template": template}, **SEEDED)
+    assert response.output_text == expected.choices[0].message.content
+    assert response.usage.input_tokens == expected.usage.prompt_tokens
+
+
 def test_messages_and_parts_are_those_of_a_chat(client: OpenAI) -> None:
     items = [
         {"role": "developer", "content": "Be brief."},

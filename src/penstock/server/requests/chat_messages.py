@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+SYSTEM_ROLES = ("system", "developer")
+
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
     """Content of a message: a text, or several as its parts."""
@@ -20,10 +22,23 @@ class ChatMessages:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
+    _system_texts: list[str] = field(default_factory=list)
 
     def add(self, message: dict[str, Any], path: str) -> None:
         self.paths[f"messages[{len(self.messages)}]"] = path
         self.messages.append(message)
+
+    def add_system(self, role: str, texts: Sequence[str], path: str) -> None:
+        """Add instructions: of a system or developer message. Those at the start are one message, with a part each,
+        since many templates take no second one.
+        """
+        if len(self.messages) == 1 and self.messages[0]["role"] in SYSTEM_ROLES:
+            self._system_texts += texts
+            self.messages[0]["content"] = content_of(self._system_texts)
+            return
+        if not self.messages:
+            self._system_texts = list(texts)
+        self.add({"role": role, "content": content_of(texts)}, path)
 
     def add_result(self, call_id: str, texts: Sequence[str], path: str) -> None:
         """Add the result of a tool."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.server.http.errors import ApiError
 from penstock.server.http.fields import not_valid, object_of, string_of, texts_of
-from penstock.server.requests.chat_messages import ChatMessages, content_of
+from penstock.server.requests.chat_messages import SYSTEM_ROLES, ChatMessages, content_of
 
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -40,7 +40,10 @@ def _add_item(chat: ChatMessages, item: Mapping[str, Any], path: str) -> None:
             chat.add_to_answer("content", "".join(texts_of(item.get("content"), f"{path}.content", _TEXTS)), path)
         case "message":
             texts = texts_of(item.get("content"), f"{path}.content", _TEXTS)
-            chat.add({"role": item["role"], "content": content_of(texts)}, path)
+            if item["role"] in SYSTEM_ROLES:
+                chat.add_system(item["role"], texts, path)
+            else:
+                chat.add({"role": item["role"], "content": content_of(texts)}, path)
         case "reasoning":
             chat.add_to_answer("reasoning", _reasoning_text(item, path), path)
         case "function_call" if item.get("status") == "incomplete":

@@ -31,7 +31,7 @@ def chat_request(
     """
     conversation = ChatMessages()
     if request.instructions is not None:
-        conversation.add({"role": "system", "content": request.instructions}, "instructions")
+        conversation.add_system("system", [request.instructions], "instructions")
     add_items(conversation, history, lambda _: "previous_response_id")
     add_items(conversation, items, lambda index: "input" if isinstance(request.input, str) else f"input[{index}]")
     fields = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
