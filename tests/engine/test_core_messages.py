@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.contract import ArrayBytes, ContractVersionError, LogprobsLists, SamplingParams, decode, encode
 from penstock.engine import messages
 from penstock.engine.messages import Answer, EngineRequest, FromCore, ToCore
+from penstock.engine.step_phases import StepPhase
 from penstock.errors import WorkerError, error_as_data, error_from_data
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 
@@ -79,6 +80,8 @@ _from_core = st.one_of(
         outputs=st.lists(_outputs, max_size=3),
         stats=st.none() | _stats,
         step_s=st.floats(0.0, 1e6),
+        phase_s=st.dictionaries(st.sampled_from([phase.value for phase in StepPhase]), st.floats(0.0, 1e6)),
+        num_worker_restarts=_numbers,
     ),
     st.builds(
         Answer,

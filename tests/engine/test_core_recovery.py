@@ -106,6 +106,7 @@ def recovering(config: EngineConfig) -> FakeCore:
         if core.is_recovering:
             time.sleep(3.5)
             core.is_recovering = False
+            core.num_worker_restarts += 1
 
     core.on_step = on_step
     return core
@@ -253,6 +254,8 @@ def test_a_core_that_replaces_its_workers_is_not_taken_for_one_that_hangs(start:
     first = core.process_ids
     assert Reader(core).finish().everything() == undisturbed()
     assert core.process_ids == first
+    (engine,) = core.engines
+    assert (engine.num_restarts, engine.num_worker_restarts) == (0, 1)
 
 
 def test_time_without_a_waiting_client_does_not_count_for_the_heartbeat(start: Callable[..., CoreGroup]) -> None:

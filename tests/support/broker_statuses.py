@@ -11,6 +11,7 @@ BUSY = BrokerStatus(
     num_engines=2,
     num_recovering=1,
     num_restarts=1,
+    num_worker_restarts=0,
     stalled_s=0.5,
     num_requests=7,
     num_queued_requests=1,

@@ -15,6 +15,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists
 from penstock.engine.messages import EngineRequest
+from penstock.engine.step_phases import PhaseTimer
 from penstock.engine.tokenizer_files import _QWEN2_WORDS
 from penstock.errors import ContextTooLong, PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
@@ -44,6 +45,8 @@ class FakeCore:
         self.max_model_len = 64
         self.vocab_size = 400
         self.is_recovering = False
+        self.num_worker_restarts = 0
+        self.phases = PhaseTimer()
         self.kv_cache_bytes = 1 << 20
         self.tokens: TokenSource = seeded_token
         self.failing: set[int] = set()

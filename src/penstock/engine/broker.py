@@ -296,6 +296,7 @@ class Broker:
             num_engines=self._num_engines,
             num_recovering=self._num_engines - sum(engine.is_running for engine in engines),
             num_restarts=sum(engine.num_restarts for engine in engines),
+            num_worker_restarts=sum(engine.num_worker_restarts for engine in engines),
             stalled_s=max((engine.stalled_s for engine in engines), default=0.0),
             num_requests=admission.num_requests,
             num_queued_requests=admission.num_queued_requests,

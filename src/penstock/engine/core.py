@@ -18,6 +18,7 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.metrics import SpecDecodeLog
 from penstock.engine.recovery import Recovery
 from penstock.engine.startup import StartedEngine, start_engine
+from penstock.engine.step_phases import PhaseTimer, StepPhase
 from penstock.engine.structured_grammar import Grammar, StructuredGrammar
 from penstock.errors import (
     EngineDead,
@@ -64,6 +65,8 @@ class EngineCore:
         self._max_in_flight = config.max_concurrent_batches
         self._step_timeout_s = config.parallel.step_timeout_s
         self._pools = config.model.pools
+        # Times of the steps since they were last taken.
+        self.phases = PhaseTimer()
         # Set by `wake`, which ends `wait_for_work`.
         self._woken = threading.Event()
         self._has_to_wait = False
@@ -170,6 +173,11 @@ class EngineCore:
         """Whether workers are being replaced, which takes as long as starting them."""
         return self._recovery.is_recovering
 
+    @property
+    def num_worker_restarts(self) -> int:
+        """Replacements of the workers so far."""
+        return self._recovery.num_restarts
+
     def has_unfinished_requests(self) -> bool:
         """Whether the next step has work: an output is due, or lost workers are to be replaced."""
         return self.scheduler.has_unfinished_requests() or self._has_lost_workers
@@ -216,6 +224,7 @@ class EngineCore:
         With pipeline parallelism up to `_max_in_flight` steps stay in flight.
         """
         begin = time.perf_counter()
+        self.phases.begin()
         executed = self._execute_next()
         # With no step in flight either, all requests wait for a grammar or another external event.
         self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
@@ -223,7 +232,10 @@ class EngineCore:
             self._read_oldest()
         if executed is not None:
             self._read_constrained_steps(executed)
-            self._sample(executed, self._bitmask(self._with_drafts(executed)))
+            bitmask = self._bitmask(self._with_drafts(executed))
+            self.phases.end(StepPhase.GRAMMAR)
+            self._sample(executed, bitmask)
+            self.phases.end(StepPhase.SAMPLE)
             if not self._runs_ahead and len(self._in_flight) >= self._max_in_flight:
                 self._read_oldest()
                 if self._takes_drafts:
@@ -241,6 +253,7 @@ class EngineCore:
         if not self.scheduler.has_work():
             return None
         output = self.scheduler.schedule()
+        self.phases.end(StepPhase.SCHEDULE)
         if not output.num_scheduled_tokens and output.is_empty:
             return None
         self._launched = output
@@ -248,6 +261,7 @@ class EngineCore:
             is_constrained = self._grammar.constrains_any(output.num_scheduled_tokens.keys())
             executor = self._executor
             (executor.execute_model if is_constrained else executor.execute_unconstrained)(output)
+            self.phases.end(StepPhase.EXECUTE)
         except WorkerError:
             logger.error("The failed step was %s", output.anon_repr())
             raise
@@ -264,7 +278,9 @@ class EngineCore:
     def _read_oldest(self) -> None:
         """Read the result of the oldest step in flight and update the scheduler."""
         output, handle = self._in_flight.popleft()
-        outputs = self.scheduler.update_from_output(output, handle.get_output(self._step_timeout_s))
+        result = handle.get_output(self._step_timeout_s)
+        self.phases.end(StepPhase.WAIT)
+        outputs = self.scheduler.update_from_output(output, result)
         self._recovery.note_results(output.num_scheduled_tokens)
         self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
@@ -273,6 +289,7 @@ class EngineCore:
             self._grammar.accept(outputs)
         except Exception as error:
             self._end_constrained(error, [output.req_id for output in outputs])
+        self.phases.end(StepPhase.UPDATE)
 
     def _take_drafts(self) -> None:
         """Pass the workers' draft tokens to the scheduler, for the next step to verify."""

@@ -23,6 +23,7 @@ from penstock.engine.messages import (
     ToCore,
     UtilityCall,
 )
+from penstock.engine.step_phases import PhaseTimer, StepPhase
 from penstock.errors import ConfigError, error_as_data
 from penstock.executor.serialization import dumps, loads
 
@@ -39,11 +40,17 @@ _WAKE = b""
 class ServedCore(CoreClient, Protocol):
     """Interface of a core that can run in a process of its own.
 
-    is_recovering: whether workers are being replaced. kv_cache_bytes: size of the KV cache per worker.
+    is_recovering: whether workers are being replaced. num_worker_restarts: replacements of them so far.
+    kv_cache_bytes: size of the KV cache per worker. phases: times of the steps.
     """
+
+    phases: PhaseTimer
 
     @property
     def is_recovering(self) -> bool: ...
+
+    @property
+    def num_worker_restarts(self) -> int: ...
 
     @property
     def kv_cache_bytes(self) -> int: ...
@@ -72,6 +79,7 @@ class _Server:
         self._parent = parent
         self._arrived: queue.Queue[bytes | None] = queue.Queue()
         self._is_answering = False
+        self._num_restarts_sent = 0
 
     def run(self) -> None:
         core = self._core
@@ -87,13 +95,27 @@ class _Server:
                     if isinstance(message, CloseCore):
                         return
                     self._parent.send(self._answer(message))
-                began = time.perf_counter()
-                outputs = core.step()
-                step_s = time.perf_counter() - began
-                self._parent.send(StepOutputs(outputs=outputs, stats=core.stats(), step_s=step_s))
+                self._step()
                 core.wait_for_work()
         finally:
             ended.set()
+
+    def _step(self) -> None:
+        """Run a step, and send its outputs with what was counted since the last one."""
+        core = self._core
+        began = time.perf_counter()
+        outputs = core.step()
+        step_s = time.perf_counter() - began
+        phase_s = core.phases.take()
+        num_restarts = core.num_worker_restarts - self._num_restarts_sent
+        self._num_restarts_sent += num_restarts
+        message = StepOutputs(
+            outputs=outputs, stats=core.stats(), step_s=step_s, phase_s=phase_s, num_worker_restarts=num_restarts
+        )
+        # The next message has the time of sending this one.
+        core.phases.begin()
+        self._parent.send(message)
+        core.phases.end(StepPhase.SEND)
 
     def _read(self) -> None:
         try:

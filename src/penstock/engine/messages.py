@@ -108,12 +108,15 @@ class CoreBusy(_Message, frozen=True, kw_only=True, tag="busy"):
 class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
     """Outputs of a step, possibly none. stats: after the step; None between a broker and its front ends.
 
-    step_s: seconds that the step took.
+    step_s: seconds that the step took; phase_s: by `StepPhase`, with the sending of the last message.
+    num_worker_restarts: replacements of the workers since the last message.
     """
 
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats | None = None
     step_s: float = 0.0
+    phase_s: dict[str, float] = {}
+    num_worker_restarts: int = 0
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
@@ -128,16 +131,17 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     """Heartbeat of a broker, several times a second.
 
     stats: of all cores together, after their last steps. num_engines: cores. num_recovering: cores that are being
-    replaced. num_restarts: replaced cores so far. stalled_s: longest time since a core with unfinished requests has
-    computed a token. num_requests: unfinished requests. num_queued_requests, num_queued_tokens: those that no core
-    could run at once, and their prompt tokens. num_refused: requests refused so far since the queue was full.
-    steps: of all cores so far.
+    replaced. num_restarts: replaced cores so far. num_worker_restarts: replacements of a core's workers so far.
+    stalled_s: longest time since a core with unfinished requests has computed a token. num_requests: unfinished
+    requests. num_queued_requests, num_queued_tokens: those that no core could run at once, and their prompt tokens.
+    num_refused: requests refused so far since the queue was full. steps: of all cores so far.
     """
 
     stats: SchedulerStats
     num_engines: int
     num_recovering: int
     num_restarts: int
+    num_worker_restarts: int
     stalled_s: float
     num_requests: int
     num_queued_requests: int

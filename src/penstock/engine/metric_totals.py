@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from penstock.engine.outputs import RequestMetrics
+from penstock.engine.step_phases import StepPhase
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import FinishReason
 
-# Upper bounds of the buckets of histograms: seconds of a request, seconds of a token, and numbers of tokens.
+# Upper bounds of the buckets of histograms: seconds of a request, of a token, and of a phase of a step, and numbers of
+# tokens.
 _REQUEST_SECONDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
     *(10.0, 20.0, 50.0, 100.0, 200.0, 500.0),
@@ -21,6 +23,7 @@ _TOKEN_SECONDS = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
     *(0.75, 1.0, 2.0, 5.0, 10.0),
 )
+_PHASE_SECONDS = tuple(digit * 10.0**power for power in range(-5, 1) for digit in (1, 2, 5))
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
@@ -156,18 +159,26 @@ class StepTotals(msgspec.Struct):
     """Steps of one core, or of several together.
 
     seconds: time of a step, from the decision what runs to the outputs of the step before or of itself. tokens: its
-    computed tokens.
+    computed tokens. phases: its time by `StepPhase`.
     """
 
     seconds: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKEN_SECONDS))
     tokens: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKENS))
 
-    def note(self, seconds: float, num_tokens: int) -> None:
-        """Count a step."""
+    phases: dict[str, Observations] = msgspec.field(
+        default_factory=lambda: {phase.value: Observations.of(_PHASE_SECONDS) for phase in StepPhase}
+    )
+
+    def note(self, seconds: float, num_tokens: int, phase_s: Mapping[str, float]) -> None:
+        """Count a step. phase_s: seconds by phase; a step need not have all."""
         self.seconds.note(seconds)
         self.tokens.note(num_tokens)
+        for phase, phase_seconds in phase_s.items():
+            self.phases[phase].note(phase_seconds)
 
     def add(self, other: StepTotals) -> None:
         """Add the steps of another core."""
         self.seconds.add(other.seconds)
         self.tokens.add(other.tokens)
+        for phase, observations in self.phases.items():
+            observations.add(other.phases[phase])

@@ -24,13 +24,15 @@ class Recovery:
     identified by the `Quarantine` and ended with an error.
 
     tell_ends: called with the last outputs of requests that end so.
-    is_recovering: whether workers are being replaced, which takes as long as starting them.
+    is_recovering: whether workers are being replaced, which takes as long as starting them. num_restarts: replacements
+        of the workers so far.
     """
 
     def __init__(
         self, scheduler: Scheduler, max_restarts: int, tell_ends: Callable[[list[EngineCoreOutput]], None]
     ) -> None:
         self.is_recovering = False
+        self.num_restarts = 0
         self._tell_ends = tell_ends
         self._scheduler = scheduler
         self._max_restarts = max_restarts
@@ -89,6 +91,7 @@ class Recovery:
                 self.note_failure(error)
             else:
                 self._failures.note_start()
+                self.num_restarts += 1
                 self.is_recovering = False
                 return
 

@@ -175,7 +175,7 @@ class EngineSupervisor:
     that repeatedly run when cores are lost are quarantined (`Quarantine`).
 
     stats: counts of the core's scheduler after its last step; zeros before. steps: of all its processes so far.
-    num_restarts: replaced processes so far.
+    num_restarts: replaced processes so far. num_worker_restarts: replacements of the workers by all its processes.
     name: name of the core in errors and logs.
     start: starts a process with the core of a configuration; the process delivers its messages in a reader thread.
     blames_requests: whether a request may be the cause of a loss.
@@ -201,6 +201,7 @@ class EngineSupervisor:
         self.stats = NO_STATS
         self.steps = StepTotals()
         self.num_restarts = 0
+        self.num_worker_restarts = 0
         self._last_progress = time.monotonic()
         parallel = config.parallel
         self._start_timeout_s = start_timeout_s
@@ -294,11 +295,12 @@ class EngineSupervisor:
         if message is None:
             return self._handle_exit()
         if isinstance(message, StepOutputs):
+            self.num_worker_restarts += message.num_worker_restarts
             if message.stats is not None and message.stats != self.stats:
                 num_tokens = message.stats.num_computed_tokens - self.stats.num_computed_tokens
                 if num_tokens:
                     self._last_progress = time.monotonic()
-                    self.steps.note(message.step_s, num_tokens)
+                    self.steps.note(message.step_s, num_tokens, message.phase_s)
                 self.stats = message.stats
             return self._handle_outputs(message.outputs)
         if isinstance(message, Answer):

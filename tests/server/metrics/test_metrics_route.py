@@ -11,6 +11,7 @@ import psutil
 import pytest
 from openai import BadRequestError, NotFoundError, RateLimitError
 
+from penstock.engine.step_phases import StepPhase
 from penstock.server.metrics.table import TABLE
 from support.scrapes import OPEN_METRICS, Scrape, scrape
 from support.server_process import ServerProcess
@@ -130,6 +131,10 @@ def test_counts_are_exactly_what_the_clients_did(server: ServerProcess) -> None:
     num_computed += clients.num_generated_tokens - clients.num_samples
     assert found["iteration_tokens_total_sum"] == num_computed
     assert found["step_duration_seconds_count"] == found["iteration_tokens_total_count"] > 0
+    by_phase = {phase: found.get("step_phase_seconds_sum", phase=phase) for phase in StepPhase}
+    assert all(found.get("step_phase_seconds_count", phase=phase) > 0 for phase in StepPhase)
+    assert 0.5 < sum(by_phase.values()) / found["step_duration_seconds_sum"] < 1.2
+    assert by_phase[StepPhase.EXECUTE] > by_phase[StepPhase.UPDATE]
     assert found.get("build_info", model_name="demo", version="0.1.0") == 1
     in_open_metrics = scrape(server.url, OPEN_METRICS)
     assert is_no_less(in_open_metrics, found)
@@ -138,6 +143,23 @@ def test_counts_are_exactly_what_the_clients_did(server: ServerProcess) -> None:
     # The older format knows no kind for it.
     del described["penstock:build"]
     assert found.kinds == {**described, "penstock:build_info": "gauge"}
+
+
+def num_restarts(server: ServerProcess, process: str) -> float:
+    return scrape(server.url).get("process_restarts_total", process=process)
+
+
+def test_workers_that_a_core_replaces_are_counted(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path / "log", *SMALL, "--tensor-parallel-size", "2")
+    try:
+        server.wait_until_ready()
+        for number in range(2):
+            assert num_restarts(server, "workers") == number
+            server.processes("worker")[0].kill()
+            wait_until(lambda number=number: num_restarts(server, "workers") > number)  # type: ignore[misc]
+        assert [num_restarts(server, process) for process in ("workers", "core", "broker")] == [2, 0, 0]
+    finally:
+        server.close()
 
 
 def test_a_core_that_stands_still_delays_no_scrape(server: ServerProcess) -> None:

@@ -120,4 +120,6 @@ class FrontEndMetrics:
         for process, number in totals.num_restarts.items():
             yield Counter(f"{PREFIX}process_restarts", {**self._labels, "process": process}, number)
         yield histogram_of("step_duration_seconds", totals.steps.seconds, self._labels)
+        for phase, observations in totals.steps.phases.items():
+            yield histogram_of("step_phase_seconds", observations, {**self._labels, "phase": phase})
         yield histogram_of("iteration_tokens_total", totals.steps.tokens, self._labels)

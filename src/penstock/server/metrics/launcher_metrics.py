@@ -21,12 +21,13 @@ LAUNCHER = "launcher"
 class LauncherTotals(msgspec.Struct):
     """Counters that outlive every broker and front end.
 
-    started_at: start of the server, in Unix seconds. num_restarts: by process: "broker", "front-end", "core".
+    started_at: start of the server, in Unix seconds. num_restarts: by process: "broker", "front-end", "core", "workers"
+    (of a core, all together).
     """
 
     started_at: float
     num_restarts: dict[str, int] = msgspec.field(
-        default_factory=lambda: dict.fromkeys(("broker", "front-end", "core"), 0)
+        default_factory=lambda: dict.fromkeys(("broker", "front-end", "core", "workers"), 0)
     )
     steps: StepTotals = msgspec.field(default_factory=StepTotals)
 
@@ -67,10 +68,12 @@ class LauncherMetrics:
         totals = LauncherTotals(self._earlier.started_at)
         for role, number in self._num_wanted.items():
             totals.num_restarts[role] = max(0, self._num_started[role] - number)
-        totals.num_restarts["core"] = self._earlier.num_restarts["core"]
+        for role in ("core", "workers"):
+            totals.num_restarts[role] = self._earlier.num_restarts[role]
         totals.steps.add(self._earlier.steps)
         if self._status is not None:
             totals.num_restarts["core"] += self._status.num_restarts
+            totals.num_restarts["workers"] += self._status.num_worker_restarts
             totals.steps.add(self._status.steps)
         return totals
 

@@ -56,7 +56,9 @@ TABLE: dict[str, Described] = {
     "spec_decode_num_draft_tokens": Described("counter", "Verified draft tokens."),
     "spec_decode_num_accepted_tokens": Described("counter", "Accepted draft tokens."),
     "spec_decode_num_accepted_tokens_per_pos": Described("counter", "Accepted draft tokens by position in the draft."),
-    "process_restarts": Described("counter", "Processes started again after a loss: broker, front-end, core.", None),
+    "process_restarts": Described(
+        "counter", "Processes started again after a loss: broker, front-end, core, workers (of a core, together).", None
+    ),
     "http_requests": Described(
         "counter",
         "HTTP requests that got a status, by method, status and handler: the route, or none.",
@@ -77,5 +79,10 @@ TABLE: dict[str, Described] = {
     "request_prompt_tokens": Described("histogram", "Prompt tokens of a request, when it ends."),
     "request_generation_tokens": Described("histogram", "Generated tokens of a request, when it ends."),
     "step_duration_seconds": Described("histogram", "Time of an engine core's step.", None),
+    "step_phase_seconds": Described(
+        "histogram",
+        "Time of an engine core's step by phase: schedule, execute, grammar, sample, wait, update, send.",
+        None,
+    ),
     "iteration_tokens_total": Described("histogram", "Tokens that an engine core's step computes."),
 }
