@@ -47,6 +47,7 @@ class FakeCore:
         self.is_recovering = False
         self.num_worker_restarts = 0
         self.phases = PhaseTimer()
+        self.start_stage_s: dict[str, float] = {}
         self.kv_cache_bytes = 1 << 20
         self.tokens: TokenSource = seeded_token
         self.failing: set[int] = set()

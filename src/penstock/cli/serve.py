@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import typer
@@ -52,7 +53,9 @@ def serve(
     from penstock.config import EngineConfig
     from penstock.server.processes.launcher import Launcher
 
-    Launcher(EngineConfig.create(name, **engine), server_options, network_options, limits).run()
+    began = time.monotonic()
+    config = EngineConfig.create(name, **engine)
+    Launcher(config, server_options, network_options, limits, began=began).run()
 
 
 def _check_packages() -> None:

@@ -156,7 +156,10 @@ class Broker:
         self._engines = self._group.engines
         self._wake = self._group.wake
         self._started = CoreStarted(
-            max_model_len=self._group.max_model_len, vocab_size=self._group.vocab_size, kv_cache_bytes=0
+            max_model_len=self._group.max_model_len,
+            vocab_size=self._group.vocab_size,
+            kv_cache_bytes=0,
+            stage_s=self._group.slowest_start_s,
         )
 
     def run(self) -> None:

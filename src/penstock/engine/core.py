@@ -164,6 +164,11 @@ class EngineCore:
         return self.kv_cache_config.size_bytes * num_largest // max(1, len(tensors))
 
     @property
+    def start_stage_s(self) -> dict[str, float]:
+        """Seconds of the start of the current workers, by stage."""
+        return {stage.phase: stage.seconds for stage in self._require_alive().startup_times}
+
+    @property
     def memory_plan(self) -> MemoryPlan:
         """Memory plan that gave the KV cache its size."""
         return self._require_alive().memory_plan

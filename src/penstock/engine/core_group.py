@@ -119,6 +119,8 @@ class CoreGroup:
         started = [engine.started for engine in self._engines if engine.started is not None]
         self.max_model_len = min(one.max_model_len for one in started)
         self.vocab_size = started[0].vocab_size
+        # Seconds by stage of the core that took longest to start.
+        self.slowest_start_s = max((one.stage_s for one in started), key=lambda stage_s: sum(stage_s.values()))
 
     @property
     def engines(self) -> Sequence[EngineSupervisor]:

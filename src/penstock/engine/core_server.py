@@ -41,7 +41,8 @@ class ServedCore(CoreClient, Protocol):
     """Interface of a core that can run in a process of its own.
 
     is_recovering: whether workers are being replaced. num_worker_restarts: replacements of them so far.
-    kv_cache_bytes: size of the KV cache per worker. phases: times of the steps.
+    kv_cache_bytes: size of the KV cache per worker. start_stage_s: seconds of the start by stage. phases: times of the
+    steps.
     """
 
     phases: PhaseTimer
@@ -55,6 +56,9 @@ class ServedCore(CoreClient, Protocol):
     @property
     def kv_cache_bytes(self) -> int: ...
 
+    @property
+    def start_stage_s(self) -> dict[str, float]: ...
+
 
 def serve_core(argument: tuple[Callable[[EngineConfig], ServedCore], EngineConfig], parent: ParentConnection) -> None:
     """Load a core and serve it to the parent process. argument: function that loads it, and its configuration."""
@@ -63,7 +67,10 @@ def serve_core(argument: tuple[Callable[[EngineConfig], ServedCore], EngineConfi
     try:
         parent.send(
             CoreStarted(
-                max_model_len=core.max_model_len, vocab_size=core.vocab_size, kv_cache_bytes=core.kv_cache_bytes
+                max_model_len=core.max_model_len,
+                vocab_size=core.vocab_size,
+                kv_cache_bytes=core.kv_cache_bytes,
+                stage_s=core.start_stage_s,
             )
         )
         _Server(core, parent).run()

@@ -78,11 +78,12 @@ class CloseCore(_Message, frozen=True, kw_only=True, tag="close"):
 
 
 class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
-    """The core is ready. kv_cache_bytes: size of the KV cache per worker."""
+    """The core is ready. kv_cache_bytes: size of the KV cache per worker. stage_s: seconds of its start by stage."""
 
     max_model_len: int
     vocab_size: int
     kv_cache_bytes: int
+    stage_s: dict[str, float] = {}
 
 
 class Drain(_Message, frozen=True, kw_only=True, tag="drain"):

@@ -41,6 +41,7 @@ from penstock.server.metrics.launcher_metrics import LauncherMetrics
 from penstock.server.options import ServerOptions
 from penstock.server.processes.front_end import FrontEndArguments, broker_path, serve_http
 from penstock.server.processes.network import NetworkOptions
+from penstock.server.processes.start_stages import StartStages
 from penstock.worker.capabilities import check_async_engine, check_options
 
 logger = logging.getLogger(__name__)
@@ -62,10 +63,18 @@ class Launcher:
     """Runs a server: one broker, and front ends that share the listening socket.
 
     A lost broker or front end is started again; requests survive the loss of the broker.
+
+    began: start of the server, before its configuration was made, in monotonic seconds.
     """
 
     def __init__(
-        self, config: EngineConfig, options: ServerOptions, network: NetworkOptions, limits: QueueLimits
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        network: NetworkOptions,
+        limits: QueueLimits,
+        *,
+        began: float,
     ) -> None:
         check_options(config)
         check_async_engine(config)
@@ -75,7 +84,8 @@ class Launcher:
         self._limits = limits
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._front_numbers = itertools.count()
-        self._began = time.monotonic()
+        self._stages = StartStages(began)
+        self._stages.end("configuration")
         parallel = config.parallel
         # A core without a step for this long is replaced by the broker.
         self._step_limit_s = parallel.step_timeout_s + (0.0 if parallel.executor == "uni" else parallel.longest_step_s)
@@ -142,8 +152,10 @@ class Launcher:
             if isinstance(event, int):
                 self._events.put(event)
                 return
-            logger.info("%s started after %.1f s", event, time.monotonic() - self._began)
-        logger.info("Ready after %.1f s: %s serves %s", time.monotonic() - self._began, url, self._names())
+            logger.info("%s started after %.1f s", event, self._stages.whole_s)
+        self._stages.end("HTTP")
+        logger.info("Start: %s", self._stages.described())
+        logger.info("Ready after %.1f s: %s serves %s", self._stages.whole_s, url, self._names())
 
     def _drain(self, fronts: list[SupervisedProcess]) -> bool:
         """Let running requests finish. Returns False if a second signal has ended that."""
@@ -213,6 +225,8 @@ class Launcher:
             if isinstance(message, BrokerStatus):
                 self._metrics.note_status(message)
             elif isinstance(message, CoreStarted | FrontStarted):
+                if isinstance(message, CoreStarted):
+                    self._stages.end("processes", message.stage_s)
                 self._events.put(name)
             elif isinstance(message, FrontEnded) and message.num_aborted:
                 logger.warning("%s has aborted %d requests", name, message.num_aborted)
