@@ -34,7 +34,7 @@ NESTED = {
 SCHEMAS: dict[str, dict[str, Any]] = {"weather": WEATHER, "nested": NESTED}
 TOOLS = [function("weather", WEATHER, strict=True), function("nested", NESTED)]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-PARSERS = [None, "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"]
+PARSERS = [None, "hermes", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31"]
 NUM_SEEDS = 6
 # Begins with a name that the demo model writes often.
 PLAY = ToolFormat(head='KING{"name": "{name}", "arguments": ', tail="}END", openers=("KING",), closers=("END",))

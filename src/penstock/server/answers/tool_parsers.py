@@ -93,11 +93,19 @@ def _xml(_tokenizer: Tokenizer) -> ToolCallFormat:
     return XMLFormat()
 
 
+def _pythonic(_tokenizer: Tokenizer) -> ToolCallFormat:
+    from penstock.server.answers.pythonic_format import PythonicFormat
+
+    return PythonicFormat()
+
+
 _FACTORIES: dict[str, ToolParserFactory] = {
     "hermes": _always(HERMES),
     "llama3_json": _always(LLAMA3_JSON),
     "llama4_json": _always(LLAMA3_JSON),
     "mistral": _mistral,
+    "pythonic": _pythonic,
+    "llama4_pythonic": _pythonic,
     "qwen3_coder": _xml,
     "qwen3_xml": _xml,
     "deepseek_v3": _always(DEEPSEEK_V3),
