@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from penstock.device.limits import memory_limit, usable_cores
+from penstock.device.limits import memory_limit, throttled_s, usable_cores
+from penstock.device.throttling import ThrottleWatch
 
 MIB = 1 << 20
 
@@ -70,3 +72,28 @@ def test_a_cpu_quota_limits_the_threads_and_never_to_none(
     root = tmp_path / "cgroup"
     _write(root / "pod/container", cpu__max=quota)
     assert usable_cores(root, membership) == cores
+
+
+def test_a_quota_that_stops_the_threads_is_reported_once_it_takes_a_twentieth_of_the_time(
+    tmp_path: Path, membership: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "cgroup"
+    _write(root / "pod/container", cpu__max="150000 100000", cpu__stat="usage_usec 5\nthrottled_usec 2000000")
+    watch = ThrottleWatch(root, membership)
+    begin = time.monotonic()
+    try:
+        _write(root / "pod/container", cpu__stat="usage_usec 5\nthrottled_usec 2400000")
+        assert not watch.look(begin + 10.0)
+        _write(root / "pod/container", cpu__stat="usage_usec 5\nthrottled_usec 3000000")
+        assert watch.look(begin + 20.0)
+    finally:
+        watch.close()
+    assert "quota of 1 CPUs stopped this process for 0.6 of the last 10 s" in caplog.text
+
+
+def test_version_one_groups_count_throttled_nanoseconds(tmp_path: Path) -> None:
+    membership = tmp_path / "self_cgroup"
+    membership.write_text("5:cpu,cpuacct:/job\n")
+    _write(tmp_path / "cgroup" / "cpu,cpuacct/job", cpu__stat="nr_throttled 3\nthrottled_time 1500000000")
+    assert throttled_s(tmp_path / "cgroup", membership) == 1.5
+    assert throttled_s(tmp_path / "other", membership) is None

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.device.process_setting import ProcessSetting
+from support.answers import patient
 
 BEFORE = "before"
 
 
+@patient
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=30))
 def test_the_latest_that_is_left_has_it_its_way(moves: list[tuple[bool, int]]) -> None:
     values = [BEFORE]

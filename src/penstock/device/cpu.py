@@ -21,6 +21,7 @@ from penstock.device.limits import cpu_quota, memory_limit
 from penstock.device.process_setting import ProcessSetting
 from penstock.device.tensor_memory import TensorMemory
 from penstock.device.threads import BINDING, plan_threads
+from penstock.device.throttling import ThrottleWatch
 
 # MADV_POPULATE_WRITE, Linux 5.14 and later.
 _POPULATE = 23
@@ -62,6 +63,7 @@ class CpuDevice(Device):
         self.num_threads = self.threads.num_threads
         _NUM_THREADS.want(self, self.num_threads)
         self._counts: TensorMemory | None = None
+        self._throttling = ThrottleWatch()
 
     def describe(self) -> str:
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
@@ -130,6 +132,7 @@ class CpuDevice(Device):
             FREED_MEMORY.want(self, KEEP)
 
     def close(self) -> None:
+        self._throttling.close()
         FREED_MEMORY.give_up(self)
         _NUM_THREADS.give_up(self)
         BINDING.release(self)

@@ -14,8 +14,8 @@ import psutil
 # Default memory fraction of the KV cache; half on a CPU machine leaves room for other processes and engines.
 DEFAULT_MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-_SELF_CGROUP = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+SELF_CGROUP = Path("/proc/self/cgroup")
 DEVICES = Path("/sys/devices/system")
 # Version 1 encodes "no limit" as a number near 2**63.
 _NO_LIMIT = 1 << 60
@@ -31,7 +31,7 @@ class MemoryLimit:
     free_bytes: int
 
 
-def memory_limit(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> MemoryLimit:
+def memory_limit(root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> MemoryLimit:
     """Memory limit of this process."""
     host = psutil.virtual_memory()
     total, free = host.total, host.available
@@ -46,7 +46,7 @@ def memory_limit(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> 
     return MemoryLimit(total, free)
 
 
-def usable_cores(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP, devices: Path = DEVICES) -> int:
+def usable_cores(root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP, devices: Path = DEVICES) -> int:
     """Physical cores within affinity and CPU quota, hardware threads of one core counted once; at least 1."""
     return min(len(physical_cores(usable_cpus(), devices)), cpu_quota(root, membership) or sys.maxsize)
 
@@ -89,10 +89,16 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def cpu_quota(root: Path = _CGROUP_ROOT, membership: Path = _SELF_CGROUP) -> int | None:
+def cpu_quota(root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> int | None:
     """Whole CPUs of the control groups' quota, at least 1; None without a limit."""
     quotas = [quota for folder in _groups(root, membership, "cpu") if (quota := _cpu_quota(folder)) is not None]
     return max(1, math.floor(min(quotas))) if quotas else None
+
+
+def throttled_s(root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> float | None:
+    """Seconds for which the control groups' quota has stopped processes so far; None where they are not counted."""
+    counts = [_read_throttled(folder / "cpu.stat") for folder in _groups(root, membership, "cpu")]
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
@@ -128,6 +134,14 @@ def _cpu_quota(folder: Path) -> float | None:
     return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
 
 
+def _read_throttled(path: Path) -> float | None:
+    for name, unit in (("throttled_usec", 1e-6), ("throttled_time", 1e-9)):
+        count = _read_field(path, name)
+        if count is not None:
+            return count * unit
+    return None
+
+
 def _read_number(*paths: Path) -> int | None:
     for path in paths:
         try:
@@ -148,11 +162,16 @@ def _read_text(*paths: Path) -> str | None:
 
 def _reclaimable_bytes(folder: Path) -> int:
     """Inactive page cache, which the kernel reclaims before it refuses memory."""
+    return _read_field(folder / "memory.stat", "inactive_file", "total_inactive_file") or 0
+
+
+def _read_field(path: Path, *names: str) -> int | None:
+    """First of the fields in a file with a name and a number per line; None without one."""
     try:
-        for line in (folder / "memory.stat").read_text().splitlines():
+        for line in path.read_text().splitlines():
             name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
+            if name in names:
                 return int(value)
     except (OSError, ValueError):
         pass
-    return 0
+    return None

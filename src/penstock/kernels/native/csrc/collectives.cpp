@@ -3,6 +3,9 @@
 // all ranks at the next piece knows that they have read the previous one, so one barrier per piece suffices.
 #include "collectives.h"
 
+#include "parallel.h"
+
+
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -82,6 +85,7 @@ bool spin_until(const Place& place, uint32_t arrival, microseconds longest) {
 // Spins, then sleeps on a futex; false on a timeout.
 bool wait_until(Place& place, uint32_t arrival, int64_t timeout_us, int64_t spin_us) {
   if (has_arrived(place, arrival)) return true;
+  note_wait_elsewhere();
   const auto deadline = Clock::now() + microseconds(timeout_us);
   if (spin_until(place, arrival, microseconds(spin_us))) return true;
   // Sequentially consistent: either the arriving rank sees the sleeper, or its arrival is seen here.

@@ -20,6 +20,9 @@ void run_parallel(int num_threads, void (*body)(void* data, int thread, const Te
 // start and end with an atomic word, where opening an OpenMP region each time would cost several microseconds.
 void with_threads_standing_by(int num_threads, void (*main)(void* data), void* data);
 
+// Notes, before a wait for another process, that the threads standing by have no work for that long.
+void note_wait_elsewhere();
+
 // Name of the OpenMP library in use, or nullptr.
 const char* runtime_name();
 

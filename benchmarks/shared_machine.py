@@ -1,0 +1,133 @@
+"""Speed beside busy processes: the engine's own choice of threads against fixed numbers of threads.
+
+    python -m benchmarks.shared_machine [--model demo] [--busy 0 1 2] [--rounds 5] [--output FOLDER]
+
+One request and 32, with endless loops beside them as `--busy` says. All engines take turns. "1 thread" has nothing to
+choose; "chosen" has one thread per core and takes as many as pay. The ratio is that of the chosen number to the better
+one of the fixed ones, within a round; `--without` names a checkout whose engines always use all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import described, machine, save
+
+_PROMPT = 32
+
+
+def serve_rates(model: str, threads: int) -> None:
+    """Engine: print a line when it is ready, then the tokens per second of each line [requests, tokens]."""
+    from penstock import LLM, SamplingParams
+
+    options: dict[str, Any] = {"kv_cache_memory_bytes": "256MiB", "max_num_seqs": 32, "enable_prefix_caching": False}
+    with LLM(model, num_threads=threads, **options) as llm:
+        print(flush=True)
+        for line in sys.stdin:
+            count, length = json.loads(line)
+            prompts: Any = [[(7 * i + 3 * j) % 200 + 5 for j in range(_PROMPT)] for i in range(count)]
+            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            begin = time.perf_counter()
+            llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+            print(count * length / (time.perf_counter() - begin), flush=True)
+
+
+class Engine:
+    """Engine in a process of its own, which waits between its turns."""
+
+    def __init__(self, model: str, threads: int, source: Path | None = None) -> None:
+        command = [sys.executable, "-m", "benchmarks.shared_machine", "--model", model, "--engine", str(threads)]
+        paths = [str(source / "src")] if source else []
+        path = os.pathsep.join([*paths, *filter(None, sys.path)])
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+        self._read()
+
+    def rate(self, count: int, length: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([count, length]) + "\n")
+        self._process.stdin.flush()
+        return float(self._read())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("An engine has ended; its messages are above.")
+        return line
+
+
+@contextlib.contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Run endless loops in processes of their own."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(400, 60), help="tokens of one request, of each of 32")
+    parser.add_argument("--busy", type=int, nargs="*", default=(0, 1, 2))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without", type=Path, help="a checkout, for all threads always")
+    parser.add_argument("--output", type=Path, help="a folder for the table")
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.engine:
+        serve_rates(arguments.model, arguments.engine)
+        return
+    threads = len(os.sched_getaffinity(0))
+    engines = {"chosen": Engine(arguments.model, threads), "1 thread": Engine(arguments.model, 1)}
+    if arguments.without:
+        engines[f"{threads} threads"] = Engine(arguments.model, threads, arguments.without)
+    rows = [
+        "# Speed on a shared machine, CPU",
+        "",
+        f"{described(machine(threads))}, model {Path(arguments.model).name}",
+        "",
+        "| busy processes | requests | " + " | ".join(engines) + " | chosen to best fixed |",
+        "| ---: | ---: |" + " ---: |" * (len(engines) + 1),
+    ]
+    for busy in arguments.busy:
+        with busy_loops(busy):
+            for count, length in zip((1, 32), arguments.lengths, strict=True):
+                rows.append(_row(engines, busy, count, length, arguments.rounds))
+                print(rows[-1], flush=True)
+    for engine in engines.values():
+        engine.close()
+    page = "\n".join(rows) + "\n"
+    print(page)
+    if arguments.output is not None:
+        save(arguments.output, "shared-machine", page=page)
+
+
+def _row(engines: dict[str, Engine], busy: int, count: int, length: int, num_rounds: int) -> str:
+    rounds = [{name: engine.rate(count, length) for name, engine in engines.items()} for _ in range(num_rounds)]
+    medians = [statistics.median(one[name] for one in rounds) for name in engines]
+    ratios = [one["chosen"] / max(rate for name, rate in one.items() if name != "chosen") for one in rounds]
+    ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"| {busy} | {count} | " + " | ".join(f"{median:.0f}" for median in medians) + f" | {ratio} |"
+
+
+if __name__ == "__main__":
+    main()
