@@ -65,22 +65,32 @@ FAMILIES = {
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", {**_TINY, "pad_token_id": 0}),
 }
 
+# Mixtures of experts.
+_TINY_MOE = {**_TINY, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}
+MIXTURES = {
+    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {**_TINY, "num_local_experts": 5}),
+    "qwen2_moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_TINY_MOE, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _TINY_MOE),
+    "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
+}
+_ALL = {**FAMILIES, **MIXTURES}
+
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """Tiny configuration of one of `FAMILIES`, which runs in milliseconds."""
-    config_class = getattr(transformers, FAMILIES[family].config_class)
-    return config_class(**{**FAMILIES[family].tiny, **overrides})
+    """Tiny configuration of one of `FAMILIES` or `MIXTURES`, which runs in milliseconds."""
+    config_class = getattr(transformers, _ALL[family].config_class)
+    return config_class(**{**_ALL[family].tiny, **overrides})
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Transformers' model in float32 with eager attention; all weights random, so that each of them matters."""
     config = tiny_config(family, **overrides)
     config._attn_implementation = "eager"
-    model = getattr(transformers, FAMILIES[family].architecture)(config)
+    model = getattr(transformers, _ALL[family].architecture)(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random_values(name, parameter, generator, FAMILIES[family].norm_weight))
+            parameter.copy_(_random_values(name, parameter, generator, _ALL[family].norm_weight))
     return model.eval()
 
 

@@ -183,7 +183,7 @@ def process_weights_after_loading(
     """
     for module in model.modules():
         if isinstance(module, LinearLayer):
-            if choose is None:
+            if choose is None or module.keeps_precision:
                 module.method = choose_linear_method(module.weight, module.compute_dtype)
             else:
                 module.method = choose(module)
@@ -213,12 +213,13 @@ class LinearLayer(nn.Module):
     weight: [O, I]; empty while the method keeps it packed. bias: [O] or None.
     shares_weight: another module uses the weight as loaded. compute_dtype: dtype of x and of the product, where the
     weight has a narrower one. tied_to: embeddings with the same weight, which can look up rows in packed form; in a
-    tuple, since a module's attributes become its children.
+    tuple, since a module's attributes become its children. keeps_precision: the weight is never quantised.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     shares_weight = False
+    keeps_precision = False
     compute_dtype: torch.dtype | None = None
     tied_to: tuple[RowReader, ...] = ()
 
@@ -279,8 +280,12 @@ class RowParallelLinear(LinearLayer):
 
     def forward(self, x_TI: Tensor, rows: ScatteredRows | None = None) -> Tensor:
         """rows: sequence-parallel layout of the reduce-scattered output; None for an all-reduce."""
-        part_TO = super().forward(x_TI)
+        part_TO = self.partial(x_TI)
         return self._group.all_reduce(part_TO) if rows is None else rows.add_up(part_TO)
+
+    def partial(self, x_TI: Tensor) -> Tensor:
+        """This rank's part of the product, which the ranks have yet to add up: [T, O]."""
+        return super().forward(x_TI)
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = {"weight": WeightSlot((self.output_size, self._share.whole), self.weight, _part(1, self._share))}

@@ -34,6 +34,10 @@ class GatedMLP(nn.Module):
             hidden_TD = rows.whole(hidden_TD)
         return self.down_proj(self._activate_and_mul(self.gate_up_proj(hidden_TD)), rows)  # type: ignore[no-any-return]
 
+    def partial(self, hidden_TD: Tensor) -> Tensor:
+        """The output of this rank's part of the intermediate features, which the ranks have yet to add up."""
+        return self.down_proj.partial(self._activate_and_mul(self.gate_up_proj(hidden_TD)))
+
 
 class PlainMLP(nn.Module):
     """down(activation(up(x))). activation: a name in `ACTIVATIONS`."""

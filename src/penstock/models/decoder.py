@@ -20,6 +20,7 @@ from penstock.kernels.rows import sum_rows
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
+from penstock.layers.experts import MoE
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, SplitWholeQueryKeyNorm, WholeQueryKeyNorm
@@ -195,7 +196,7 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them.
 
     A layer takes and returns the residual stream as two tensors, x = hidden + residual, so that the next norm can add
-    them. input_layernorm: replaces the RMSNorm.
+    them. input_layernorm: replaces the RMSNorm. moe: replaces the MLP.
     """
 
     def __init__(
@@ -206,12 +207,13 @@ class DecoderLayer(nn.Module):
         *,
         mlp_bias: bool = False,
         input_layernorm: NoNorm | None = None,
+        moe: MoE | None = None,
     ) -> None:
         super().__init__()
         self.input_layernorm = input_layernorm or RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(
+        self.mlp = moe or GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             activation=config.activation,
@@ -230,6 +232,8 @@ class DecoderLayer(nn.Module):
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
+        if isinstance(self.mlp, MoE):
+            return self.mlp(hidden_TD, context), residual_TD
         return self.mlp(hidden_TD, *_if_any(context.rows_asked_for)), residual_TD
 
 
@@ -311,10 +315,12 @@ def plain_decoder(
     mlp_bias: bool = False,
     windows: Sequence[int | None] | None = None,
     query_key_norm: AttentionNorm | None = None,
+    moe: Callable[[int], MoE | None] | None = None,
 ) -> DecoderModel:
     """Build a model of `DecoderLayer`s.
 
-    windows: sliding window of each layer, None for full attention; None for all.
+    windows: sliding window of each layer, None for full attention; None for all. moe: makes the experts of a layer, or
+    None for one with an MLP; None for all.
     """
 
     def layer(index: int) -> DecoderLayer:
@@ -327,7 +333,7 @@ def plain_decoder(
             sliding_window=None if windows is None else windows[index],
             query_key_norm=query_key_norm,
         )
-        return DecoderLayer(config, attention, parallel, mlp_bias=mlp_bias)
+        return DecoderLayer(config, attention, parallel, mlp_bias=mlp_bias, moe=None if moe is None else moe(index))
 
     return DecoderModel(config, parallel, layer)
 

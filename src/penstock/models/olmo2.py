@@ -69,7 +69,7 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
                 parallel,
                 qkv_bias=bias,
                 output_bias=bias,
-                query_key_norm=_query_key_norm(config, parallel),
+                query_key_norm=whole_query_key_norm(config, parallel),
             )
             return Olmo2Layer(config, attention, parallel)
 
@@ -77,7 +77,8 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, DecoderModel(config, parallel, layer, norm=norm))
 
 
-def _query_key_norm(config: DecoderConfig, parallel: ParallelState) -> AttentionNorm:
+def whole_query_key_norm(config: DecoderConfig, parallel: ParallelState) -> AttentionNorm:
+    """Query and key norms over all heads, which may be split over the ranks."""
     if parallel.tensor.size == 1:
         return WholeQueryKeyNorm
     heads, kv_heads = heads_of_rank(config.num_heads, config.num_kv_heads, parallel.tensor)

@@ -42,6 +42,11 @@ class Qwen2ForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, plain_decoder(config, parallel, qkv_bias=True, windows=windows))
 
 
+# Weights of a `QueryKeyNorm`.
+QUERY_KEY_NORMS: WeightTable = {
+    "model.layers.*.self_attn.q_norm": Into("model.layers.*.self_attn.query_key_norm", shard="q"),
+    "model.layers.*.self_attn.k_norm": Into("model.layers.*.self_attn.query_key_norm", shard="k"),
+}
 # Default of an absent `head_dim`, independent of the hidden size.
 _DEFAULT_HEAD_SIZE = 128
 
@@ -49,11 +54,7 @@ _DEFAULT_HEAD_SIZE = 128
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """The plain decoder with query and key norms; head_dim is independent of the hidden size."""
 
-    weight_table: ClassVar[WeightTable] = {
-        **DECODER_WEIGHTS,
-        "model.layers.*.self_attn.q_norm": Into("model.layers.*.self_attn.query_key_norm", shard="q"),
-        "model.layers.*.self_attn.k_norm": Into("model.layers.*.self_attn.query_key_norm", shard="k"),
-    }
+    weight_table: ClassVar[WeightTable] = {**DECODER_WEIGHTS, **QUERY_KEY_NORMS}
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)

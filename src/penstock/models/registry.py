@@ -20,10 +20,14 @@ _MODELS = {
     "LlamaForCausalLM": "penstock.models.llama",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MistralForCausalLM": "penstock.models.llama",
+    "MixtralForCausalLM": "penstock.models.mixtures",
     "Olmo2ForCausalLM": "penstock.models.olmo2",
+    "OlmoeForCausalLM": "penstock.models.mixtures",
     "Phi3ForCausalLM": "penstock.models.phi3",
     "Qwen2ForCausalLM": "penstock.models.qwen",
+    "Qwen2MoeForCausalLM": "penstock.models.mixtures",
     "Qwen3ForCausalLM": "penstock.models.qwen",
+    "Qwen3MoeForCausalLM": "penstock.models.mixtures",
 }
 # Architectures of draft heads, by method and target, whatever their own `config.json` says.
 _DRAFT_HEADS = {

@@ -85,7 +85,7 @@ def _round(
     max_gram_bytes: int,
 ) -> None:
     begin = time.monotonic()
-    layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
+    layers = [module for module in model.modules() if isinstance(module, LinearLayer) and not module.keeps_precision]
     logger.info("Quantized weights: int4 with GPTQ calibration on %s tokens of %s", f"{sum(map(len, texts)):,}", path)
     num_times = 0
     for part in _parts(layers, max_gram_bytes):

@@ -111,7 +111,8 @@ class _Assembly:
             self.weight_OI = None
 
     def _finish(self, weight_OI: Tensor) -> None:
-        method = self.choose(self.layer, [self.pieces[row] for row in sorted(self.pieces)])
+        pieces = [self.pieces[row] for row in sorted(self.pieces)]
+        method = None if self.layer.keeps_precision else self.choose(self.layer, pieces)
         if method is None:
             weight_OI = weight_OI.to(self.dtype)
             method = choose_linear_method(weight_OI, self.layer.compute_dtype)

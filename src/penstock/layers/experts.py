@@ -1,0 +1,214 @@
+"""Mixtures of experts: a router, and gated MLPs of which each token takes a few.
+
+Suffixes: T tokens, D hidden size, E experts, K experts of a token, N rows of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext
+from penstock.kernels.activation import GATED_ACTIVATIONS
+from penstock.layers.linear import LinearLayer
+from penstock.layers.mlp import GatedMLP
+from penstock.parallel import ParallelState
+from penstock.parallel.scattered_rows import ScatteredRows
+
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Rule by which a token's experts and their weights follow from the router's logits.
+
+    scoring: `SOFTMAX` over all experts, or `SIGMOID` of each. normalizes: the chosen experts' scores are divided by
+    their sum. scale: factor of all weights. num_groups, top_groups: experts are in equal groups, and a token takes
+    those of the best groups only; a group is as good as its `best_of_group` best experts together.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: str = SOFTMAX
+    normalizes: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+
+    def choose(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Experts of each token, ascending, and their weights: int64 [T, K] and float32 [T, K].
+
+        bias_E: added to the scores for the choice alone, not for the weights (DeepSeek-V3, arXiv:2412.19437, eq. 16).
+        """
+        scores_TE = torch.softmax(logits_TE, -1) if self.scoring == SOFTMAX else _sigmoid(logits_TE)
+        for_choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        if self.num_groups > 1:
+            for_choice_TE = self._of_best_groups(for_choice_TE)
+        experts_TK = torch.topk(for_choice_TE, self.top_k, dim=-1).indices.sort(-1).values
+        weights_TK = scores_TE.gather(-1, experts_TK)
+        if self.normalizes:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + (1e-20 if self.scoring == SIGMOID else 0.0))
+        return experts_TK, weights_TK * self.scale if self.scale != 1.0 else weights_TK
+
+    def _of_best_groups(self, scores_TE: Tensor) -> Tensor:
+        """Scores without those of the experts in other groups, which get the lowest value."""
+        by_group = scores_TE.unflatten(-1, (self.num_groups, -1))
+        of_groups = by_group.topk(self.best_of_group, dim=-1).values.sum(-1)
+        chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(
+            -1, torch.topk(of_groups, self.top_groups, dim=-1).indices, True
+        )
+        without: Tensor = by_group.masked_fill(~chosen.unsqueeze(-1), float("-inf"))
+        return without.flatten(-2)
+
+
+class Router(LinearLayer):
+    """Linear layer from hidden states to logits of the experts; its weight is never quantised.
+
+    e_score_correction_bias: float32 [E], or None.
+    """
+
+    keeps_precision = True
+
+    def __init__(self, hidden_size: int, routing: Routing, *, has_correction: bool = False) -> None:
+        super().__init__(hidden_size, routing.num_experts, bias=False)
+        self.routing = routing
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if has_correction:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts), requires_grad=False)
+
+    def choose(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Routing.choose`."""
+        return self.routing.choose(self(hidden_TD).float(), self.e_score_correction_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """Rows of a step by expert: each expert's are adjacent.
+
+    order: place of each row among the T * K pairs of tokens and experts. counts: rows of each expert.
+    """
+
+    order: Tensor
+    counts: Sequence[int]
+
+    @classmethod
+    def of(cls, experts_TK: Tensor, num_experts: int) -> ExpertRows:
+        """Sort the pairs by expert; the rows of one expert stay in the order of their tokens."""
+        experts = experts_TK.flatten()
+        counts = torch.bincount(experts, minlength=num_experts)
+        return cls(torch.argsort(experts, stable=True), counts.tolist())
+
+    def pieces(self) -> Iterator[tuple[int, slice]]:
+        """Experts that have rows, and the place of these."""
+        begin = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield expert, slice(begin, begin + count)
+            begin += count
+
+
+class Experts(nn.ModuleList):
+    """Gated MLPs, each over the rows of its tokens.
+
+    Each expert's products run over all of its rows at once, and threads share their outputs. A token's results are
+    added in the order of the experts' numbers, so that they do not depend on other tokens.
+    """
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, *, activation: str, parallel: ParallelState
+    ) -> None:
+        super().__init__(
+            GatedMLP(hidden_size, intermediate_size, activation=activation, bias=False, parallel=parallel)
+            for _ in range(num_experts)
+        )
+
+    def partial(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sum of each token's experts, of this rank's part of their features: [T, D]."""
+        num_tokens, top_k = experts_TK.shape
+        rows = ExpertRows.of(experts_TK, len(self))
+        given_ND = hidden_TD[rows.order // top_k]
+        made_ND = torch.empty_like(given_ND)
+        for expert, place in rows.pieces():
+            mlp: GatedMLP = self[expert]  # type: ignore[assignment]
+            made_ND[place] = mlp.partial(given_ND[place])
+        made_TKD = torch.empty_like(made_ND)
+        made_TKD[rows.order] = made_ND
+        made_TKD = made_TKD.view(num_tokens, top_k, -1)
+        weights_TK1 = weights_TK.to(made_TKD.dtype).unsqueeze(-1)
+        sum_TD = made_TKD[:, 0] * weights_TK1[:, 0]
+        for index in range(1, top_k):
+            sum_TD += made_TKD[:, index] * weights_TK1[:, index]
+        return sum_TD
+
+
+class SharedExpert(GatedMLP):
+    """An expert that all tokens take, with a sigmoid gate on its output if `gate` is not None."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, activation: str, is_gated: bool, parallel: ParallelState
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, activation=activation, bias=False, parallel=parallel)
+        self.gate = _Gate(hidden_size, 1, bias=False) if is_gated else None
+
+    def partial(self, hidden_TD: Tensor) -> Tensor:
+        made_TD = super().partial(hidden_TD)
+        return made_TD if self.gate is None else _sigmoid(self.gate(hidden_TD)) * made_TD
+
+
+class _Gate(LinearLayer):
+    keeps_precision = True
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Sigmoid of each element, the same bits wherever the element lies; those of `torch.sigmoid` depend on that."""
+    return torch.softmax(torch.stack((x, torch.zeros_like(x)), -1), -1)[..., 0]
+
+
+class MoE(nn.Module):
+    """Experts chosen by a router, and a shared one.
+
+    activation: a name in `GATED_ACTIVATIONS`. shared_size: features of the shared expert; 0 for none.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        routing: Routing,
+        *,
+        activation: str,
+        parallel: ParallelState,
+        shared_size: int = 0,
+        gates_shared: bool = False,
+        has_correction: bool = False,
+    ) -> None:
+        assert activation in GATED_ACTIVATIONS
+        super().__init__()
+        self._group = parallel.tensor
+        self._hidden_size = hidden_size
+        self.gate = Router(hidden_size, routing, has_correction=has_correction)
+        self.experts = Experts(
+            routing.num_experts, hidden_size, intermediate_size, activation=activation, parallel=parallel
+        )
+        self.shared_expert = None
+        if shared_size:
+            self.shared_expert = SharedExpert(
+                hidden_size, shared_size, activation=activation, is_gated=gates_shared, parallel=parallel
+            )
+
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        rows: ScatteredRows | None = context.rows_asked_for
+        if rows is not None:
+            hidden_TD = rows.whole(hidden_TD)
+        (part_TD,) = context.opaque(self._partial, hidden_TD, widths=[self._hidden_size])
+        return self._group.all_reduce(part_TD) if rows is None else rows.add_up(part_TD)
+
+    def _partial(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor]:
+        part_TD = self.experts.partial(hidden_TD, *self.gate.choose(hidden_TD))
+        if self.shared_expert is not None:
+            part_TD += self.shared_expert.partial(hidden_TD)
+        return [part_TD]

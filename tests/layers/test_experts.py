@@ -1,0 +1,96 @@
+"""Routing of tokens to experts, and their weighted sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.layers.experts import SIGMOID, SOFTMAX, ExpertRows, Experts, Routing
+from penstock.parallel import ParallelState
+from support.answers import patient
+
+NUM_EXPERTS = 8
+
+
+def by_definition(routing: Routing, logits: torch.Tensor, bias: torch.Tensor | None) -> list[dict[int, float]]:
+    """Weights by expert of each token, one token and expert at a time."""
+    found = []
+    for row in logits.double():
+        scores = row.softmax(-1) if routing.scoring == SOFTMAX else row.sigmoid()
+        marks = scores if bias is None else scores + bias.double()
+        size = routing.num_experts // routing.num_groups
+        groups = [marks[group * size : (group + 1) * size].tolist() for group in range(routing.num_groups)]
+        goodness = [sum(sorted(group)[-routing.best_of_group :]) for group in groups]
+        best = sorted(range(routing.num_groups), key=lambda group: -goodness[group])[: routing.top_groups]
+        allowed = [expert for expert in range(routing.num_experts) if expert // size in best]
+        chosen = sorted(allowed, key=lambda expert: -float(marks[expert]))[: routing.top_k]
+        total = sum(float(scores[expert]) for expert in chosen) if routing.normalizes else 1.0
+        found.append({expert: float(scores[expert]) / total * routing.scale for expert in chosen})
+    return found
+
+
+@pytest.mark.parametrize("scoring", [SOFTMAX, SIGMOID])
+@pytest.mark.parametrize("normalizes", [True, False])
+@pytest.mark.parametrize(("num_groups", "top_groups", "best_of_group"), [(1, 1, 1), (4, 2, 1), (4, 2, 2), (2, 1, 1)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_experts_and_weights_are_those_of_the_definition(
+    scoring: str, normalizes: bool, num_groups: int, top_groups: int, best_of_group: int, has_bias: bool
+) -> None:
+    routing = Routing(
+        NUM_EXPERTS,
+        3,
+        scoring=scoring,
+        normalizes=normalizes,
+        scale=2.5,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        best_of_group=best_of_group,
+    )
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(50, NUM_EXPERTS, generator=generator)
+    bias = torch.randn(NUM_EXPERTS, generator=generator) if has_bias else None
+    experts, weights = routing.choose(logits, bias)
+    for row, (ids, values, expected) in enumerate(
+        zip(experts.tolist(), weights.tolist(), by_definition(routing, logits, bias), strict=True)
+    ):
+        assert ids == sorted(expected), row
+        assert values == pytest.approx([expected[expert] for expert in ids], rel=1e-5), row
+
+
+@patient
+@given(st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=2, unique=True), max_size=20))
+def test_rows_are_sorted_by_expert_and_then_by_token(chosen: list[list[int]]) -> None:
+    rows = ExpertRows.of(torch.tensor(chosen, dtype=torch.int64).reshape(-1, 2), 6)
+    pairs = [(expert, place) for place, expert in enumerate(expert for token in chosen for expert in token)]
+    assert rows.order.tolist() == [place for _, place in sorted(pairs)]
+    for expert, place in rows.pieces():
+        assert {pair[0] for pair in sorted(pairs)[place]} == {expert}
+    assert sum(rows.counts) == len(pairs)
+
+
+@pytest.fixture(scope="module")
+def experts() -> Experts:
+    made = Experts(6, 16, 24, activation="silu", parallel=ParallelState())
+    generator = torch.Generator().manual_seed(2)
+    for parameter in made.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return made
+
+
+@pytest.mark.parametrize(
+    "chosen", [[[0, 3]] * 7, [[0, 1], [4, 5], [0, 5]], [[2, 2 + 1 + (row % 3)] for row in range(9)]]
+)
+def test_the_sum_is_that_of_each_tokens_experts(experts: Experts, chosen: list[list[int]]) -> None:
+    """All tokens at two experts, an expert without tokens, and one with all."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(len(chosen), 16, generator=generator)
+    weights = torch.rand(len(chosen), 2, generator=generator)
+    found = experts.partial(hidden, torch.tensor(chosen), weights)
+    for row, token in enumerate(chosen):
+        expected = sum(
+            weight * experts[expert](hidden[row : row + 1])[0]
+            for expert, weight in zip(token, weights[row], strict=True)
+        )
+        torch.testing.assert_close(found[row], expected)
