@@ -28,6 +28,7 @@ from support.ranks import contexts, run_ranks
 
 _RANDOM = random.Random(0)
 SEQUENCES = [[_RANDOM.randrange(VOCAB_SIZE) for _ in range(length)] for length in (23, 1, 60, 7)]
+WHOLE_HEADS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
@@ -36,6 +37,9 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 32}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": True}),
+    ("glm4_moe", {}),
+    ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "attention_bias": True, "n_shared_experts": 2}),
+    ("glm4_moe", {"norm_topk_prob": False, "first_k_dense_replace": 0, "rope_parameters": WHOLE_HEADS}),
     ("olmoe", {}),
     ("olmoe", {"norm_topk_prob": True, "num_experts_per_tok": 6}),
 ]

@@ -71,6 +71,20 @@ MIXTURES = {
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {**_TINY, "num_local_experts": 5}),
     "qwen2_moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_TINY_MOE, "shared_expert_intermediate_size": 40}),
     "qwen3_moe": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _TINY_MOE),
+    "glm4_moe": Family(
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **{name: value for name, value in _TINY_MOE.items() if name != "num_experts"},
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 16,
+        },
+    ),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
 }
 _ALL = {**FAMILIES, **MIXTURES}
@@ -91,6 +105,9 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_random_values(name, parameter, generator, _ALL[family].norm_weight))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.eval()
 
 

@@ -17,17 +17,18 @@ _MODELS = {
     "GPT2LMHeadModel": "penstock.models.gpt2",
     "Gemma2ForCausalLM": "penstock.models.gemma",
     "Gemma3ForCausalLM": "penstock.models.gemma",
+    "Glm4MoeForCausalLM": "penstock.models.glm4_moe",
     "LlamaForCausalLM": "penstock.models.llama",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MistralForCausalLM": "penstock.models.llama",
-    "MixtralForCausalLM": "penstock.models.mixtures",
+    "MixtralForCausalLM": "penstock.models.mixtral",
     "Olmo2ForCausalLM": "penstock.models.olmo2",
-    "OlmoeForCausalLM": "penstock.models.mixtures",
+    "OlmoeForCausalLM": "penstock.models.olmoe",
     "Phi3ForCausalLM": "penstock.models.phi3",
     "Qwen2ForCausalLM": "penstock.models.qwen",
-    "Qwen2MoeForCausalLM": "penstock.models.mixtures",
+    "Qwen2MoeForCausalLM": "penstock.models.qwen_moe",
     "Qwen3ForCausalLM": "penstock.models.qwen",
-    "Qwen3MoeForCausalLM": "penstock.models.mixtures",
+    "Qwen3MoeForCausalLM": "penstock.models.qwen_moe",
 }
 # Architectures of draft heads, by method and target, whatever their own `config.json` says.
 _DRAFT_HEADS = {
