@@ -14,7 +14,6 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderMo
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
-
 # Families, and versions of Transformers, differ in the name.
 _NAMES_OF_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
