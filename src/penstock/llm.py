@@ -36,7 +36,7 @@ class LLM(RefusesMethods):
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
     dtype: "auto" (the checkpoint's, if the device supports it), "float32", "bfloat16" or "float16".
-    quantization: None, "int8" or "int4": quantisation of linear weights while loading.
+    quantization: None, "int8" or "int4": quantisation of linear weights while loading; "none" dequantises a GGUF file.
     quantization_calibration: JSONL file of calibration texts for "int4" (GPTQ); "auto" takes the one in the model's
         folder if there is one, "none" none.
     device: "auto" (CUDA if available), "cpu" or "cuda".

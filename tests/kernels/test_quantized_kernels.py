@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from penstock.kernels.quantized import (
     QuantizedShape,
     QuantizedWeight,
     TorchQuantizedProducts,
+    minimums_of,
     quantize_rows,
 )
 
@@ -28,20 +31,41 @@ any_products = pytest.mark.parametrize("products", ALL_PRODUCTS, ids=NAMES)
 native_products = pytest.mark.parametrize("products", NATIVE_PRODUCTS, ids=NAMES[: len(NATIVE_PRODUCTS)])
 
 
-def random_weight(bits: int, outputs: int, inputs: int, group_size: int, seed: int = 0) -> QuantizedWeight:
+def random_weight(
+    bits: int,
+    outputs: int,
+    inputs: int,
+    group_size: int,
+    seed: int = 0,
+    *,
+    has_minimums: bool = False,
+    scale_bytes: int = 4,
+) -> QuantizedWeight:
+    """has_minimums: with 8 bits too."""
     random = torch.Generator().manual_seed(seed)
-    shape = QuantizedShape(bits, outputs, inputs, min(group_size, inputs))
+    shape = QuantizedShape(bits, outputs, inputs, min(group_size, inputs), has_minimums or bits == 4, scale_bytes)
     scales_OG = torch.rand(outputs, shape.num_groups, generator=random) + 0.01
-    if bits == 8:
+    if scale_bytes == 2:
+        scales_OG = (scales_OG * 32).ceil() / 32  # which leaves bits for the zero points
+    if not shape.has_minimums:
         return QuantizedWeight(shape, integers(-127, 128, (outputs, inputs), random, torch.int8), scales_OG)
-    values_OI = integers(0, 16, (outputs, inputs), random, torch.int8)
+    values_OI = integers(0, 16 if bits == 4 else 128, (outputs, inputs), random, torch.int8)
     # A zero point may lie just outside, as some checkpoints have it.
     zeros_OG = integers(0, 17, (outputs, shape.num_groups), random, torch.uint8)
-    return QuantizedWeight(shape, values_OI, scales_OG, zeros_OG)
+    return QuantizedWeight(shape, values_OI, scales_OG, minimums_of(zeros_OG, scales_OG))
 
 
 def integers(low: int, high: int, size: tuple[int, int], random: torch.Generator, dtype: torch.dtype) -> Tensor:
     return torch.randint(low, high, size, dtype=dtype, generator=random)
+
+
+def magnitudes(weight: QuantizedWeight) -> Tensor:
+    """Of the two numbers that are added for each weight."""
+    magnitude_OI = replace(weight, minimums_OG=None).dequantize().abs_()
+    if weight.minimums_OG is None:
+        return magnitude_OI
+    one = torch.zeros_like(weight.values_OI)
+    return magnitude_OI + replace(weight, values_OI=one, minimums_OG=weight.minimums_OG.abs()).dequantize()
 
 
 def exact_rows(inputs: int, rows: int, seed: int = 0) -> Tensor:
@@ -62,16 +86,19 @@ def test_products_equal_float64(products: QuantizedProducts, data: st.DataObject
     rows = data.draw(st.integers(0, 30) | st.sampled_from([97, 300]), label="rows")
     inputs = data.draw(st.integers(1, 140) | st.sampled_from([512, 1000, 2080]), label="inputs")
     outputs = data.draw(st.integers(1, 80), label="outputs")
-    group_size = data.draw(st.sampled_from([32, 64, 128, inputs]), label="group_size")
+    group_sizes = [32, 64, 128, inputs] if bits == 4 else [16, 32, 64, 128, inputs]
+    group_size = data.draw(st.sampled_from(group_sizes), label="group_size")
     seed = data.draw(st.integers(0, 99), label="seed")
-    weight = random_weight(bits, outputs, inputs, group_size, seed)
+    has_minimums = data.draw(st.booleans(), label="has_minimums")
+    scale_bytes = data.draw(st.sampled_from([2, 4]), label="scale_bytes")
+    weight = random_weight(bits, outputs, inputs, group_size, seed, has_minimums=has_minimums, scale_bytes=scale_bytes)
     x_TI = exact_rows(inputs, rows, seed)
     if data.draw(st.booleans(), label="rows lie apart"):
         x_TI = torch.cat((x_TI, torch.full((rows, 5), torch.nan)), dim=1)[:, :inputs]
     bias_O = torch.randn(outputs) if data.draw(st.booleans(), label="bias") else None
     actual = products.linear(x_TI, products.pack(weight), weight.shape, bias_O)
     exact = x_TI.double() @ weight.dequantize().double().T + (0 if bias_O is None else bias_O.double())
-    size = (x_TI.double().abs() @ weight.dequantize().double().abs().T).clamp_(min=1)
+    size = (x_TI.double().abs() @ magnitudes(weight).double().T).clamp_(min=1)
     assert actual.shape == (rows, outputs)
     assert ((actual - exact).abs() / size).max() < 1e-6 if rows else True
 
@@ -99,6 +126,7 @@ def test_rounding_of_activations_is_that_of_the_specification(products: NativeQu
         (8, 50, 33, 32),
         (8, 100, 2100, 2100),
         (8, 70, 2100, 32),
+        (8, 70, 300, 16),
         (4, 16, 64, 32),
         (4, 50, 200, 128),
         (4, 33, 2500, 64),
@@ -124,28 +152,32 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
 
 
 @any_products
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("format", [(8, 64, False), (4, 64, True), (8, 16, False), (8, 32, True)], ids=str)
+@pytest.mark.parametrize("scale_bytes", [2, 4])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (17, 40), (70, 513)])
-def test_unpacking_gives_every_bit_back(products: QuantizedProducts, bits: int, outputs: int, inputs: int) -> None:
-    weight = random_weight(bits, outputs, inputs, 64)
+def test_unpacking_gives_every_bit_back(
+    products: QuantizedProducts, format: tuple[int, int, bool], scale_bytes: int, outputs: int, inputs: int
+) -> None:
+    bits, group_size, has_minimums = format
+    weight = random_weight(bits, outputs, inputs, group_size, has_minimums=has_minimums, scale_bytes=scale_bytes)
     unpacked = products.unpack(products.pack(weight), weight.shape)
     assert unpacked.shape == weight.shape
     assert torch.equal(unpacked.values_OI, weight.values_OI)
     assert torch.equal(unpacked.scales_OG, weight.scales_OG)
-    assert (unpacked.zeros_OG is None) == (weight.shape.bits == 8)
-    if weight.zeros_OG is not None and unpacked.zeros_OG is not None:
-        assert torch.equal(unpacked.zeros_OG, weight.zeros_OG)
+    assert (unpacked.minimums_OG is None) != weight.shape.has_minimums
+    if weight.minimums_OG is not None and unpacked.minimums_OG is not None:
+        assert torch.equal(unpacked.minimums_OG, weight.minimums_OG)
 
 
 @any_products
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inputs", [1, 64, 300])
 def test_rows_are_those_of_the_weight(products: QuantizedProducts, bits: int, inputs: int) -> None:
-    weight = random_weight(bits, 50, inputs, 128)
+    weight = random_weight(bits, 50, inputs, 128 if bits == 4 else 16)
     ids_T = torch.tensor([0, 49, 7, 7, 16, 31])
     packed, expected = products.pack(weight), weight.dequantize()[ids_T]
     assert torch.equal(products.rows(ids_T, packed, weight.shape), expected)
-    rest = random_weight(bits, 50, inputs, 128, seed=1)
+    rest = random_weight(bits, 50, inputs, weight.shape.group_size, seed=1)
     rows = products.rows(ids_T, packed, weight.shape, products.pack(rest))
     assert torch.equal(rows, expected + rest.dequantize()[ids_T])
 
@@ -174,12 +206,12 @@ def test_rows_of_nothing_and_of_almost_nothing_give_the_bias(products: Quantized
 @any_products
 def test_the_largest_sums_do_not_overflow(products: QuantizedProducts) -> None:
     for bits, value, zero in [(8, 127, None), (8, -127, None), (4, 15, 0), (4, 0, 16)]:
-        shape = QuantizedShape(bits, 20, 4096, 4096 if bits == 8 else 128)
+        shape = QuantizedShape(bits, 20, 4096, 4096 if bits == 8 else 128, bits == 4)
         weight = QuantizedWeight(
             shape,
             torch.full((20, 4096), value, dtype=torch.int8),
             torch.ones(20, shape.num_groups),
-            None if zero is None else torch.full((20, shape.num_groups), zero, dtype=torch.uint8),
+            None if zero is None else torch.full((20, shape.num_groups), -float(zero)),
         )
         x_TI = torch.ones(7, 4096)
         x_TI[3:] = -1

@@ -15,7 +15,7 @@ from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.quantized import native_quantized_products
 from penstock.kernels.native.tracing import TracedTensor
-from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
+from penstock.kernels.quantized import QuantizedShape, QuantizedWeight, minimums_of
 
 pytestmark = pytest.mark.skipif(not available_instruction_sets(), reason="the C++ kernels were not built")
 
@@ -32,11 +32,11 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
 
 def rounded(bits: int, seed: int) -> QuantizedWeight:
     random = torch.Generator().manual_seed(seed)
-    shape = QuantizedShape(bits, VOCAB_SIZE, WIDTH, WIDTH if bits == 8 else 32)
+    shape = QuantizedShape(bits, VOCAB_SIZE, WIDTH, WIDTH if bits == 8 else 32, bits == 4)
     values_VD = torch.randint(0, 16, (VOCAB_SIZE, WIDTH), generator=random, dtype=torch.int8)
     zeros_VG = torch.randint(0, 16, (VOCAB_SIZE, shape.num_groups), generator=random, dtype=torch.uint8)
     scales_VG = torch.rand(VOCAB_SIZE, shape.num_groups, generator=random)
-    return QuantizedWeight(shape, values_VD, scales_VG, None if bits == 8 else zeros_VG)
+    return QuantizedWeight(shape, values_VD, scales_VG, None if bits == 8 else minimums_of(zeros_VG, scales_VG))
 
 
 def echo(kernels: NativeKernels, form: str) -> tuple[NativeProgram, Tensor]:

@@ -24,14 +24,16 @@ def correlated_inputs(rows: int, inputs: int, seed: int = 0) -> Tensor:
 def by_definition(weight_OI: Tensor, gram_II: Tensor, group_size: int) -> Tensor:
     """Quantise the first remaining input feature, and solve for the best weights of the others."""
     grid = quantize_int4(weight_OI, group_size)
-    assert grid.zeros_OG is not None
+    assert grid.minimums_OG is not None
     weight_OI, gram_II = weight_OI.double().clone(), gram_II.double().clone()
     gram_II += 0.01 * gram_II.diagonal().mean() * torch.eye(len(gram_II))
     values = []
     for i in range(weight_OI.shape[1]):
-        scale_O, zero_O = grid.scales_OG[:, i // group_size].double(), grid.zeros_OG[:, i // group_size].double()
-        value_O = ((weight_OI[:, i] / scale_O).round() + zero_O).clamp(0, INT4_LEVELS - 1)
-        change_O = (value_O - zero_O) * scale_O - weight_OI[:, i]
+        scale_O, minimum_O = (
+            per_group[:, i // group_size].double() for per_group in (grid.scales_OG, grid.minimums_OG)
+        )
+        value_O = ((weight_OI[:, i] - minimum_O) / scale_O).round().clamp(0, INT4_LEVELS - 1)
+        change_O = value_O * scale_O + minimum_O - weight_OI[:, i]
         # Least squares: what the rest must change by, given the change of this one.
         rest = slice(i + 1, None)
         if i + 1 < weight_OI.shape[1]:
@@ -61,9 +63,9 @@ def test_results_are_closer_than_those_of_the_nearest_integers(inputs: int) -> N
     errors = [(x_TI @ weight.dequantize().T - exact_TO).norm() for weight in (nearest, rounded)]
     assert errors[1] < 0.7 * errors[0]
     assert torch.equal(rounded.scales_OG, nearest.scales_OG)
-    assert rounded.zeros_OG is not None
-    assert nearest.zeros_OG is not None
-    assert torch.equal(rounded.zeros_OG, nearest.zeros_OG)
+    assert rounded.minimums_OG is not None
+    assert nearest.minimums_OG is not None
+    assert torch.equal(rounded.minimums_OG, nearest.minimums_OG)
 
 
 def test_inputs_that_were_never_seen_are_rounded_to_the_nearest() -> None:

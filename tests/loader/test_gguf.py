@@ -49,7 +49,8 @@ def _greedy(model, num_tokens: int = 12) -> list[int]:
 
 def _generate(path: Path, num_tokens: int = 12, **options) -> list[int]:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-    with LLM(path, dtype="float32", kv_cache_memory_bytes=1 << 22, **options) as llm:
+    options = {"dtype": "float32", "quantization": "none", "kv_cache_memory_bytes": 1 << 22, **options}
+    with LLM(path, **options) as llm:
         (output,) = llm.generate([{"prompt_token_ids": _PROMPT}], params)
     return list(output.outputs[0].token_ids)
 
@@ -229,7 +230,7 @@ def test_the_plan_counts_the_weights_as_they_are_held(tmp_path):
     model = _tiny("llama")
     path = write_gguf(model, "llama", tmp_path / "tiny.gguf", Type.Q8_0)
     save_checkpoint(model, tmp_path / "float32")
-    options = {"kv_cache_memory_bytes": 1 << 22}
+    options = {"kv_cache_memory_bytes": 1 << 22, "quantization": "none"}
     planned, expected = plan_engine(path, **options), plan_engine(tmp_path / "float32", **options)
     assert planned.stages[0].memory.weights == expected.stages[0].memory.weights
     assert EngineConfig.create(path, **options).model.checkpoint_dtype == "bfloat16"

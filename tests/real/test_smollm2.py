@@ -48,7 +48,7 @@ _GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("smollm2", max_model_len=4096, kv_cache_memory_bytes="512MiB") as llm:
+    with LLM("smollm2", quantization="none", max_model_len=4096, kv_cache_memory_bytes="512MiB") as llm:
         yield llm
 
 
@@ -154,5 +154,5 @@ def test_output_follows_a_schema(llm, schema):
 )
 def test_other_ways_to_compute_give_the_same_tokens(llm, options):
     expected = _greedy(llm)
-    with LLM("smollm2", max_model_len=512, kv_cache_memory_bytes="64MiB", **options) as other:
+    with LLM("smollm2", quantization="none", max_model_len=512, kv_cache_memory_bytes="64MiB", **options) as other:
         assert _greedy(other) == expected

@@ -28,7 +28,7 @@ _ENGINE_OPTIONS: dict[str, tuple[Any, Any, Any]] = {
     "tokenizer": (str | None, None, typer.Option(help="Folder or hub id of another tokenizer")),
     "device": (str, "auto", typer.Option(help="auto, cpu, cuda")),
     "dtype": (str, "auto", typer.Option(help="auto, float32, bfloat16, float16")),
-    "quantization": (str | None, None, typer.Option(help="int8, int4: quantize the weights")),
+    "quantization": (str | None, None, typer.Option(help="int8, int4: quantize the weights; none: GGUF as floats")),
     "num_threads": (int | None, None, typer.Option("--threads", help="CPU threads  [default: one per physical core]")),
     "load_format": (str, "auto", typer.Option(help="safetensors, pt, gguf, sharded_state, dummy")),
     "max_model_len": (str | None, None, typer.Option(metavar="N|auto", help="Context length  [default: the model's]")),

@@ -25,7 +25,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Built-in output head.
 GENERATE = "generate"
 MODEL_IMPLS = ("auto", "penstock", "transformers")
-QUANTIZATIONS = ("int8", "int4")
+NO_QUANTIZATION = "none"
+QUANTIZATIONS = ("int8", "int4", NO_QUANTIZATION)
 AUTO_LENGTH = "auto"
 AUTO_CALIBRATION = "auto"
 NO_CALIBRATION = "none"
@@ -48,7 +49,8 @@ class ModelConfig:
     seed: base of the seeds of requests without one.
     model_impl: implementation of the model; "auto" takes Penstock's if the architecture has one, else Transformers'.
     output_head: use of the hidden states: "generate" samples tokens; others pool, and are registered by plugins.
-    quantization: weight-only quantisation of linear layers while loading; None keeps the checkpoint's weights.
+    quantization: quantisation of linear layers while loading; None keeps the checkpoint's weights; "none" dequantises
+    a GGUF file, whose products a CPU computes from its blocks otherwise.
     quantization_calibration: calibration data for GPTQ with quantization "int4", a JSONL file; "auto" is
     calibration.jsonl of the model's folder, if it has one; "none" rounds to nearest.
     generation_config: source of default sampling parameters: "auto" for `generation_config.json` of the model,

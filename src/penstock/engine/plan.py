@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.config import EngineConfig, env
+from penstock.config import EngineConfig, ModelConfig, env
+from penstock.config.model import NO_QUANTIZATION
 from penstock.config.quantized_checkpoint import quantization_of_checkpoint
 from penstock.config.resolve import resolve_metadata_folder
 from penstock.device.cpu import CpuDevice
@@ -100,8 +101,13 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
         concurrency=max_concurrency(kv_cache, **lengths),
         num_workers=config.parallel.tensor_parallel_size,
         num_engines=config.parallel.num_engines_here,
-        quantization=config.model.quantization or quantization_of_checkpoint(config.model.hf_config),
+        quantization=_quantization(config.model),
     )
+
+
+def _quantization(model: ModelConfig) -> str | None:
+    option = None if model.quantization == NO_QUANTIZATION else model.quantization
+    return option or quantization_of_checkpoint(model.hf_config)
 
 
 def _room(plan: MemoryPlan) -> int:

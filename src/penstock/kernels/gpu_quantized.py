@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
+from penstock.errors import UnsupportedFeature
+from penstock.kernels.quantized import QuantizedShape, QuantizedWeight, minimums_of
 
 _TILE_BYTES, _ALIGNMENT = 128, 16
+_MAX_ZERO_POINT = 255
 # Rows from which the weight is dequantised for a product of floats, and its elements that are dequantised at once.
 _MANY_ROWS, _MAX_DEQUANTIZED = 256, 1 << 26
 
@@ -38,20 +40,44 @@ class _Parts(NamedTuple):
         return _Parts(self.values_OB[part], self.scales_OG[part], zeros_OG)
 
 
+def _zero_points(weight: QuantizedWeight) -> Tensor | None:
+    """Zero points of an int4 weight, uint8 [O, G]; None for int8. Raises UnsupportedFeature for other formats."""
+    shape, scales_OG, minimums_OG = weight.shape, weight.scales_OG, weight.minimums_OG
+    if shape.bits == 8 and (minimums_OG is not None or shape.num_groups > 1):
+        raise UnsupportedFeature(
+            f"A weight of 8 bits with groups of {shape.group_size} of {shape.input_size} inputs is not supported on a "
+            "GPU, where int8 has one scale per output feature and no minimum. Run it on a CPU (device='cpu'), or take "
+            "a checkpoint in bfloat16."
+        )
+    if minimums_OG is None:
+        return None
+    zeros_OG = (minimums_OG / -torch.where(scales_OG == 0, 1.0, scales_OG)).round_()
+    if not minimums_OG.is_meta:
+        restored_OG = minimums_of(zeros_OG, scales_OG)
+        if not torch.equal(restored_OG, minimums_OG.float()) or bool(
+            ((zeros_OG < 0) | (zeros_OG > _MAX_ZERO_POINT)).any()
+        ):
+            raise UnsupportedFeature(
+                "A weight of 4 bits whose groups have minimums instead of integer zero points is not supported on a "
+                "GPU. Run it on a CPU (device='cpu'), or take a checkpoint in bfloat16."
+            )
+    return zeros_OG.to(torch.uint8)
+
+
 class GpuQuantizedProducts:
     """Triton kernels for up to `_MANY_ROWS` rows; cuBLAS with dequantised parts of the weight for more."""
 
     keeps_dtype = True
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
-        values_OI = weight.values_OI
-        if weight.zeros_OG is None:
+        values_OI, zeros_OG = weight.values_OI, _zero_points(weight)
+        if zeros_OG is None:
             values_OB = F.pad(values_OI, (0, -values_OI.shape[1] % _ALIGNMENT)).contiguous().view(torch.uint8)
             parts = [values_OB, weight.scales_OG.float()]
         else:
             padded_OI = F.pad(values_OI, (0, -values_OI.shape[1] % (2 * _TILE_BYTES))).to(torch.uint8)
             tiles = padded_OI.view(padded_OI.shape[0], -1, 2, _TILE_BYTES)
-            parts = [tiles[:, :, 0] | (tiles[:, :, 1] << 4), weight.scales_OG.float(), weight.zeros_OG]
+            parts = [tiles[:, :, 0] | (tiles[:, :, 1] << 4), weight.scales_OG.float(), zeros_OG]
         return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
 
     def unpack(self, packed: Tensor, shape: QuantizedShape) -> QuantizedWeight:
@@ -61,7 +87,8 @@ class GpuQuantizedProducts:
         else:
             tiles = values_OB.view(shape.output_size, -1, 1, _TILE_BYTES)
             values_OI = torch.cat([tiles & 15, tiles >> 4], dim=2).flatten(1).to(torch.int8)
-        return QuantizedWeight(shape, values_OI[:, : shape.input_size].contiguous(), scales_OG, zeros_OG)
+        minimums_OG = None if zeros_OG is None else minimums_of(zeros_OG, scales_OG)
+        return QuantizedWeight(shape, values_OI[:, : shape.input_size].contiguous(), scales_OG, minimums_OG)
 
     def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:
         """x @ weight^T + bias in x's dtype, with the leading dimensions of x."""

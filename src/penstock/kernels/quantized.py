@@ -7,7 +7,7 @@ Suffixes: T rows (tokens), I input features, O output features, G groups of inpu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 INT8_LIMIT = 127
 INT4_LEVELS = 16
-# Activations that share a scale; group sizes of weights are multiples of it.
+# Activations that share a scale; group sizes of weights are multiples of it, or half of it.
 GROUP_MULTIPLE = 32
+HALF_GROUP = 16
 # A group of activations below this is quantised to zeros: the inverse of its scale would not be finite.
 _NEGLIGIBLE = 1e-30
 # Activations quantised at once.
@@ -32,18 +33,26 @@ _MAX_OUTPUTS = 2048
 class QuantizedShape:
     """bits: 8 or 4. group_size: input features that share a scale; the last group may be smaller.
 
-    kernel_sizes: arguments of the C++ kernels, where a group of the whole row may be larger than it.
+    has_minimums: whether a group has a minimum too; always with 4 bits. scale_bytes: 2 for scales and minimums that are
+    float16 values, else 4. kernel_sizes: arguments of the C++ kernels, where a group of the whole row may be larger
+    than it.
     """
 
     bits: int
     output_size: int
     input_size: int
     group_size: int
-    kernel_sizes: tuple[int, int, int, int] = field(init=False, repr=False)
+    has_minimums: bool = False
+    scale_bytes: int = 4
+    kernel_sizes: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        assert self.has_minimums or self.bits == 8, "int4 has minimums"
         group_size = -(-self.group_size // GROUP_MULTIPLE) * GROUP_MULTIPLE
-        object.__setattr__(self, "kernel_sizes", (self.bits, self.output_size, self.input_size, group_size))
+        if self.group_size == HALF_GROUP and self.num_groups > 1:
+            group_size = HALF_GROUP
+        sizes = (self.bits, self.output_size, self.input_size, group_size, int(self.has_minimums), self.scale_bytes)
+        object.__setattr__(self, "kernel_sizes", sizes)
 
     @property
     def num_groups(self) -> int:
@@ -52,23 +61,21 @@ class QuantizedShape:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A quantised weight: weight = (values - zeros) * scales.
+    """A quantised weight: weight = values * scales + minimums.
 
-    values_OI: int8; for int4 from 0 to 15. scales_OG: float32.
-    zeros_OG: uint8; None for int8. A group size is a multiple of 32, unless there is only one group.
+    values_OI: int8; with minimums from 0 to 127, for int4 to 15. scales_OG: float32.
+    minimums_OG: float32; None without. A group size is 16 or a multiple of 32, unless there is only one group.
     """
 
     shape: QuantizedShape
     values_OI: Tensor
     scales_OG: Tensor
-    zeros_OG: Tensor | None = None
+    minimums_OG: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """float32 [O, I]."""
-        centred_OI = self.values_OI.float()
-        if self.zeros_OG is not None:
-            centred_OI -= self._spread(self.zeros_OG.float())
-        return centred_OI.mul_(self._spread(self.scales_OG))
+        weight_OI = self.values_OI.float().mul_(self._spread(self.scales_OG))
+        return weight_OI if self.minimums_OG is None else weight_OI.add_(self._spread(self.minimums_OG))
 
     def rows(self, rows: Tensor | slice) -> QuantizedWeight:
         """Select rows: int64 indices, or a slice."""
@@ -78,16 +85,21 @@ class QuantizedWeight:
 
         values_RI = of(self.values_OI)
         return QuantizedWeight(
-            QuantizedShape(self.shape.bits, values_RI.shape[0], self.shape.input_size, self.shape.group_size),
+            replace(self.shape, output_size=values_RI.shape[0]),
             values_RI,
             of(self.scales_OG),
-            None if self.zeros_OG is None else of(self.zeros_OG),
+            None if self.minimums_OG is None else of(self.minimums_OG),
         )
 
     def _spread(self, per_group_OG: Tensor) -> Tensor:
         if self.shape.num_groups == 1:
             return per_group_OG
         return per_group_OG.repeat_interleave(self.shape.group_size, dim=1)[:, : self.shape.input_size]
+
+
+def minimums_of(zeros_OG: Tensor, scales_OG: Tensor) -> Tensor:
+    """Minimums of groups with zero points: weight = (values - zeros) * scales. Float32 [O, G]."""
+    return zeros_OG.float() * -scales_OG.float()
 
 
 class QuantizedProducts(Protocol):
@@ -151,18 +163,16 @@ def quantized_linear_reference(x_TI: Tensor, weight: QuantizedWeight, bias_O: Te
 def _write_products(x_TI: Tensor, weight: QuantizedWeight, out_TO: Tensor) -> None:
     """Add x @ weight^T to out_TO, which is zero before."""
     values_TI, scales_TG = quantize_rows(x_TI)
-    for group in range(scales_TG.shape[1]):
-        part = slice(group * GROUP_MULTIPLE, (group + 1) * GROUP_MULTIPLE)
-        of_weight = part.start // weight.shape.group_size
+    for part in _parts(weight.shape.input_size, min(GROUP_MULTIPLE, weight.shape.group_size)):
+        group, of_weight = part.start // GROUP_MULTIPLE, part.start // weight.shape.group_size
         # Exact in float64, for which BLAS is fast everywhere.
-        rows_TS = values_TI[:, part].double()
+        rows_TS, scale_T1 = values_TI[:, part].double(), scales_TG[:, group : group + 1]
         for outputs in _parts(weight.shape.output_size, _MAX_OUTPUTS):
             sums_TO = rows_TS @ weight.values_OI[outputs, part].double().T
-            if weight.zeros_OG is not None:
-                zeros_1O = weight.zeros_OG[outputs, of_weight].double().unsqueeze(0)
-                sums_TO.addmm_(rows_TS.sum(dim=1, keepdim=True), zeros_1O, alpha=-1)
-            scales_TO = scales_TG[:, group : group + 1] * weight.scales_OG[outputs, of_weight]
-            out_TO[:, outputs] += sums_TO.float().mul_(scales_TO)
+            out_TO[:, outputs] += sums_TO.float().mul_(scale_T1 * weight.scales_OG[outputs, of_weight])
+            if weight.minimums_OG is not None:
+                sum_T1 = rows_TS.sum(dim=1, keepdim=True).float().mul_(scale_T1)
+                out_TO[:, outputs] += sum_T1 * weight.minimums_OG[outputs, of_weight]
 
 
 def _rows_at_once(num_inputs: int) -> int:
@@ -180,18 +190,18 @@ class TorchQuantizedProducts:
     keeps_dtype = False
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
-        parts = [weight.values_OI, weight.scales_OG, *([] if weight.zeros_OG is None else [weight.zeros_OG])]
-        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in reversed(parts)])
+        parts = [weight.scales_OG, *([] if weight.minimums_OG is None else [weight.minimums_OG]), weight.values_OI]
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
     def unpack(self, packed: Tensor, shape: QuantizedShape) -> QuantizedWeight:
-        num_scales = shape.output_size * shape.num_groups
-        num_zeros = num_scales if shape.bits == 4 else 0
-        zeros, scales, values = packed.split([num_zeros, 4 * num_scales, shape.output_size * shape.input_size])
+        num_bytes = 4 * shape.output_size * shape.num_groups
+        sizes = [num_bytes, num_bytes if shape.has_minimums else 0, shape.output_size * shape.input_size]
+        scales, minimums, values = packed.split(sizes)
         return QuantizedWeight(
             shape,
             values.view(torch.int8).view(shape.output_size, shape.input_size),
-            scales.clone().view(torch.float32).view(shape.output_size, -1),
-            zeros.view(shape.output_size, -1) if num_zeros else None,
+            scales.view(torch.float32).view(shape.output_size, -1),
+            minimums.view(torch.float32).view(shape.output_size, -1) if shape.has_minimums else None,
         )
 
     def linear(self, x_TI: Tensor, packed: Tensor, shape: QuantizedShape, bias_O: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from penstock.errors import CheckpointError, ModelError, OutOfMemory, PenstockEr
 from penstock.layers.linear import process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
-from penstock.loader.gguf.tensors import GgufWeights
+from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
 from penstock.loader.quantized.assembly import Rounding, assemble, linear_weights
@@ -61,7 +61,7 @@ def load_model(
     mapped files. Raises UnsupportedModel, UnsupportedFeature or ModelError for its `config.json`, CheckpointError for
     weights that are damaged or do not fit.
     """
-    rounding = choose_rounding(model_config, load_config)
+    rounding = choose_rounding(model_config, load_config, device.type)
     if rounding is not None:
         log_rounding(rounding, device)
     logger.info("Implementation: %s", describe_implementation(model_config))
@@ -102,7 +102,7 @@ def load_without_memory(
     tensors: meta tensors of the checkpoint, if its files are not local. Raises what `load_model` raises. Returns the
     number of parameters too, which packed weights do not show.
     """
-    rounding = choose_rounding(model_config, load_config)
+    rounding = choose_rounding(model_config, load_config, kind)
     if tensors is not None:
         tensors = list(tensors)
 
@@ -230,7 +230,7 @@ def open_weights(
         found = find_weight_files(folder, PYTORCH_BIN)
         if found is not None:
             return _with_progress(iterate_pytorch_bins(found), check_pytorch_bins(found), load_config)
-    model = _find_gguf(folder, load_config)
+    model = find_gguf(folder, load_config)
     if model is not None:
         model.log_types()
         return _with_progress(model.iterate(), len(model.tensors), load_config)
@@ -248,18 +248,10 @@ def peek_weights(
 
     Raises what `open_weights` raises.
     """
-    model = _find_gguf(folder, load_config)
+    model = find_gguf(folder, load_config)
     if model is not None:
         return model.iterate_without_memory()
     return open_weights(folder, replace(load_config, use_tqdm_on_load=False), parallel_context)
-
-
-def _find_gguf(folder: Path, load_config: LoadConfig) -> GgufWeights | None:
-    """GGUF model of a folder, if it is asked for, or the only one there."""
-    is_wanted = load_config.load_format == "gguf" or (
-        load_config.load_format == "auto" and not has_weight_files(folder)
-    )
-    return GgufWeights.find(folder) if is_wanted else None
 
 
 def without_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

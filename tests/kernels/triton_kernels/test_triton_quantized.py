@@ -63,9 +63,9 @@ def test_a_packed_weight_is_restored(sizes: tuple[int, int, int, int]) -> None:
     found = PRODUCTS.unpack(PRODUCTS.pack(weight), weight.shape)
     assert torch.equal(found.values_OI, weight.values_OI)
     assert torch.equal(found.scales_OG, weight.scales_OG)
-    assert (found.zeros_OG is None) == (weight.zeros_OG is None)
-    if found.zeros_OG is not None and weight.zeros_OG is not None:
-        assert torch.equal(found.zeros_OG, weight.zeros_OG)
+    assert (found.minimums_OG is None) == (weight.minimums_OG is None)
+    if found.minimums_OG is not None and weight.minimums_OG is not None:
+        assert torch.equal(found.minimums_OG, weight.minimums_OG)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

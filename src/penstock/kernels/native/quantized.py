@@ -42,7 +42,7 @@ class NativeQuantizedProducts:
             shape,
             torch.empty(shape.output_size, shape.input_size, dtype=torch.int8),
             torch.empty(shape.output_size, shape.num_groups),
-            None if shape.bits == 8 else torch.empty(shape.output_size, shape.num_groups, dtype=torch.uint8),
+            torch.empty(shape.output_size, shape.num_groups) if shape.has_minimums else None,
         )
         self._convert(self._module.quantized_unpack, weight, packed)
         return weight
@@ -60,15 +60,8 @@ class NativeQuantizedProducts:
 
     def _convert(self, function: Any, weight: QuantizedWeight, packed: Tensor) -> None:
         values_OI, scales_OG = weight.values_OI.contiguous(), weight.scales_OG.contiguous()
-        zeros_OG = None if weight.zeros_OG is None else weight.zeros_OG.contiguous()
-        function(
-            self.index,
-            *weight.shape.kernel_sizes,
-            values_OI,
-            scales_OG,
-            zeros_OG,
-            packed,
-        )
+        minimums_OG = None if weight.minimums_OG is None else weight.minimums_OG.contiguous()
+        function(self.index, *weight.shape.kernel_sizes, values_OI, scales_OG, minimums_OG, packed)
 
 
 def available_quantized_products() -> list[NativeQuantizedProducts]:

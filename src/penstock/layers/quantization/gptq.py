@@ -71,7 +71,7 @@ _BLOCK = 128
 
 
 def gptq_quantize(weight_OI: Tensor, gram_II: Tensor, group_size: int = GROUP_SIZE) -> QuantizedWeight:
-    """Quantise like `quantize_int4`, with the same scales and zero points, but GPTQ's choice of integers.
+    """Quantise like `quantize_int4`, with the same scales and minimums, but GPTQ's choice of integers.
 
     gram_II: x^T x of the layer's calibration inputs x, summed; zeros give round-to-nearest.
     Raises ModelError for a sum that is not finite.
@@ -92,7 +92,7 @@ def _quantize_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> Quan
         groups = [index // nearest.shape.group_size for index in range(begin, end)]
         errors_BO = _quantize_block(weight_IO[block], values_IO[block], nearest, groups, upper_II[block, block])
         weight_IO[end:] -= upper_II[block, end:].T @ errors_BO
-    return QuantizedWeight(nearest.shape, values_IO.T.contiguous(), nearest.scales_OG, nearest.zeros_OG)
+    return QuantizedWeight(nearest.shape, values_IO.T.contiguous(), nearest.scales_OG, nearest.minimums_OG)
 
 
 def _quantize_block(
@@ -102,15 +102,15 @@ def _quantize_block(
 
     groups: group of each input feature.
     """
-    assert grid.zeros_OG is not None, "int4 has zero points"
+    assert grid.minimums_OG is not None, "int4 has minimums"
     errors_BO = torch.empty_like(weight_BO)
     diagonal_B = upper_BB.diagonal().tolist()
     for index, group in enumerate(groups):
-        scale_O, zero_O = grid.scales_OG[:, group], grid.zeros_OG[:, group].float()
+        scale_O, minimum_O = grid.scales_OG[:, group], grid.minimums_OG[:, group]
         divisor_O = torch.where(scale_O == 0, 1.0, scale_O)
-        value_O = (weight_BO[index] / divisor_O).round_().add_(zero_O).clamp_(0, INT4_LEVELS - 1)
+        value_O = ((weight_BO[index] - minimum_O) / divisor_O).round_().clamp_(0, INT4_LEVELS - 1)
         values_BO[index] = value_O.to(torch.int8)
-        rounded_O = value_O.sub_(zero_O).mul_(scale_O)
+        rounded_O = value_O.mul_(scale_O).add_(minimum_O)
         errors_BO[index] = (weight_BO[index] - rounded_O) / diagonal_B[index]
         weight_BO[index + 1 :].addr_(upper_BB[index, index + 1 :], errors_BO[index], alpha=-1)
     return errors_BO

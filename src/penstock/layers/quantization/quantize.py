@@ -6,13 +6,13 @@ Suffixes: O output features, I input features, G groups of input features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
-from penstock.kernels.quantized import INT4_LEVELS, INT8_LIMIT, QuantizedShape, QuantizedWeight
+from penstock.kernels.quantized import INT4_LEVELS, INT8_LIMIT, QuantizedShape, QuantizedWeight, minimums_of
 
 # Input features that share a scale on a CPU, whose products quantise activations in the same groups; GGUF's Q8_0 and
 # Q4_1 have such groups too.
@@ -29,37 +29,43 @@ _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 def quantize_int8(weight_OI: Tensor, group_size: int | None = None) -> QuantizedWeight:
     """Symmetric int8, one scale per output feature and group of input features: the largest weight becomes 127.
 
-    group_size: by default 32 on a CPU and whole rows on a GPU.
+    group_size: by default 32 on a CPU, with scales of 16 bits, and whole rows on a GPU.
     """
     if group_size is None:
         group_size = GROUP_SIZE if is_on_cpu(weight_OI) else weight_OI.shape[1]
     groups_OGS = _groups(weight_OI.float(), group_size)
-    return round_to_int8(weight_OI, groups_OGS.abs().amax(dim=2) / INT8_LIMIT, group_size)
+    scales_OG, scale_bytes = _narrowed(groups_OGS.abs().amax(dim=2) / INT8_LIMIT)
+    return round_to_int8(weight_OI, scales_OG, group_size, scale_bytes)
 
 
-def round_to_int8(weight_OI: Tensor, scales_OG: Tensor, group_size: int) -> QuantizedWeight:
-    """Round to the nearest integers for these scales; some tools use -128 too."""
-    num_outputs, num_inputs = weight_OI.shape
-    group_size = min(group_size, num_inputs)
-    divisor_OG1 = _divisor(scales_OG).unsqueeze(2)
-    values_OGS = (_groups(weight_OI.float(), group_size) / divisor_OG1).round_().clamp_(-INT8_LIMIT - 1, INT8_LIMIT)
-    values_OI = values_OGS.flatten(1)[:, :num_inputs].to(torch.int8)
-    return QuantizedWeight(QuantizedShape(8, num_outputs, num_inputs, group_size), values_OI, scales_OG.float())
+def round_to_int8(
+    weight_OI: Tensor,
+    scales_OG: Tensor,
+    group_size: int,
+    scale_bytes: int = 4,
+    minimums_OG: Tensor | None = None,
+) -> QuantizedWeight:
+    """Round to the nearest integers for these scales; some tools use -128 too. With minimums from 0 to 127."""
+    values_OGS = _quotients(weight_OI.float(), scales_OG, minimums_OG, group_size)
+    values_OGS.clamp_(-INT8_LIMIT - 1 if minimums_OG is None else 0, INT8_LIMIT)
+    return _weight(8, weight_OI, values_OGS, scales_OG, minimums_OG, group_size, scale_bytes)
 
 
 def quantize_int4(weight_OI: Tensor, group_size: int | None = None) -> QuantizedWeight:
-    """Asymmetric int4, a scale and a zero point per group of input features.
+    """Asymmetric int4, a scale and a minimum per group of input features.
 
-    The clipping range of each group is the one with the least squared error. group_size: by default 32 on a CPU and 128
-    on a GPU.
+    The grid of each group is the one of several with the least squared error. group_size: by default 32 on a CPU, with
+    scales and minimums of 16 bits, and 128 on a GPU, where minimums are zero points times the scale.
     """
     if group_size is None:
         group_size = GROUP_SIZE if is_on_cpu(weight_OI) else _INT4_GROUP_SIZE_ON_GPU
+    best_grid = _best_grid if is_on_cpu(weight_OI) else _best_grid_with_zero_points
     num_rows = _rows_at_once(weight_OI)
-    grids = [_best_grid(_groups(part_OI.float(), group_size)) for part_OI in weight_OI.split(num_rows)]
+    grids = [best_grid(_groups(part_OI.float(), group_size)) for part_OI in weight_OI.split(num_rows)]
     scales_OG = torch.cat([scale_OG for scale_OG, _ in grids])
-    zeros_OG = torch.cat([zero_OG for _, zero_OG in grids]).to(torch.uint8)
-    return round_to_int4(weight_OI, scales_OG, zeros_OG, group_size)
+    minimums_OG = torch.cat([minimum_OG for _, minimum_OG in grids])
+    (scales_OG, minimums_OG), scale_bytes = _narrowed(torch.stack((scales_OG, minimums_OG)))
+    return round_to_int4(weight_OI, scales_OG, minimums_OG, group_size, scale_bytes)
 
 
 def quantize_int4_residual(weight_OI: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
@@ -82,63 +88,126 @@ def _rows_at_once(weight_OI: Tensor) -> int:
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate int4 weights along the output features."""
+    """Concatenate weights of one format along the output features."""
     values_OI = torch.cat([part.values_OI for part in parts])
-    num_outputs, num_inputs = values_OI.shape
-    shape = QuantizedShape(4, num_outputs, num_inputs, parts[0].shape.group_size)
+    scale_bytes = max(part.shape.scale_bytes for part in parts)
     return QuantizedWeight(
-        shape,
+        replace(parts[0].shape, output_size=len(values_OI), scale_bytes=scale_bytes),
         values_OI,
         torch.cat([part.scales_OG for part in parts]),
-        torch.cat([part.zeros_OG for part in parts if part.zeros_OG is not None]),
+        torch.cat([part.minimums_OG for part in parts if part.minimums_OG is not None]),
     )
 
 
-def round_to_int4(weight_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, group_size: int) -> QuantizedWeight:
-    """Round to the nearest integers for these scales and zero points."""
+def round_to_int4(
+    weight_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, group_size: int, scale_bytes: int = 4
+) -> QuantizedWeight:
+    """Round to the nearest integers for these scales and minimums."""
+    values_OGS = _quotients(weight_OI.float(), scales_OG, minimums_OG, group_size).clamp_(0, INT4_LEVELS - 1)
+    return _weight(4, weight_OI, values_OGS, scales_OG, minimums_OG, group_size, scale_bytes)
+
+
+def _weight(
+    bits: int,
+    weight_OI: Tensor,
+    values_OGS: Tensor,
+    scales_OG: Tensor,
+    minimums_OG: Tensor | None,
+    group_size: int,
+    scale_bytes: int,
+) -> QuantizedWeight:
     num_outputs, num_inputs = weight_OI.shape
     group_size = min(group_size, num_inputs)
-    values_OGS = _values(_groups(weight_OI.float(), group_size), scales_OG.float(), zeros_OG.float())
+    shape = QuantizedShape(bits, num_outputs, num_inputs, group_size, minimums_OG is not None, scale_bytes)
     values_OI = values_OGS.flatten(1)[:, :num_inputs].to(torch.int8)
-    shape = QuantizedShape(4, num_outputs, num_inputs, group_size)
-    return QuantizedWeight(shape, values_OI, scales_OG.float(), zeros_OG)
+    return QuantizedWeight(shape, values_OI, scales_OG.float(), None if minimums_OG is None else minimums_OG.float())
+
+
+def _quotients(weight_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor | None, group_size: int) -> Tensor:
+    """(weight - minimum) / scale, rounded: [O, G, S]."""
+    groups_OGS = _groups(weight_OI, group_size)
+    if minimums_OG is not None:
+        groups_OGS = groups_OGS - minimums_OG.float().unsqueeze(2)
+    return (groups_OGS / _divisor(scales_OG).unsqueeze(2)).round_()
 
 
 def _groups(weight_OI: Tensor, group_size: int) -> Tensor:
-    """Reshape to [O, G, S]; the last group is padded with zeros, which do not change its range."""
+    """Reshape to [O, G, S]; the last group is padded with its last value, which does not change its range."""
     num_inputs = weight_OI.shape[1]
     group_size = min(group_size, num_inputs)
-    padded_OI = F.pad(weight_OI, (0, -num_inputs % group_size))
-    return padded_OI.view(weight_OI.shape[0], -1, group_size)
+    missing = -num_inputs % group_size
+    if missing:
+        weight_OI = torch.cat((weight_OI, weight_OI[:, -1:].expand(-1, missing)), dim=1)
+    return weight_OI.reshape(weight_OI.shape[0], -1, group_size)
+
+
+def _narrowed(scales: Tensor) -> tuple[Tensor, int]:
+    """Round scales to float16 values, on a CPU and where they are in range, and return their number of bytes."""
+    if not is_on_cpu(scales):
+        return scales, 4
+    narrow = scales.half()
+    if not scales.is_meta and not narrow.isfinite().all():
+        return scales, 4
+    return narrow.float(), 2
 
 
 def _best_grid(groups_OGS: Tensor) -> tuple[Tensor, Tensor]:
-    low_OG = groups_OGS.amin(dim=2).clamp_(max=0)
-    high_OG = groups_OGS.amax(dim=2).clamp_(min=0)
-    best_scale_OG, best_zero_OG = _grid(low_OG, high_OG)
-    least_OG = _squared_error(groups_OGS, best_scale_OG, best_zero_OG)
-    for share in _RANGES[1:]:
-        scale_OG, zero_OG = _grid(low_OG * share, high_OG * share)
-        error_OG = _squared_error(groups_OGS, scale_OG, zero_OG)
+    """Scales and minimums with the least squared error: of several ranges, each fitted to its integers."""
+    low_OG, high_OG = groups_OGS.amin(dim=2), groups_OGS.amax(dim=2)
+    best_scale_OG, best_minimum_OG = (high_OG - low_OG) / (INT4_LEVELS - 1), low_OG
+    least_OG = _squared_error(groups_OGS, best_scale_OG, best_minimum_OG)
+    middle_OG, half_OG = (high_OG + low_OG) / 2, (high_OG - low_OG) / 2
+    for share in _RANGES:
+        grid = half_OG * (2 * share / (INT4_LEVELS - 1)), middle_OG - half_OG * share
+        scale_OG, minimum_OG = _fitted(groups_OGS, *grid)
+        error_OG = _squared_error(groups_OGS, scale_OG, minimum_OG)
         better_OG = error_OG < least_OG
         least_OG = torch.where(better_OG, error_OG, least_OG)
         best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
-        best_zero_OG = torch.where(better_OG, zero_OG, best_zero_OG)
-    return best_scale_OG, best_zero_OG
+        best_minimum_OG = torch.where(better_OG, minimum_OG, best_minimum_OG)
+    return best_scale_OG, best_minimum_OG
 
 
-def _grid(low_OG: Tensor, high_OG: Tensor) -> tuple[Tensor, Tensor]:
+def _fitted(groups_OGS: Tensor, scale_OG: Tensor, minimum_OG: Tensor) -> tuple[Tensor, Tensor]:
+    """Least-squares scale and minimum for the integers of a grid."""
+    values_OGS = _values(groups_OGS, scale_OG, minimum_OG)
+    mean_OG1, weight_OG1 = values_OGS.mean(dim=2, keepdim=True), groups_OGS.mean(dim=2, keepdim=True)
+    centred_OGS = values_OGS - mean_OG1
+    variance_OG = centred_OGS.square().sum(dim=2)
+    fitted_OG = (centred_OGS * groups_OGS).sum(dim=2) / _divisor(variance_OG)
+    fitted_OG = torch.where(variance_OG == 0, scale_OG, fitted_OG)
+    return fitted_OG, (weight_OG1.squeeze(2) - fitted_OG * mean_OG1.squeeze(2))
+
+
+def _best_grid_with_zero_points(groups_OGS: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales, and minimums that are integer zero points times the scale, with the least squared error."""
+    low_OG = groups_OGS.amin(dim=2).clamp_(max=0)
+    high_OG = groups_OGS.amax(dim=2).clamp_(min=0)
+    best_scale_OG, best_minimum_OG = _grid_with_zero_points(low_OG, high_OG)
+    least_OG = _squared_error(groups_OGS, best_scale_OG, best_minimum_OG)
+    for share in _RANGES[1:]:
+        scale_OG, minimum_OG = _grid_with_zero_points(low_OG * share, high_OG * share)
+        error_OG = _squared_error(groups_OGS, scale_OG, minimum_OG)
+        better_OG = error_OG < least_OG
+        least_OG = torch.where(better_OG, error_OG, least_OG)
+        best_scale_OG = torch.where(better_OG, scale_OG, best_scale_OG)
+        best_minimum_OG = torch.where(better_OG, minimum_OG, best_minimum_OG)
+    return best_scale_OG, best_minimum_OG
+
+
+def _grid_with_zero_points(low_OG: Tensor, high_OG: Tensor) -> tuple[Tensor, Tensor]:
     scale_OG = (high_OG - low_OG) / (INT4_LEVELS - 1)
-    return scale_OG, (-low_OG / _divisor(scale_OG)).round_()
+    return scale_OG, minimums_of((-low_OG / _divisor(scale_OG)).round_(), scale_OG)
 
 
-def _values(groups_OGS: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Tensor:
-    quotient_OGS = (groups_OGS / _divisor(scale_OG).unsqueeze(2)).round_()
-    return quotient_OGS.add_(zero_OG.unsqueeze(2)).clamp_(0, INT4_LEVELS - 1)
+def _values(groups_OGS: Tensor, scale_OG: Tensor, minimum_OG: Tensor) -> Tensor:
+    quotient_OGS = (groups_OGS - minimum_OG.unsqueeze(2)).div_(_divisor(scale_OG).unsqueeze(2))
+    return quotient_OGS.round_().clamp_(0, INT4_LEVELS - 1)
 
 
-def _squared_error(groups_OGS: Tensor, scale_OG: Tensor, zero_OG: Tensor) -> Tensor:
-    rounded_OGS = _values(groups_OGS, scale_OG, zero_OG).sub_(zero_OG.unsqueeze(2)).mul_(scale_OG.unsqueeze(2))
+def _squared_error(groups_OGS: Tensor, scale_OG: Tensor, minimum_OG: Tensor) -> Tensor:
+    values_OGS = _values(groups_OGS, scale_OG, minimum_OG)
+    rounded_OGS = values_OGS.mul_(scale_OG.unsqueeze(2)).add_(minimum_OG.unsqueeze(2))
     return rounded_OGS.sub_(groups_OGS).square_().sum(dim=2)
 
 

@@ -1,6 +1,6 @@
 """Tensors of GGUF files as they are stored: blocks of a quantised type, in mapped memory.
 
-`StoredTensor` is where a kernel that computes from the blocks would begin; everything else takes `dequantised`.
+Products of the blocks take `grid`, everything else takes `dequantised`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from penstock.config.gguf.container import TensorInfo
 from penstock.config.json_file import clipped
+from penstock.device.stand_in import stands_for_cpu
 from penstock.errors import CheckpointError, UnsupportedFeature
+from penstock.loader.gguf.grids import BLOCK_TYPES, BlockGrid, grid_of, grid_without_memory
 
 # Types that need no computation, by ggml's number.
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -41,6 +43,18 @@ class StoredTensor:
     def dtype(self) -> torch.dtype:
         """Dtype of `dequantised`."""
         return _FLOATS.get(self.info.kind, torch.float32)
+
+    def grid(self) -> BlockGrid | None:
+        """The matrix's scales and minimums, on the meta device where tensors stand for the CPU's.
+
+        None for a type without products of its blocks.
+        """
+        type_ = BLOCK_TYPES.get(self.info.kind)
+        if type_ is None or len(self.info.shape) != 2:
+            return None
+        if stands_for_cpu():
+            return grid_without_memory(self.info.shape, type_)
+        return grid_of(self.blocks, self.info.shape, type_)
 
     @property
     def is_quantized(self) -> bool:

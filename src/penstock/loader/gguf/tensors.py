@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from penstock.config import LoadConfig
 from penstock.config.gguf.container import TensorInfo, models_in, parts_of, read_headers
 from penstock.config.gguf.fields import Metadata
 from penstock.errors import CheckpointError
 from penstock.loader.gguf.blocks import StoredTensor, map_tensors
+from penstock.loader.gguf.grids import BlockGrid
 from penstock.loader.gguf.names import TensorNames, names_of
+from penstock.loader.weight_files import has_weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +54,31 @@ class GgufWeights:
         kinds = Counter(tensor.type_name for tensor in stored)
         if any(tensor.is_quantized for tensor in stored):
             logger.info(
-                "GGUF: %s. Quantised tensors are dequantised while loading, and kept in the dtype of the weights.",
-                ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()),
+                "GGUF: tensors of the types %s", ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common())
             )
+
+    @property
+    def quantized_names(self) -> list[str]:
+        """Names of the quantised tensors."""
+        return [self._name(tensor.info) for tensor in map_tensors(self.tensors) if tensor.is_quantized]
+
+    def grid(self, name: str) -> BlockGrid | None:
+        """Grid of a tensor, in the layout of Transformers but for `is_transposed`; None without one."""
+        (stored,) = map_tensors([tensor for tensor in self.tensors if self._name(tensor) == name])
+        found, change = stored.grid(), self.names.change(stored.info.name)
+        if found is None or change is None or self.is_transposed(name):
+            return found
+        minimums_OG = found.grid.minimums_OG
+        grid = replace(
+            found.grid,
+            scales_OG=change(found.grid.scales_OG),
+            minimums_OG=None if minimums_OG is None else change(minimums_OG),
+        )
+        return replace(found, grid=grid)
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether Transformers has this matrix with its inputs first."""
+        return any(self._name(tensor) == name and self.names.change(tensor.name) is Tensor.t for tensor in self.tensors)
 
     def iterate(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the weights by name, one at a time: mapped memory, or dequantised to float32."""
@@ -66,6 +91,16 @@ class GgufWeights:
             yield self._named(tensor, tensor.without_memory())
 
     def _named(self, tensor: StoredTensor, values: Tensor) -> tuple[str, Tensor]:
-        stored = tensor.info.name
-        change = self.names.change(stored)
-        return self.names.name(stored) or stored, values if change is None else change(values)
+        change = self.names.change(tensor.info.name)
+        return self._name(tensor.info), values if change is None else change(values)
+
+    def _name(self, tensor: TensorInfo) -> str:
+        return self.names.name(tensor.name) or tensor.name
+
+
+def find_gguf(folder: Path, load_config: LoadConfig) -> GgufWeights | None:
+    """GGUF model of a folder, if it is asked for, or the only one there."""
+    is_wanted = load_config.load_format == "gguf" or (
+        load_config.load_format == "auto" and not has_weight_files(folder)
+    )
+    return GgufWeights.find(folder) if is_wanted else None

@@ -8,19 +8,23 @@ import torch
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
+from penstock.config.model import NO_QUANTIZATION
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.quantization.method import PRODUCTS, choose_method
+from penstock.loader.gguf.products import GgufProducts
+from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
 from penstock.loader.quantized.float8 import Float8Tensors
 from penstock.loader.quantized.stream import QuantizedTensors
+from penstock.models.registry import runs_through_transformers
 
 logger = logging.getLogger(__name__)
 
 
-def choose_rounding(model_config: ModelConfig, load_config: LoadConfig) -> Rounding | None:
-    """Choose the quantisation; None for float weights.
+def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: str) -> Rounding | None:
+    """Choose the quantisation for a kind of device; None for float weights.
 
     Raises UnsupportedFeature for a checkpoint or a load format that cannot have quantised weights.
     """
@@ -35,8 +39,14 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig) -> Round
                 f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
             )
         return Float8Tensors(checkpoint) if checkpoint.is_float else QuantizedTensors(checkpoint)
-    if option is None:
+    if option == NO_QUANTIZATION:
         return None
+    if option is None:
+        computes_blocks = kind == "cpu" and not isinstance(PRODUCTS, TorchQuantizedProducts)
+        if not computes_blocks or runs_through_transformers(model_config):
+            return None
+        found = find_gguf(model_config.folder, load_config)
+        return None if found is None or not found.quantized_names else GgufProducts(found)
     return OptionRounding(choose_method(option), f"rounded to {option} while loading")
 
 

@@ -20,7 +20,7 @@ from penstock.config.quantized_checkpoint import (
     QuantizedCheckpoint,
 )
 from penstock.errors import CheckpointError, UnsupportedFeature
-from penstock.kernels.quantized import GROUP_MULTIPLE
+from penstock.kernels.quantized import GROUP_MULTIPLE, minimums_of
 from penstock.loader.quantized.grid import Grid
 from penstock.loader.quantized.unpacking import PER_WORD, check_shape, input_order, unpack_columns, unpack_rows
 
@@ -76,7 +76,8 @@ class GptqFormat(CheckpointFormat):
             check_shape(f"{layer}.g_idx", tensors["g_idx"], torch.int32, num_inputs)
             order_I = input_order(f"{layer}.g_idx", tensors["g_idx"], group_size, num_groups)
         values_OI = unpack_rows(words).t()
-        grid = Grid(4, group_size, tensors["scales"].t().float(), zeros_GO.t().contiguous(), order_I)
+        scales_OG = tensors["scales"].t().float().contiguous()
+        grid = Grid(4, group_size, scales_OG, minimums_of(zeros_GO.t(), scales_OG), order_I=order_I)
         return values_OI if order_I is None else values_OI[:, order_I], grid
 
 
@@ -94,7 +95,8 @@ class AwqFormat(CheckpointFormat):
         _check_scales(f"{layer}.scales", tensors["scales"], num_groups, num_outputs)
         zeros_GO = unpack_columns(tensors["qzeros"], _AWQ_POSITIONS)
         values_IO = unpack_columns(words, _AWQ_POSITIONS)
-        return values_IO.t(), Grid(4, group_size, tensors["scales"].t().float(), zeros_GO.t().contiguous())
+        scales_OG = tensors["scales"].t().float().contiguous()
+        return values_IO.t(), Grid(4, group_size, scales_OG, minimums_of(zeros_GO.t(), scales_OG))
 
 
 class PackedCompressedFormat(CheckpointFormat):
@@ -133,7 +135,8 @@ class PackedCompressedFormat(CheckpointFormat):
             check_shape(f"{layer}.weight_g_idx", tensors["weight_g_idx"], torch.int32, num_inputs)
             order_I = input_order(f"{layer}.weight_g_idx", tensors["weight_g_idx"], group_size, num_groups)
         values_OI = unpack_columns(words)[:, :num_inputs]
-        grid = Grid(4, group_size, tensors["weight_scale"].float(), zeros_OG, order_I)
+        scales_OG = tensors["weight_scale"].float()
+        grid = Grid(4, group_size, scales_OG, minimums_of(zeros_OG, scales_OG), order_I=order_I)
         return values_OI if order_I is None else values_OI[:, order_I], grid
 
 
@@ -185,7 +188,7 @@ class TorchaoFormat(CheckpointFormat):
                 f"{GROUP_MULTIPLE}, and whole rows."
             )
         zeros_OG = (zeros_OG + _MIDDLE).to(torch.uint8)
-        return values_OI + _MIDDLE, Grid(4, group_size, scale.float(), zeros_OG)
+        return values_OI + _MIDDLE, Grid(4, group_size, scale.float(), minimums_of(zeros_OG, scale))
 
 
 def format_of(checkpoint: QuantizedCheckpoint) -> CheckpointFormat:

@@ -1,4 +1,4 @@
-"""Quantisation grid of a checkpoint: scales, zero points and group order.
+"""Quantisation grid of a checkpoint: scales, minimums and group order.
 
 Weights are dequantised exactly, loaded as floats, and quantised to their own grid again, which restores the
 checkpoint's integers. So models need not know names and layouts of quantised checkpoints.
@@ -24,13 +24,15 @@ from penstock.parallel import Share, groups_of_share
 class Grid:
     """Quantisation grid of a weight.
 
-    scales_OG: float32. zeros_OG: uint8, None for 8 bits. order_I: inputs by group, if groups are not contiguous.
+    scales_OG: float32. minimums_OG: float32; None without. scale_bytes: 2 if both are float16 values, else 4.
+    order_I: inputs by group, if groups are not contiguous.
     """
 
     bits: int
     group_size: int
     scales_OG: Tensor
-    zeros_OG: Tensor | None = None
+    minimums_OG: Tensor | None = None
+    scale_bytes: int = 4
     order_I: Tensor | None = None
 
     def of(self, part: Part | None, name: str) -> Grid:
@@ -52,15 +54,16 @@ class Grid:
         return self._with(Part(1, (Share(groups.start, groups.size, num_groups),)))
 
     def _with(self, part: Part) -> Grid:
-        zeros_OG = None if self.zeros_OG is None else part.of(self.zeros_OG)
-        return replace(self, scales_OG=part.of(self.scales_OG), zeros_OG=zeros_OG)
+        minimums_OG = None if self.minimums_OG is None else part.of(self.minimums_OG)
+        return replace(self, scales_OG=part.of(self.scales_OG), minimums_OG=minimums_OG)
 
     def round(self, weight_OI: Tensor) -> QuantizedWeight:
         """Quantise a weight that lies on this grid; its inputs are in grid order."""
         scales_OG = self.scales_OG.to(weight_OI.device)
-        if self.zeros_OG is None:
-            return round_to_int8(weight_OI, scales_OG, self.group_size)
-        return round_to_int4(weight_OI, scales_OG, self.zeros_OG.to(weight_OI.device), self.group_size)
+        minimums_OG = None if self.minimums_OG is None else self.minimums_OG.to(weight_OI.device)
+        if minimums_OG is None or self.bits == 8:
+            return round_to_int8(weight_OI, scales_OG, self.group_size, self.scale_bytes, minimums_OG)
+        return round_to_int4(weight_OI, scales_OG, minimums_OG, self.group_size, self.scale_bytes)
 
 
 def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:
@@ -78,23 +81,20 @@ def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:
                 f"{name} and {names[0]} are computed together here, but their bits, groups or order of inputs (g_idx) "
                 "differ. Take a checkpoint that quantizes them alike."
             )
-    zeros = [grid.zeros_OG for grid in grids if grid.zeros_OG is not None]
-    return Grid(
-        first.bits,
-        first.group_size,
-        torch.cat([grid.scales_OG for grid in grids]),
-        torch.cat(zeros) if zeros else None,
-        first.order_I,
+    minimums = [grid.minimums_OG for grid in grids if grid.minimums_OG is not None]
+    return replace(
+        first,
+        scales_OG=torch.cat([grid.scales_OG for grid in grids]),
+        minimums_OG=torch.cat(minimums) if minimums else None,
     )
 
 
 def on_grid(values_OI: Tensor, grid: Grid) -> Tensor:
     """Dequantise to float32, with inputs in model order. values_OI: integers, by group."""
     spread = torch.arange(values_OI.shape[1]) // grid.group_size
-    centred_OI = values_OI.float()
-    if grid.zeros_OG is not None:
-        centred_OI = centred_OI - grid.zeros_OG.float()[:, spread]
-    weight_OI = centred_OI * grid.scales_OG[:, spread]
+    weight_OI = values_OI.float() * grid.scales_OG[:, spread]
+    if grid.minimums_OG is not None:
+        weight_OI += grid.minimums_OG[:, spread]
     if grid.order_I is None:
         return weight_OI
     return weight_OI.index_select(1, torch.argsort(grid.order_I))

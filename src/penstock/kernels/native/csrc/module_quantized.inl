@@ -22,7 +22,7 @@ const QuantizedKernels* quantized_kernels(Arguments& in) {
 
 QuantizedShape quantized_shape(Arguments& in) {
   QuantizedShape shape;
-  in.read(shape.bits, shape.out_features, shape.in_features, shape.group_size);
+  in.read(shape.bits, shape.out_features, shape.in_features, shape.group_size, shape.has_minimums, shape.scale_bytes);
   return shape;
 }
 
@@ -50,7 +50,7 @@ PyObject* quantized_convert(void (*QuantizedKernels::*convert)(const QuantizedPa
   const QuantizedKernels* kernels = quantized_kernels(in);
   QuantizedPackArgs a;
   a.shape = quantized_shape(in);
-  in.read(a.values, a.scales, a.zeros, a.packed);
+  in.read(a.values, a.scales, a.minimums, a.packed);
   return in.are_good() ? run(kernels->*convert, a) : nullptr;
 }
 

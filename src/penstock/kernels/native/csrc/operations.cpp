@@ -312,7 +312,7 @@ constexpr FieldType type_of() {
 #define SHARE(Arguments) FIELD(Arguments, share.start), FIELD(Arguments, share.size), FIELD(Arguments, share.whole)
 #define SHAPE(Arguments, shape)                                                                 \
   FIELD(Arguments, shape.bits), FIELD(Arguments, shape.out_features), FIELD(Arguments, shape.in_features), \
-      FIELD(Arguments, shape.group_size)
+      FIELD(Arguments, shape.group_size), FIELD(Arguments, shape.has_minimums), FIELD(Arguments, shape.scale_bytes)
 
 constexpr Scope kRows = Scope::kRows, kStep = Scope::kStep;
 constexpr Use kNone = Use::kNone, kRead = Use::kRead, kReadAny = Use::kReadAny, kChange = Use::kChange,

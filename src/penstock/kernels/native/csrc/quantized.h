@@ -7,21 +7,23 @@
 
 namespace penstock {
 
-// A quantised weight: weight[n][k] = (value[n][k] - zero[n][k / group_size]) * scale[n][k / group_size].
+// A quantised weight: weight[n][k] = value[n][k] * scale[n][k / group_size] + minimum[n][k / group_size].
 //
-// bits: 8 (any int8 values, no zero points), or 4 (values from 0 to 15).
-// group_size: a multiple of 32; the last group may be shorter.
+// bits: 8 (any int8 values; from 0 to 127 with minimums), or 4 (values from 0 to 15, with minimums).
+// group_size: 16 or a multiple of 32; the last group may be shorter.
+// scale_bytes: 4, or 2 for scales and minimums that are float16.
 struct QuantizedShape {
   int bits;
   int64_t out_features, in_features, group_size;
+  int has_minimums, scale_bytes;
 };
 
 struct QuantizedPackArgs {
   QuantizedShape shape;
-  int8_t* values;  // [out_features][in_features]
-  float* scales;   // [out_features][groups]
-  uint8_t* zeros;  // [out_features][groups]; unused for 8 bits
-  void* packed;    // packed_bytes of the shape, aligned to a cache line
+  int8_t* values;   // [out_features][in_features]
+  float* scales;    // [out_features][groups]
+  float* minimums;  // [out_features][groups]; unused without
+  void* packed;     // packed_bytes of the shape, aligned to a cache line
 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].

@@ -38,10 +38,11 @@ struct QuantizedJob {
 // Scratch memory for `count` rows; values is nullptr when allocation fails.
 static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, int64_t count) {
   const int64_t groups = num_row_groups(s.in_features);
-  float* memory = scratch.get(static_cast<size_t>(count * groups * (kGroupUnits + 2)));
+  const int64_t parts = parts_per_group(s);
+  float* memory = scratch.get(static_cast<size_t>(count * groups * (kGroupUnits + 1 + parts)));
   if (memory == nullptr) return {};
   float* const scales = memory + count * groups * kGroupUnits;
-  return {reinterpret_cast<int32_t*>(memory), scales, scales + count * groups, groups};
+  return {reinterpret_cast<int32_t*>(memory), scales, scales + count * groups, groups, parts};
 }
 
 // Quantises the rows of a tile of x; rows of x are x_stride apart.
@@ -49,8 +50,8 @@ static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_str
                           const Tiles::Tile& tile) {
   const QuantizedRows to = rows_after(rows, tile.start, tile.height, 0);
   for (int64_t i = 0; i < tile.height; ++i)
-    quantize_row(x + (tile.start + i) * x_stride, s.in_features, tile.height, row_offset(s), to.values + i,
-                 to.scales + i, to.offsets + i);
+    quantize_row(x + (tile.start + i) * x_stride, s.in_features, tile.height, row_offset(s),
+                 {to.values + i, to.scales + i, to.offsets + i, to.groups, to.parts});
 }
 
 // Some panels times a chunk of rows. The last panel of the weight may be wider than the output: it goes through a

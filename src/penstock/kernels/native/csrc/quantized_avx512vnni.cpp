@@ -16,6 +16,8 @@
 #define PENSTOCK_FMA_REGISTER "v"
 #define PENSTOCK_QUANTIZED_TILE_ROWS 8
 #define PENSTOCK_DOT_QUADS 1
+#define PENSTOCK_WIDEN_FLOAT16(h) \
+  __builtin_ia32_vcvtph2ps512_mask((short __attribute__((vector_size(32))))(h), Vec{}, -1, 4)
 #include "quantized.inl"
 
 #if defined(__clang__)

@@ -1,19 +1,21 @@
-// Formats of packed weights: int8, and int4 with zero points.
+// Formats of packed weights: 8 and 4 bits.
 //
-// A panel is some outputs: their zero points (int4), [scale group][output], and for every scale group its scales and its
-// runs of kGroup inner elements.
+// A panel is some outputs: for every scale group a head, and its runs of kGroup inner elements. A head has the scales of
+// the panel's outputs, and then their minimums. Groups of half a run are two to a scale group, whose head has two parts.
 
 namespace PENSTOCK_NAMESPACE {
 
 constexpr int kPanelVectors = 2;
 constexpr int kPanel = kPanelVectors * kLanes;
-constexpr int64_t kScaleBytes = kPanel * sizeof(float);  // per scale group
 
-// A run is [unit][output][4 bytes]. VNNI has products of unsigned and signed bytes: the weights are offset by 128.
-struct Int8Format {
+// A run is [unit][output][4 bytes]. VNNI has products of unsigned and signed bytes: weights that may be negative are
+// offset by 128.
+template <bool kWithMinimums>
+struct ByteFormat {
   static constexpr int64_t kRunBytes = kGroup * kPanel;
-  static constexpr bool kHasZeros = false;
-  static constexpr int kStored = PENSTOCK_DOT_QUADS ? 128 : 0;
+  static constexpr bool kHasMinimums = kWithMinimums, kHasParts = true;
+  static constexpr bool kIsUnsigned = PENSTOCK_DOT_QUADS || kWithMinimums;
+  static constexpr int kStored = PENSTOCK_DOT_QUADS && !kWithMinimums ? 128 : 0;
 
   struct Place {
     int64_t byte;
@@ -26,11 +28,11 @@ struct Int8Format {
     run[place.byte] = static_cast<uint8_t>(value + kStored);
   }
 
-  // sum += x * weight, of one run and R rows.
-  template <int R>
+  // sum += x * weight, of some units of a run and R rows.
+  template <int R, int kFirst, int kUnits>
   PENSTOCK_INLINE void multiply(const int32_t* x, const uint8_t* run, IntVec (&sum)[R][kPanelVectors]) {
 #pragma GCC unroll 8
-    for (int unit = 0; unit < kGroupUnits; ++unit) {
+    for (int unit = kFirst; unit < kFirst + kUnits; ++unit) {
       ByteVec w[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v)
         w[v] = load_bytes<ByteVec>(run + (unit * kPanelVectors + v) * sizeof(ByteVec));
@@ -38,7 +40,7 @@ struct Int8Format {
       for (int i = 0; i < R; ++i) {
         const ByteVec xi = (ByteVec)splat_int(x[unit * R + i]);
         for (int v = 0; v < kPanelVectors; ++v) {
-          sum[i][v] = PENSTOCK_DOT_QUADS ? add_dot_quads(sum[i][v], w[v], xi) : add_dot_signed_quads(sum[i][v], w[v], xi);
+          sum[i][v] = kIsUnsigned ? add_dot_quads(sum[i][v], w[v], xi) : add_dot_signed_quads(sum[i][v], w[v], xi);
           PENSTOCK_NEEDED_NOW(sum[i][v]);
         }
       }
@@ -50,7 +52,7 @@ struct Int8Format {
 // nibbles and signed bytes are small enough that vpmaddubsw cannot saturate, nor the sum of a run of its results.
 struct Int4Format {
   static constexpr int64_t kRunBytes = kGroup * kPanel / 2;
-  static constexpr bool kHasZeros = true;
+  static constexpr bool kHasMinimums = true, kHasParts = false;
 
   struct Place {
     int64_t byte;
@@ -64,8 +66,9 @@ struct Int4Format {
     run[place.byte] |= static_cast<uint8_t>(value << place.shift);
   }
 
-  template <int R>
+  template <int R, int kFirst, int kUnits>
   PENSTOCK_INLINE void multiply(const int32_t* x, const uint8_t* run, IntVec (&sum)[R][kPanelVectors]) {
+    static_assert(kFirst == 0 && kUnits == kGroupUnits);
 #if !PENSTOCK_DOT_QUADS
     static_assert(kGroup / 4 * 2 * 15 * 127 < 1 << 15);
     ShortVec shorts[R][kPanelVectors]{};
@@ -102,34 +105,74 @@ struct Int4Format {
   }
 };
 
-// Integer sums start at kMagic, so that as floats they are kMagic more: this takes it off, with what the offset of
-// stored weights adds; of int4 it is the sum that zero points are multiplied by.
-PENSTOCK_INLINE Offset row_offset(const QuantizedShape& s) {
-  return s.bits == 4 ? Offset{0.0f, 1.0f} : Offset{kMagic, static_cast<float>(Int8Format::kStored)};
-}
-
 // Calls run(format) with the format of a weight.
 template <class Function>
 PENSTOCK_INLINE void with_format(const QuantizedShape& s, const Function& run) {
-  s.bits == 8 ? run(Int8Format{}) : run(Int4Format{});
+  if (s.bits == 4) return run(Int4Format{});
+  s.has_minimums ? run(ByteFormat<true>{}) : run(ByteFormat<false>{});
+}
+
+// Integer sums start at kMagic, so that as floats they are kMagic more: the offset of rows takes it off, with what the
+// offset of stored weights adds; with minimums it is what they are multiplied by.
+PENSTOCK_INLINE Offset row_offset(const QuantizedShape& s) {
+  return s.has_minimums ? Offset{0.0f, 1.0f, true} : Offset{kMagic, static_cast<float>(ByteFormat<false>::kStored), false};
 }
 
 PENSTOCK_INLINE int64_t num_groups(const QuantizedShape& s) { return divided_up(s.in_features, s.group_size); }
+// Groups in a run, at most two.
+PENSTOCK_INLINE int64_t parts_per_group(const QuantizedShape& s) { return s.group_size < kGroup ? 2 : 1; }
+PENSTOCK_INLINE int64_t runs_per_head(const QuantizedShape& s) { return divided_up(s.group_size, kGroup); }
+PENSTOCK_INLINE int64_t num_heads(const QuantizedShape& s) {
+  return divided_up(num_row_groups(s.in_features), runs_per_head(s));
+}
+PENSTOCK_INLINE int64_t part_bytes(const QuantizedShape& s) { return kPanel * s.scale_bytes * (s.has_minimums ? 2 : 1); }
+PENSTOCK_INLINE int64_t head_bytes(const QuantizedShape& s) { return parts_per_group(s) * part_bytes(s); }
 PENSTOCK_INLINE int64_t run_bytes(const QuantizedShape& s) {
-  return s.bits == 8 ? Int8Format::kRunBytes : Int4Format::kRunBytes;
+  return s.bits == 8 ? ByteFormat<false>::kRunBytes : Int4Format::kRunBytes;
 }
-PENSTOCK_INLINE int64_t zeros_bytes(const QuantizedShape& s) {
-  return s.bits == 8 ? 0 : divided_up(num_groups(s) * kPanel, kCacheLine) * kCacheLine;
-}
-PENSTOCK_INLINE int64_t group_bytes(const QuantizedShape& s) {
-  return kScaleBytes + s.group_size / kGroup * run_bytes(s);
-}
+PENSTOCK_INLINE int64_t group_bytes(const QuantizedShape& s) { return head_bytes(s) + runs_per_head(s) * run_bytes(s); }
 PENSTOCK_INLINE int64_t panel_bytes(const QuantizedShape& s) {
-  return zeros_bytes(s) + num_groups(s) * kScaleBytes + num_row_groups(s.in_features) * run_bytes(s);
+  const int64_t bytes = num_heads(s) * head_bytes(s) + num_row_groups(s.in_features) * run_bytes(s);
+  return divided_up(bytes, kCacheLine) * kCacheLine;
 }
 PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, kPanel); }
 
-// Address of an output: of its zero points and scales, a scale group apart.
+// A scale or minimum that is stored in 2 or 4 bytes; 2 take float16 values only.
+static void write_scale(uint8_t* to, float value, int num_bytes) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (num_bytes == 4) {
+    std::memcpy(to, &bits, sizeof bits);
+    return;
+  }
+  // The exponent's bias is 112 smaller: a multiplication takes it off, for subnormal values too.
+  const float magnitude = (value < 0 ? -value : value) * 0x1p-112f;
+  uint32_t narrow;
+  std::memcpy(&narrow, &magnitude, sizeof narrow);
+  const uint16_t half = static_cast<uint16_t>(bits >> 16 & 0x8000) | static_cast<uint16_t>(narrow >> 13 & 0x7fff);
+  std::memcpy(to, &half, sizeof half);
+}
+
+static float read_scale(const uint8_t* from, int num_bytes) {
+  float value;
+  if (num_bytes == 4) {
+    std::memcpy(&value, from, sizeof value);
+    return value;
+  }
+  uint16_t half;
+  std::memcpy(&half, from, sizeof half);
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
+  std::memcpy(&value, &magnitude, sizeof value);
+  value *= 0x1p112f;
+  return half & 0x8000 ? -value : value;
+}
+
+// Scales or minimums of a panel's vector.
+PENSTOCK_INLINE Vec load_scales(const uint8_t* from, bool are_float16) {
+  return are_float16 ? load(reinterpret_cast<const Float16*>(from)) : load_bytes<Vec>(from);
+}
+
+// Addresses of an output: of its scales and minimums by group, and of its runs.
 template <class Byte>
 struct Output {
   const QuantizedShape& shape;
@@ -139,11 +182,14 @@ struct Output {
   Output(const QuantizedShape& s, Byte* packed, int64_t n)
       : shape(s), panel(packed + n / kPanel * panel_bytes(s)), column(n % kPanel) {}
 
-  Byte* zero(int64_t group) const { return panel + group * kPanel + column; }
-  Byte* group(int64_t group) const { return panel + zeros_bytes(shape) + group * group_bytes(shape); }
-  Byte* scale(int64_t g) const { return group(g) + column * sizeof(float); }
+  Byte* scale(int64_t g) const {
+    const int64_t parts = parts_per_group(shape);
+    return panel + g / parts * group_bytes(shape) + g % parts * part_bytes(shape) + column * shape.scale_bytes;
+  }
+  Byte* minimum(int64_t g) const { return scale(g) + kPanel * shape.scale_bytes; }
   Byte* run(int64_t k) const {
-    return group(k / shape.group_size) + kScaleBytes + k % shape.group_size / kGroup * run_bytes(shape);
+    const int64_t run = k / kGroup, runs = runs_per_head(shape);
+    return panel + run / runs * group_bytes(shape) + head_bytes(shape) + run % runs * run_bytes(shape);
   }
 };
 
@@ -156,8 +202,8 @@ static void pack_as(const QuantizedPackArgs& a) {
   for (int64_t n = 0; n < s.out_features; ++n) {
     const Output<uint8_t> out(s, packed, n);
     for (int64_t g = 0; g < groups; ++g) {
-      if (Format::kHasZeros) *out.zero(g) = a.zeros[n * groups + g];
-      std::memcpy(out.scale(g), a.scales + n * groups + g, sizeof(float));
+      write_scale(out.scale(g), a.scales[n * groups + g], s.scale_bytes);
+      if (Format::kHasMinimums) write_scale(out.minimum(g), a.minimums[n * groups + g], s.scale_bytes);
     }
     for (int64_t k = 0; k < s.in_features; ++k)
       Format::write(out.run(k), Format::place(out.column, k % kGroup), a.values[n * s.in_features + k]);
@@ -171,8 +217,8 @@ static void unpack_as(const QuantizedPackArgs& a) {
   for (int64_t n = 0; n < s.out_features; ++n) {
     const Output<const uint8_t> out(s, static_cast<const uint8_t*>(a.packed), n);
     for (int64_t g = 0; g < groups; ++g) {
-      if (Format::kHasZeros) a.zeros[n * groups + g] = *out.zero(g);
-      std::memcpy(a.scales + n * groups + g, out.scale(g), sizeof(float));
+      a.scales[n * groups + g] = read_scale(out.scale(g), s.scale_bytes);
+      if (Format::kHasMinimums) a.minimums[n * groups + g] = read_scale(out.minimum(g), s.scale_bytes);
     }
     for (int64_t k = 0; k < s.in_features; ++k)
       a.values[n * s.in_features + k] =
@@ -183,14 +229,17 @@ static void unpack_as(const QuantizedPackArgs& a) {
 template <class Format>
 static void read_row_as(const QuantizedShape& s, const void* weight, int64_t n, float* to) {
   const Output<const uint8_t> out(s, static_cast<const uint8_t*>(weight), n);
-  for (int64_t first = 0; first < s.in_features; first += kGroup) {
+  const int64_t step = least(kGroup, s.group_size);
+  for (int64_t first = 0; first < s.in_features; first += step) {
     const int64_t group = first / s.group_size;
     const uint8_t* const run = out.run(first);
-    const int zero = Format::kHasZeros ? *out.zero(group) : 0;
-    float scale;
-    std::memcpy(&scale, out.scale(group), sizeof scale);
-    for (int64_t k = first; k < s.in_features && k < first + kGroup; ++k)
-      to[k] = scale * (Format::read(run, Format::place(out.column, k - first)) - zero);
+    const float scale = read_scale(out.scale(group), s.scale_bytes);
+    const float minimum = Format::kHasMinimums ? read_scale(out.minimum(group), s.scale_bytes) : 0.0f;
+    for (int64_t k = first; k < s.in_features && k < first + step; ++k) {
+      float product = scale * Format::read(run, Format::place(out.column, k % kGroup));
+      PENSTOCK_ROUNDED(product);
+      to[k] = product + minimum;
+    }
   }
 }
 

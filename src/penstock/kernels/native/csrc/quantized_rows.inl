@@ -8,18 +8,22 @@ namespace PENSTOCK_NAMESPACE {
 constexpr int64_t kGroup = 32;
 constexpr int64_t kGroupUnits = kGroup / 4;
 
-// Tiles of [unit][row], of [group][row] for scales and offsets; the last tile may have fewer rows. A unit is four int8;
-// the last group is padded with zeros.
+// Tiles of [unit][row], of [group][row] for scales, and of [group][part][row] for offsets; the last tile may have fewer
+// rows. A unit is four int8; the last group is padded with zeros.
 struct QuantizedRows {
   int32_t* values;
   float* scales;
-  float* offsets;  // a linear function of the sum of a group's integers: Offset
-  int64_t groups;  // per row
+  float* offsets;         // a linear function of the sum of a part's integers: Offset
+  int64_t groups, parts;  // groups per row, parts per group: 1 or 2
 };
 
-// What products with a format of weights need to know of the sum of a group's integers: base + factor * sum.
+// What products with a format of weights need to know of the sum of some integers: base + factor * sum, where
+// `times_scale` multiplies by the scale of their group.
 struct Offset {
   float base, factor;
+  bool times_scale;
+
+  float of(float sum, float scale) const { return base + factor * (times_scale ? sum * scale : sum); }
 };
 
 PENSTOCK_INLINE int64_t num_row_groups(int64_t in_features) { return (in_features + kGroup - 1) / kGroup; }
@@ -54,17 +58,19 @@ PENSTOCK_INLINE Vec load_padded(const float* x, int64_t size, int64_t k) {
   return load(rest);
 }
 
-PENSTOCK_INLINE int32_t sum_int_lanes(IntVec v) {
+PENSTOCK_INLINE float sum_int_lanes(IntVec v) {
   int32_t lanes[kLanes], sum = 0;
   store(lanes, v);
   for (int i = 0; i < kLanes; ++i) sum += lanes[i];
-  return sum;
+  return static_cast<float>(sum);
 }
 
 // Quantises a row of a tile of `height` rows. The scale of a group is NaN if any of its elements is not finite.
-static void quantize_row(const float* x, int64_t size, int64_t height, Offset offset, int32_t* values, float* scales,
-                         float* offsets) {
+static void quantize_row(const float* x, int64_t size, int64_t height, Offset offset,
+                         const QuantizedRows& to) {
   constexpr int kVectors = kGroup / kLanes;
+  int32_t* values = to.values;
+  float *scales = to.scales, *offsets = to.offsets;
   for (int64_t first = 0; first < size; first += kGroup) {
     Vec part[kVectors];
     IntVec most{};  // magnitudes as bits of floats; those of NaN are larger than infinity's
@@ -79,18 +85,23 @@ static void quantize_row(const float* x, int64_t size, int64_t height, Offset of
     const bool is_finite = bits < 0x7f800000;
     // Below this magnitude the inverse is not finite; such a group counts as zero.
     if (is_finite && largest > 1e-30f) inverse = 127.0f / largest;
-    IntVec sum{};
+    IntVec sum[2]{};
     for (int i = 0; i < kVectors; ++i) {
       // A group that is not finite gets zeros: its other elements would convert to integers that overflow.
       const IntVec q = is_finite ? round_to_int(part[i] * inverse) : IntVec{};
       store_integers(values, height, q);
       values += kLanes / 4 * height;
-      sum += q;
+      sum[i / (kVectors / 2)] += q;
     }
     *scales = !is_finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
-    *offsets = offset.base + offset.factor * static_cast<float>(sum_int_lanes(sum));
+    if (to.parts == 1) {
+      *offsets = offset.of(sum_int_lanes(sum[0] + sum[1]), *scales);
+    } else {
+      offsets[0] = offset.of(sum_int_lanes(sum[0]), *scales);
+      offsets[height] = offset.of(sum_int_lanes(sum[1]), *scales);
+    }
     scales += height;
-    offsets += height;
+    offsets += to.parts * height;
   }
 }
 

@@ -8,14 +8,20 @@ constexpr int kQuantizedTileRows = PENSTOCK_QUANTIZED_TILE_ROWS;
 // Bytes of a panel's part that stays in the L1 cache while all rows pass over it.
 constexpr int64_t kPartBytes = 16 * 1024;
 
+// Heads of scale groups: bytes of one, and of one of its parts.
+struct Heads {
+  int64_t bytes, part_bytes, parts;
+  bool are_float16;
+};
+
 // Tiles of R rows by P panels, one after the other, over some groups.
 //
-// rows: of the first tile and group. zeros, weight: of the scale group that the first group is in, panels panel_stride
-// apart; bias, out: out_panel_stride.
+// rows: of the first tile and group. weight: of the scale group that the first group is in, panels panel_stride apart;
+// bias, out: out_panel_stride.
 struct Column {
   QuantizedRows rows;
-  const uint8_t* zeros;
   const uint8_t* weight;
+  Heads heads;
   int64_t panel_stride, groups;
   // Of `groups_per_scale` groups of a scale, the first is `first_inside`.
   int64_t first_inside, groups_per_scale;
@@ -31,28 +37,31 @@ struct Column {
 
 PENSTOCK_INLINE QuantizedRows rows_after(const QuantizedRows& x, int64_t tile_start, int64_t height, int64_t group) {
   const int64_t scales = tile_start * x.groups + group * height;
-  return {x.values + scales * kGroupUnits, x.scales + scales, x.offsets + scales, x.groups};
+  return {x.values + scales * kGroupUnits, x.scales + scales, x.offsets + scales * x.parts, x.groups, x.parts};
 }
 
-// Adds a finished group: its exact integer sums, times its scales.
+// Adds finished sums, which are exact integers, times their scales. head: scales, then minimums.
 template <class Format, int R>
-PENSTOCK_INLINE void add_group(const uint8_t* zeros, const uint8_t* weight_scales, const float* scales,
-                               const float* offsets, const IntVec (&sum)[R][kPanelVectors],
-                               Vec (&total)[R][kPanelVectors]) {
+PENSTOCK_INLINE void add_sums(const uint8_t* head, bool are_float16, const float* scales, const float* offsets,
+                              const IntVec (&sum)[R][kPanelVectors], Vec (&total)[R][kPanelVectors]) {
+  const int64_t vector_bytes = kLanes * (are_float16 ? 2 : 4);
   for (int v = 0; v < kPanelVectors; ++v) {
-    const Vec weight_scale = load_bytes<Vec>(weight_scales + v * sizeof(Vec));
-    Vec zero{};
-    if (Format::kHasZeros)
-      zero = __builtin_convertvector(widen(load_bytes<QuarterByteVec>(zeros + v * kLanes)), Vec);
+    const Vec weight_scale = load_scales(head + v * vector_bytes, are_float16);
+    Vec minimum{};
+    if (Format::kHasMinimums) minimum = load_scales(head + (kPanelVectors + v) * vector_bytes, are_float16);
     for (int i = 0; i < R; ++i) {
       // All of these are integers below 2^24, so exact.
-      const Vec excess = Format::kHasZeros ? zero * splat(offsets[i]) + splat(kMagic) : splat(offsets[i]);
-      const Vec exact = (Vec)sum[i][v] - excess;
-      const Vec scale = weight_scale * splat(scales[i]);
+      const Vec exact = (Vec)sum[i][v] - (Format::kHasMinimums ? splat(kMagic) : splat(offsets[i]));
+      Vec scale = weight_scale * splat(scales[i]);
 #if defined(PENSTOCK_FMA_REGISTER)
       multiply_add(total[i][v], exact, scale);
+      if (Format::kHasMinimums) multiply_add(total[i][v], minimum, splat(offsets[i]));
 #else
       Vec product = exact * scale;
+      PENSTOCK_NEEDED_NOW(product);
+      total[i][v] += product;
+      if (!Format::kHasMinimums) continue;
+      product = minimum * splat(offsets[i]);
       PENSTOCK_NEEDED_NOW(product);
       total[i][v] += product;
 #endif
@@ -60,10 +69,38 @@ PENSTOCK_INLINE void add_group(const uint8_t* zeros, const uint8_t* weight_scale
   }
 }
 
+template <int R>
+PENSTOCK_INLINE void start_sums(IntVec (&sum)[R][kPanelVectors]) {
+  for (int i = 0; i < R; ++i)
+    for (int v = 0; v < kPanelVectors; ++v) sum[i][v] = (IntVec)splat(kMagic);
+}
+
+// total += x * weight, of one run.
+template <class Format, int R>
+PENSTOCK_INLINE void multiply_run(const QuantizedRows& x, const uint8_t* run, const uint8_t* head, const Heads& heads,
+                                  Vec (&total)[R][kPanelVectors]) {
+  IntVec sum[R][kPanelVectors];
+  start_sums(sum);
+  if constexpr (Format::kHasParts) {
+    if (heads.parts == 2) {
+      constexpr int kHalf = kGroupUnits / 2;
+      Format::template multiply<R, 0, kHalf>(x.values, run, sum);
+      add_sums<Format, R>(head, heads.are_float16, x.scales, x.offsets, sum, total);
+      start_sums(sum);
+      Format::template multiply<R, kHalf, kHalf>(x.values, run, sum);
+      add_sums<Format, R>(head + heads.part_bytes, heads.are_float16, x.scales, x.offsets + R, sum, total);
+      return;
+    }
+  }
+  Format::template multiply<R, 0, kGroupUnits>(x.values, run, sum);
+  add_sums<Format, R>(head, heads.are_float16, x.scales, x.offsets, sum, total);
+}
+
 // With several panels, they alternate group by group.
 template <class Format, int R, int P>
 static __attribute__((noinline)) void run_tiles(const Column& t) {
   constexpr int64_t kLines = Format::kRunBytes / kCacheLine;
+  const Heads heads = t.heads;
   const char* next = t.next;
   for (int64_t tile = 0; tile < t.num_tiles; ++tile) {
     float* const out = t.out + tile * R * t.out_stride;
@@ -73,24 +110,20 @@ static __attribute__((noinline)) void run_tiles(const Column& t) {
         for (int v = 0; v < kPanelVectors; ++v)
           total[p][i][v] = t.is_first ? Vec{} : load(out + i * t.out_stride + p * t.out_panel_stride + v * kLanes);
     QuantizedRows x = rows_after(t.rows, tile * R, R, 0);
-    const uint8_t *zeros = t.zeros, *scales = t.weight;
+    const uint8_t* head = t.weight;
     int64_t inside = t.first_inside;
-    for (int64_t g = 0; g < t.groups; inside = 0, zeros += kPanel) {
-      const uint8_t* weight = scales + kScaleBytes + inside * Format::kRunBytes;
-      for (; inside < t.groups_per_scale && g < t.groups; ++inside, ++g, weight += Format::kRunBytes) {
+    for (int64_t g = 0; g < t.groups; inside = 0) {
+      const uint8_t* run = head + heads.bytes + inside * Format::kRunBytes;
+      for (; inside < t.groups_per_scale && g < t.groups; ++inside, ++g, run += Format::kRunBytes) {
         for (int p = 0; p < P; ++p) {
           const int64_t apart = p * t.panel_stride;
           for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + apart + line * t.next_step);
-          IntVec sum[R][kPanelVectors];
-          for (int i = 0; i < R; ++i)
-            for (int v = 0; v < kPanelVectors; ++v) sum[i][v] = (IntVec)splat(kMagic);
-          Format::template multiply<R>(x.values, weight + apart, sum);
-          add_group<Format, R>(zeros + apart, scales + apart, x.scales, x.offsets, sum, total[p]);
+          multiply_run<Format, R>(x, run + apart, head + apart, heads, total[p]);
         }
         next += kLines * t.next_step;
         x = rows_after(x, 0, R, 1);
       }
-      scales = weight;
+      head = run;
     }
     for (int p = 0; p < P; ++p)
       for (int v = 0; v < kPanelVectors; ++v) {
@@ -115,20 +148,21 @@ template <class Format>
 static void multiply_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, const Panels& panels,
                             const float* bias, float* out, int64_t out_stride) {
   const QuantizedShape& s = a.shape;
-  const int64_t per_scale = s.group_size / kGroup, all = x.groups;
+  const int64_t per_scale = runs_per_head(s), all = x.groups;
+  const Heads heads{head_bytes(s), part_bytes(s), x.parts, s.scale_bytes == 2};
   const uint8_t* const panel = static_cast<const uint8_t*>(a.weight) + panels.first * panel_bytes(s);
   const Tiles tiles(rows, kQuantizedTileRows);
   const bool is_single = tiles.count == 1;
   const int64_t block = is_single ? all : kPartBytes / Format::kRunBytes;
   for (int64_t g = 0; g < all; g += block) {
     const int64_t part = least(block, all - g), scale = g / per_scale;
-    const uint8_t* const weight = panel + zeros_bytes(s) + scale * group_bytes(s);
+    const uint8_t* const weight = panel + scale * group_bytes(s);
     // Several tiles share the prefetch of the next part; a single tile prefetches its own weights PENSTOCK_AHEAD ahead.
     const char* const next = reinterpret_cast<const char*>(weight) +
                              (is_single ? PENSTOCK_AHEAD : (g % per_scale + part) * Format::kRunBytes);
     const int64_t next_step = divided_up(kCacheLine, tiles.count);
-    Column t{rows_after(x, 0, tiles.height + 1, g), panel + scale * kPanel, weight, panels.apart * panel_bytes(s), part,
-             g % per_scale, per_scale, bias, out, out_stride, panels.apart * kPanel, g == 0, g + part == all, next,
+    Column t{rows_after(x, 0, tiles.height + 1, g), weight, heads, panels.apart * panel_bytes(s), part, g % per_scale,
+             per_scale, bias, out, out_stride, panels.apart * kPanel, g == 0, g + part == all, next,
              next_step, tiles.num_taller};
     if (t.num_tiles > 0) run_column<Format>(tiles.height + 1, panels.count, t);
     const int64_t above = tiles.rows_of_taller();

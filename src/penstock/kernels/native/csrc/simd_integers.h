@@ -31,6 +31,15 @@ PENSTOCK_INLINE IntVec splat_int(int32_t x) { return x - IntVec{}; }
 #define PENSTOCK_NEEDED_NOW(vector)
 #endif
 
+// Forces a product to be rounded, before it is added to something.
+#if defined(__x86_64__)
+#define PENSTOCK_ROUNDED(number) asm volatile("" : "+x"(number))
+#elif defined(__aarch64__)
+#define PENSTOCK_ROUNDED(number) asm volatile("" : "+w"(number))
+#else
+#define PENSTOCK_ROUNDED(number)
+#endif
+
 PENSTOCK_INLINE ShortVec widen(HalfByteVec x) {
 #if defined(__x86_64__) && PENSTOCK_LANES == 8
   return (ShortVec)_mm256_cvtepi8_epi16((__m128i)x);

@@ -1,0 +1,77 @@
+"""Quantisation at load of GGUF files: products are computed from their own blocks, in the layout of the kernels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from penstock.device.stand_in import stands_for_cpu
+from penstock.layers.linear import LinearLayer
+from penstock.layers.quantization.method import QuantizedMethod
+from penstock.layers.weights import Part
+from penstock.loader.gguf.grids import alike
+from penstock.loader.gguf.tensors import GgufWeights
+from penstock.loader.quantized.assembly import Piece
+from penstock.loader.quantized.grid import join_grids
+from penstock.parallel.share import Indivisible
+
+logger = logging.getLogger(__name__)
+_SHOWN = 4
+
+
+class GgufProducts:
+    """Keeps the integers, scales and minimums of quantised matrices, for CPUs; others take the weights' dtype."""
+
+    description = "products of the GGUF file's own blocks"
+
+    def __init__(self, weights: GgufWeights) -> None:
+        self._weights = weights
+        self._computed: set[str] = set()
+
+    def weights(
+        self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the tensors, and log those that are not computed from their blocks."""
+        yield from tensors
+        dequantised = [name for name in self._weights.quantized_names if name not in self._computed]
+        if dequantised and not stands_for_cpu():
+            logger.info(
+                "GGUF: %d quantised tensors are not computed from their blocks, but dequantised to the dtype of the "
+                "weights: %s%s",
+                len(dequantised),
+                ", ".join(dequantised[:_SHOWN]),
+                "" if len(dequantised) <= _SHOWN else " ...",
+            )
+
+    def method(self, layer: LinearLayer, pieces: list[Piece]) -> QuantizedMethod | None:
+        """Return the linear method of a weight made of these tensors; None for one that is kept in floating point.
+
+        That is one of a type without kernels, of types that have no common format, or whose groups ranks would split.
+        """
+        names = [piece.name for piece in pieces]
+        found = [self._weights.grid(name) for name in names]
+        grids = [grid for grid in found if grid is not None]
+        formats = alike(grids) if len(grids) == len(pieces) else None
+        if formats is None:
+            return None
+        try:
+            parts = [
+                grid.of(_part_of_rows(self._weights, piece), piece.name)
+                for grid, piece in zip(formats, pieces, strict=True)
+            ]
+        except Indivisible:
+            return None
+        self._computed.update(names)
+        return QuantizedMethod(join_grids(parts, names).round)
+
+    def choose(self, layer: LinearLayer) -> QuantizedMethod:
+        raise AssertionError("models that run through Transformers have no products of blocks")
+
+
+def _part_of_rows(weights: GgufWeights, piece: Piece) -> Part | None:
+    """Part of a tensor as it is stored, with its outputs first."""
+    if piece.part is None or not weights.is_transposed(piece.name):
+        return piece.part
+    return Part(1 - piece.part.dim, piece.part.shares)
