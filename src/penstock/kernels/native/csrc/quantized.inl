@@ -30,9 +30,7 @@ struct QuantizedJob {
   QuantizedRows rows;  // up to kFewRows: `rows_at_once` for each thread
   int64_t rows_at_once;
   float* memory;  // of the shares
-  PanelStreams streams;
-  bool has_streams;
-  Shares panels;  // of the current rows; turns if there are streams
+  Shares panels;  // of the current rows
 };
 
 // Scratch memory for `count` rows; values is nullptr when allocation fails.
@@ -54,45 +52,33 @@ static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_str
                  {to.values + i, to.scales + i, to.offsets + i, to.groups, to.parts});
 }
 
-// Some panels times a chunk of rows. The last panel of the weight may be wider than the output: it goes through a
-// buffer.
-static void multiply_quantized_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
-                                      int64_t rows, const Panels& panels) {
+// A panel times a chunk of rows. The last panel of the weight may be wider than the output: it goes through a buffer.
+static void multiply_quantized_panel(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
+                                     int64_t rows, int64_t panel) {
   const QuantizedShape& s = a.shape;
-  const int64_t edge_panel = s.out_features / kPanel;
-  bool has_edge;
-  const Panels full = panels.without(edge_panel, has_edge);
-  const auto multiply = [&](const QuantizedRows& some, int64_t count, const Panels& which, const float* bias, float* out,
-                            int64_t out_stride) {
+  const auto multiply = [&](const QuantizedRows& some, int64_t count, const float* bias, float* out, int64_t out_stride) {
     with_format(s, [&](auto format) {
-      multiply_panels<decltype(format)>(a, some, count, which, bias, out, out_stride);
+      multiply_panel<decltype(format)>(a, some, count, panel, bias, out, out_stride);
     });
   };
-  float* const out = a.out + first_row * a.out_stride;
-  const int64_t at_once = panels_at_once(a.rows);
-  for (int64_t done = 0, count; done < full.count; done += count) {
-    count = full.count - done < at_once ? 1 : at_once;
-    const int64_t panel = full.at(done);
-    multiply(x, rows, {panel, count, full.apart}, a.bias == nullptr ? nullptr : a.bias + panel * kPanel,
-             out + panel * kPanel, a.out_stride);
-  }
-  if (!has_edge) return;
-  const int64_t columns = s.out_features - edge_panel * kPanel;
+  float* const out = a.out + first_row * a.out_stride + panel * kPanel;
+  const float* const panel_bias = a.bias == nullptr ? nullptr : a.bias + panel * kPanel;
+  const int64_t columns = s.out_features - panel * kPanel;
+  if (columns >= kPanel) return multiply(x, rows, panel_bias, out, a.out_stride);
   float bias[kPanel] = {};
-  if (a.bias != nullptr) std::memcpy(bias, a.bias + edge_panel * kPanel, columns * sizeof(float));
+  if (a.bias != nullptr) std::memcpy(bias, panel_bias, columns * sizeof(float));
   float edge[kQuantizedTileRows * kPanel];
   for (int64_t start = 0, height; start < rows; start += height) {
     height = Tiles(rows, kQuantizedTileRows).around(start).height;
-    multiply(rows_after(x, start, 0, 0), height, {edge_panel, 1, 1}, a.bias == nullptr ? nullptr : bias, edge, kPanel);
+    multiply(rows_after(x, start, 0, 0), height, a.bias == nullptr ? nullptr : bias, edge, kPanel);
     for (int64_t i = 0; i < height; ++i)
-      std::memcpy(out + (start + i) * a.out_stride + edge_panel * kPanel, edge + i * kPanel, columns * sizeof(float));
+      std::memcpy(out + (start + i) * a.out_stride, edge + i * kPanel, columns * sizeof(float));
   }
 }
 
 static void share_panels(QuantizedJob& job) {
   const int num_threads = job.args->num_threads;
-  job.panels.divide(job.memory, num_threads, job.has_streams ? job.streams.turns_each()
-                                                             : divided_up(num_panels(job.args->shape), num_threads));
+  job.panels.divide(job.memory, num_threads, divided_up(num_panels(job.args->shape), num_threads));
 }
 
 static void quantized_linear_thread(void* data, int thread, const Team& team) {
@@ -117,13 +103,10 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
       team.barrier();
     }
     const int64_t products = count * a.shape.in_features * kPanel;
-    const int64_t per_turn =
-        job.has_streams ? 1 : least(divided_up(kProductsPerTurn, products), kMostPanelsPerTurn);
-    for (Shares::Pieces turn; job.panels.take(thread, per_turn, turn);) {
-      const Panels panels = job.has_streams ? job.streams.at(turn.begin)
-                                            : Panels{turn.begin, least(turn.end, last) - turn.begin, 1};
-      if (panels.count > 0) multiply_quantized_panels(a, rows, first, count, panels);
-    }
+    const int64_t per_turn = least(divided_up(kProductsPerTurn, products), kMostPanelsPerTurn);
+    for (Shares::Pieces turn; job.panels.take(thread, per_turn, turn);)
+      for (int64_t panel = turn.begin; panel < least(turn.end, last); ++panel)
+        multiply_quantized_panel(a, rows, first, count, panel);
   }
 }
 
@@ -139,7 +122,7 @@ static bool quantized_linear(const QuantizedLinearArgs& a) {
   const int64_t copies = a.rows <= kFewRows ? a.num_threads : 1;
   QuantizedJob job{&a, place_rows(scratch, a.shape, copies * rows_at_once), rows_at_once,
                    shares_scratch.get(Shares::floats_for(a.num_threads)),
-                   {num_panels(a.shape), a.num_threads, panels_at_once(a.rows)}, panels_at_once(a.rows) > 1, {}};
+                   {}};
   if (job.rows.values == nullptr || job.memory == nullptr) return false;
   share_panels(job);
   run_parallel(a.num_threads, quantized_linear_thread, &job);

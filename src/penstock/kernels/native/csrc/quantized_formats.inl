@@ -133,7 +133,9 @@ PENSTOCK_INLINE int64_t run_bytes(const QuantizedShape& s) {
 PENSTOCK_INLINE int64_t group_bytes(const QuantizedShape& s) { return head_bytes(s) + runs_per_head(s) * run_bytes(s); }
 PENSTOCK_INLINE int64_t panel_bytes(const QuantizedShape& s) {
   const int64_t bytes = num_heads(s) * head_bytes(s) + num_row_groups(s.in_features) * run_bytes(s);
-  return divided_up(bytes, kCacheLine) * kCacheLine;
+  // An odd number of cache lines: panels that are read at once would otherwise lie multiples of 4 KiB apart, which
+  // compete for the same sets of the caches.
+  return (divided_up(bytes, kCacheLine) | 1) * kCacheLine;
 }
 PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, kPanel); }
 

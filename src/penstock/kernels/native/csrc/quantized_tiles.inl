@@ -14,20 +14,19 @@ struct Heads {
   bool are_float16;
 };
 
-// Tiles of R rows by P panels, one after the other, over some groups.
+// Tiles of R rows by a panel, one after the other, over some groups.
 //
-// rows: of the first tile and group. weight: of the scale group that the first group is in, panels panel_stride apart;
-// bias, out: out_panel_stride.
+// rows: of the first tile and group. weight: of the scale group that the first group is in.
 struct Column {
   QuantizedRows rows;
   const uint8_t* weight;
   Heads heads;
-  int64_t panel_stride, groups;
+  int64_t groups;
   // Of `groups_per_scale` groups of a scale, the first is `first_inside`.
   int64_t first_inside, groups_per_scale;
   const float* bias;
   float* out;
-  int64_t out_stride, out_panel_stride;
+  int64_t out_stride;
   bool is_first, is_last;
   // Memory to prefetch meanwhile: next_step bytes per cache line of weights.
   const char* next;
@@ -96,61 +95,50 @@ PENSTOCK_INLINE void multiply_run(const QuantizedRows& x, const uint8_t* run, co
   add_sums<Format, R>(head, heads.are_float16, x.scales, x.offsets, sum, total);
 }
 
-// With several panels, they alternate group by group.
-template <class Format, int R, int P>
+template <class Format, int R>
 static __attribute__((noinline)) void run_tiles(const Column& t) {
   constexpr int64_t kLines = Format::kRunBytes / kCacheLine;
   const Heads heads = t.heads;
   const char* next = t.next;
   for (int64_t tile = 0; tile < t.num_tiles; ++tile) {
     float* const out = t.out + tile * R * t.out_stride;
-    Vec total[P][R][kPanelVectors];
-    for (int p = 0; p < P; ++p)
-      for (int i = 0; i < R; ++i)
-        for (int v = 0; v < kPanelVectors; ++v)
-          total[p][i][v] = t.is_first ? Vec{} : load(out + i * t.out_stride + p * t.out_panel_stride + v * kLanes);
+    Vec total[R][kPanelVectors];
+    for (int i = 0; i < R; ++i)
+      for (int v = 0; v < kPanelVectors; ++v)
+        total[i][v] = t.is_first ? Vec{} : load(out + i * t.out_stride + v * kLanes);
     QuantizedRows x = rows_after(t.rows, tile * R, R, 0);
     const uint8_t* head = t.weight;
     int64_t inside = t.first_inside;
     for (int64_t g = 0; g < t.groups; inside = 0) {
       const uint8_t* run = head + heads.bytes + inside * Format::kRunBytes;
       for (; inside < t.groups_per_scale && g < t.groups; ++inside, ++g, run += Format::kRunBytes) {
-        for (int p = 0; p < P; ++p) {
-          const int64_t apart = p * t.panel_stride;
-          for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + apart + line * t.next_step);
-          multiply_run<Format, R>(x, run + apart, head + apart, heads, total[p]);
-        }
+        for (int line = 0; line < kLines; ++line) __builtin_prefetch(next + line * t.next_step);
+        multiply_run<Format, R>(x, run, head, heads, total);
         next += kLines * t.next_step;
         x = rows_after(x, 0, R, 1);
       }
       head = run;
     }
-    for (int p = 0; p < P; ++p)
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const int64_t column = p * t.out_panel_stride + v * kLanes;
-        const Vec bias = t.bias == nullptr || !t.is_last ? Vec{} : load(t.bias + column);
-        for (int i = 0; i < R; ++i) store(out + i * t.out_stride + column, total[p][i][v] + bias);
-      }
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const Vec bias = t.bias == nullptr || !t.is_last ? Vec{} : load(t.bias + v * kLanes);
+      for (int i = 0; i < R; ++i) store(out + i * t.out_stride + v * kLanes, total[i][v] + bias);
+    }
   }
 }
 
-// A single row takes several panels at once: several read streams give more memory bandwidth.
-constexpr int64_t panels_at_once(int64_t rows) { return rows == 1 ? 4 : 1; }
-
 template <class Format>
-static void run_column(int64_t rows, int64_t panels, const Column& t) {
-  if (panels == 4) return run_tiles<Format, 1, 4>(t);
-  with_constant<kQuantizedTileRows>(rows, [&](auto r) { run_tiles<Format, r, 1>(t); });
+static void run_column(int64_t rows, const Column& t) {
+  with_constant<kQuantizedTileRows>(rows, [&](auto r) { run_tiles<Format, r>(t); });
 }
 
-// Some panels times all rows of a chunk, into `out`, whose rows are out_stride apart; bias, out: of the first panel.
+// A panel times all rows of a chunk, into `out`, whose rows are out_stride apart; bias, out: of the panel.
 template <class Format>
-static void multiply_panels(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, const Panels& panels,
-                            const float* bias, float* out, int64_t out_stride) {
+static void multiply_panel(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, int64_t number,
+                           const float* bias, float* out, int64_t out_stride) {
   const QuantizedShape& s = a.shape;
   const int64_t per_scale = runs_per_head(s), all = x.groups;
   const Heads heads{head_bytes(s), part_bytes(s), x.parts, s.scale_bytes == 2};
-  const uint8_t* const panel = static_cast<const uint8_t*>(a.weight) + panels.first * panel_bytes(s);
+  const uint8_t* const panel = static_cast<const uint8_t*>(a.weight) + number * panel_bytes(s);
   const Tiles tiles(rows, kQuantizedTileRows);
   const bool is_single = tiles.count == 1;
   const int64_t block = is_single ? all : kPartBytes / Format::kRunBytes;
@@ -161,16 +149,16 @@ static void multiply_panels(const QuantizedLinearArgs& a, const QuantizedRows& x
     const char* const next = reinterpret_cast<const char*>(weight) +
                              (is_single ? PENSTOCK_AHEAD : (g % per_scale + part) * Format::kRunBytes);
     const int64_t next_step = divided_up(kCacheLine, tiles.count);
-    Column t{rows_after(x, 0, tiles.height + 1, g), weight, heads, panels.apart * panel_bytes(s), part, g % per_scale,
-             per_scale, bias, out, out_stride, panels.apart * kPanel, g == 0, g + part == all, next,
+    Column t{rows_after(x, 0, tiles.height + 1, g), weight, heads, part, g % per_scale,
+             per_scale, bias, out, out_stride, g == 0, g + part == all, next,
              next_step, tiles.num_taller};
-    if (t.num_tiles > 0) run_column<Format>(tiles.height + 1, panels.count, t);
+    if (t.num_tiles > 0) run_column<Format>(tiles.height + 1, t);
     const int64_t above = tiles.rows_of_taller();
     t.rows = rows_after(x, above, tiles.height, g);
     t.out += above * out_stride;
     t.next += tiles.num_taller * next_step * (part * Format::kRunBytes / kCacheLine);
     t.num_tiles = tiles.count - tiles.num_taller;
-    run_column<Format>(tiles.height, panels.count, t);
+    run_column<Format>(tiles.height, t);
   }
 }
 
