@@ -20,6 +20,7 @@ from penstock.layers.linear import (
     restore_weights,
     weights_size_bytes,
 )
+from penstock.layers.mlp import GatedMLP
 from penstock.layers.quantization.method import QuantizedMethod, choose_method
 from penstock.layers.quantization.quantize import quantize_int4, quantize_int4_residual, quantize_int8, round_to_int4
 from penstock.parallel import ParallelState
@@ -208,3 +209,12 @@ def test_weights_are_reloaded_quantised_and_their_state_is_not_saved(tmp_path: P
 def test_an_unknown_quantization_is_refused_with_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match=r"quantization='int3' is not valid\. Allowed: int8, int4"):
         LLM("demo", quantization="int3")
+
+
+def test_int4_keeps_layers_with_massive_inputs_in_int8_on_a_cpu() -> None:
+    mlp = GatedMLP(64, 128, bias=False, parallel=ParallelState())
+    for layer in (mlp.gate_up_proj, mlp.down_proj):
+        layer.take_weight(torch.randn(layer.output_size, layer.input_size))
+    process_weights_after_loading(mlp, choose_method("int4"))
+    assert mlp.gate_up_proj.method.description == "QuantizedMethod, 4 bits in groups of 32 with minimums"
+    assert mlp.down_proj.method.description == "QuantizedMethod, 8 bits in groups of 32"

@@ -77,9 +77,16 @@ def test_a_model_rounded_for_texts_is_closer_to_what_it_was(few_texts: Path, cap
     assert abs(calibrated - exact) < abs(nearest - exact)
     assert rounded.keys() == rounded_alone.keys()
     changed = {name for name in rounded if not torch.equal(rounded[name], rounded_alone[name])}
-    assert changed == rounded.keys()
+    assert changed == {name for name in rounded if not name.endswith("down_proj")}
     assert any("int4 with GPTQ calibration" in message and "few.jsonl" in message for message in caplog.messages)
     assert any("calibrated in one pass" in message for message in caplog.messages)
+
+
+def test_texts_are_read_within_the_context_that_the_engine_serves(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "What, ho! " * 30}))
+    with LLM("demo", **INT4, quantization_calibration=str(path), max_model_len=20) as llm:
+        assert all(weight.isfinite().all() for weight in layer_weights(llm).values())
 
 
 @pytest.mark.slow

@@ -55,6 +55,12 @@ class QuantizedShape:
         object.__setattr__(self, "kernel_sizes", sizes)
 
     @property
+    def description(self) -> str:
+        """Format in words, such as "8 bits in groups of 32"."""
+        groups = f"{self.bits} bits in groups of {self.group_size}"
+        return f"{groups} with minimums" if self.has_minimums else groups
+
+    @property
     def num_groups(self) -> int:
         return -(-self.input_size // self.group_size)
 

@@ -26,6 +26,11 @@ from penstock.parallel.scattered_rows import ScatteredRows
 class LinearMethod(ABC):
     """The matrix product of a linear layer, and the layout of its weight."""
 
+    @property
+    def description(self) -> str:
+        """Name of the method, and the format of its weight, for the model inspection."""
+        return type(self).__name__
+
     @abstractmethod
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
         """Convert the layer's loaded weight to this method's layout."""
@@ -214,6 +219,8 @@ class LinearLayer(nn.Module):
     shares_weight: another module uses the weight as loaded. compute_dtype: dtype of x and of the product, where the
     weight has a narrower one. tied_to: embeddings with the same weight, which can look up rows in packed form; in a
     tuple, since a module's attributes become its children. keeps_precision: the weight is never quantised.
+    has_massive_inputs: trained models have inputs here that are hundreds of times the mean, so that errors of their
+    weights count most.
     """
 
     weight: nn.Parameter
@@ -222,6 +229,7 @@ class LinearLayer(nn.Module):
     keeps_precision = False
     compute_dtype: torch.dtype | None = None
     tied_to: tuple[RowReader, ...] = ()
+    has_massive_inputs = False
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ class GatedMLP(nn.Module):
         sizes = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear.of_sizes(hidden_size, sizes, bias=bias, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
+        self.down_proj.has_massive_inputs = True
         self._activate_and_mul = GATED_ACTIVATIONS[activation]
 
     def forward(self, hidden_TD: Tensor, rows: ScatteredRows | None = None) -> Tensor:
@@ -48,6 +49,7 @@ class PlainMLP(nn.Module):
         super().__init__()
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias=bias, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
+        self.down_proj.has_massive_inputs = True
         self._activate = ACTIVATIONS[activation]
 
     def forward(self, hidden_TD: Tensor) -> Tensor:

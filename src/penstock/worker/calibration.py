@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 from penstock.layers.embedding import LMHead
 from penstock.layers.linear import LinearLayer, LinearMethod
 from penstock.layers.quantization.gptq import accumulate_grams, gptq_quantize
-from penstock.layers.quantization.method import Quantizer, int4_method
+from penstock.layers.quantization.method import WIDER_LAYERS, Quantizer, int4_method
 from penstock.layers.quantization.quantize import quantize_int4
 from penstock.loader.calibration_text import read_calibration_text
 from penstock.loader.loader import load_model
@@ -86,7 +86,9 @@ def _round(
 ) -> None:
     begin = time.monotonic()
     layers = [module for module in model.modules() if isinstance(module, LinearLayer) and not module.keeps_precision]
-    logger.info("Quantized weights: int4 with GPTQ calibration on %s tokens of %s", f"{sum(map(len, texts)):,}", path)
+    wider = f", {WIDER_LAYERS}" if device.kind == "cpu" else ""
+    num_tokens = f"{sum(map(len, texts)):,}"
+    logger.info("Quantized weights: int4 with GPTQ calibration on %s tokens of %s%s", num_tokens, path, wider)
     num_times = 0
     for part in _parts(layers, max_gram_bytes):
         num_times += 1
@@ -143,7 +145,9 @@ def _read(
 
     reaches_heads: whether to run the output projection too.
     """
-    max_tokens = min(_MAX_TOKENS, config.longest_context - 1)
+    # The model has rotary factors for no more positions than the engine serves.
+    longest = config.max_model_len if isinstance(config.max_model_len, int) else config.longest_context
+    max_tokens = min(_MAX_TOKENS, longest - 1)
     runner = ModelRunner(
         device,
         model,

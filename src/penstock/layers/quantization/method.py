@@ -29,6 +29,8 @@ from penstock.layers.weights import RowLookup
 Quantizer = Callable[[Tensor], QuantizedWeight]
 PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
 _OF_GPUS: QuantizedProducts = GpuQuantizedProducts()
+# Layers that int4 keeps wider on a CPU, for logs.
+WIDER_LAYERS = "MLPs' second products, which have massive inputs, to int8"
 
 
 class QuantizedMethod(PackedMethod):
@@ -40,6 +42,11 @@ class QuantizedMethod(PackedMethod):
         self._given = products
         self._products = products or PRODUCTS
         self.shape: QuantizedShape | None = None
+
+    @property
+    def description(self) -> str:
+        name = super().description
+        return name if self.shape is None else f"{name}, {self.shape.description}"
 
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
         self._products = self._given or (PRODUCTS if is_on_cpu(layer.weight) else _OF_GPUS)
@@ -176,5 +183,14 @@ def choose_method(quantization: str) -> MethodChoice:
 
 
 def int4_method(layer: LinearLayer, quantize: Quantizer) -> LinearMethod:
-    """Return the int4 method of a layer. quantize: quantises its weight."""
-    return Int4ResidualMethod(quantize) if layer.tied_to else QuantizedMethod(quantize)
+    """Return the int4 method of a layer. quantize: quantises its weight.
+
+    On a CPU a layer with massive inputs gets int8.
+    """
+    if layer.tied_to:
+        return Int4ResidualMethod(quantize)
+    return QuantizedMethod(_int8_on_cpu(quantize) if layer.has_massive_inputs else quantize)
+
+
+def _int8_on_cpu(quantize: Quantizer) -> Quantizer:
+    return lambda weight_OI: quantize_int8(weight_OI) if is_on_cpu(weight_OI) else quantize(weight_OI)

@@ -12,7 +12,7 @@ from penstock.config.model import NO_QUANTIZATION
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
-from penstock.layers.quantization.method import PRODUCTS, choose_method
+from penstock.layers.quantization.method import PRODUCTS, WIDER_LAYERS, choose_method
 from penstock.loader.gguf.products import GgufProducts
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
@@ -47,7 +47,8 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
             return None
         found = find_gguf(model_config.folder, load_config)
         return None if found is None or not found.quantized_names else GgufProducts(found)
-    return OptionRounding(choose_method(option), f"rounded to {option} while loading")
+    wider = f", {WIDER_LAYERS}" if option == "int4" and kind == "cpu" else ""
+    return OptionRounding(choose_method(option), f"rounded to {option} while loading{wider}")
 
 
 def log_rounding(rounding: Rounding, device: torch.device) -> None:
