@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.errors import UnsupportedFeature
+from penstock.kernels.gpu_quantized import GpuQuantizedProducts
 from penstock.kernels.native.quantized import NativeQuantizedProducts, available_quantized_products
 from penstock.kernels.quantized import (
     QuantizedProducts,
@@ -262,3 +264,21 @@ def test_more_dimensions_than_two_are_kept(products: QuantizedProducts) -> None:
     packed = products.pack(weight)
     flat = products.linear(x.view(6, 30), packed, weight.shape, None)
     assert torch.equal(products.linear(x, packed, weight.shape, None), flat.view(2, 3, 20))
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (random_weight(8, 20, 64, 32), "8 bits with groups of 32 of 64 inputs"),
+        (
+            replace(random_weight(4, 20, 64, 32), minimums_OG=torch.rand(20, 2)),
+            "minimums instead of integer zero points",
+        ),
+    ],
+    ids=["int8 in groups", "minimums"],
+)
+def test_formats_that_the_kernels_of_a_gpu_do_not_have_are_refused_by_name(
+    weight: QuantizedWeight, message: str
+) -> None:
+    with pytest.raises(UnsupportedFeature, match=message):
+        GpuQuantizedProducts().pack(weight)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from penstock.config import env
-from penstock.config.gguf.container import is_gguf, models_in, parts_of
+from penstock.config.gguf.container import SUFFIX, is_gguf, models_in, parts_of
 from penstock.config.gguf.folder import folder_of_file, folder_of_only_model
 from penstock.config.published import PUBLISHED, fetched_file
 from penstock.errors import ModelNotFound
@@ -23,10 +24,17 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinj
 def resolve_model_folder(model: str | Path, revision: str | None = None, *, option: str = "model") -> Path:
     """Return the folder of a shipped model, a local folder, a GGUF file, or a hub id. A Path is a folder or file.
 
-    Hub ids are downloaded, or found in the local cache without a network.
+    Hub ids are downloaded, or found in the local cache without a network. ID:QUANTISATION names a GGUF file of a
+    repository by the end of its name, such as Q4_K_M.
     option: name in errors. Raises ModelNotFound.
     """
-    return _local_folder(model, option) or _download(str(model), revision, _WANTED_FILES, option)
+    folder = _local_folder(model, option)
+    if folder is not None:
+        return folder
+    repository, _, quantisation = str(model).partition(":")
+    if not quantisation:
+        return _download(repository, revision, _WANTED_FILES, option)
+    return _folder_of_quantisation(repository, revision, quantisation, option)
 
 
 def resolve_metadata_folder(model: str | Path, revision: str | None = None) -> tuple[Path, bool]:
@@ -35,6 +43,8 @@ def resolve_metadata_folder(model: str | Path, revision: str | None = None) -> t
     No weights are downloaded; those in the local cache are in the folder. Raises ModelNotFound.
     """
     folder = _local_folder(model, "model")
+    if folder is None and ":" in str(model):  # a GGUF file is its own metadata
+        return resolve_model_folder(model, revision), False
     return (folder, False) if folder is not None else (_download(str(model), revision, _METADATA_FILES, "model"), True)
 
 
@@ -68,6 +78,28 @@ def _local_folder(model: Any, option: str) -> Path | None:
             f"Shipped models: {', '.join(SHIPPED_MODELS)}; fetched on demand: {', '.join(PUBLISHED)}."
         )
     return None
+
+
+def _folder_of_quantisation(repository: str, revision: str | None, quantisation: str, option: str) -> Path:
+    """Folder of a repository's GGUF file whose name ends in a quantisation, in any case."""
+    endings = {quantisation, quantisation.lower(), quantisation.upper()}
+    patterns = [f"*{ending}{part}{SUFFIX}" for ending in sorted(endings) for part in ("", "-*-of-*")]
+    snapshot = _download(repository, revision, patterns, option)
+    by_ending = {path: _ending(path) for folder in (snapshot, *snapshot.glob("*/")) for path in models_in(folder)}
+    wanted = [path for path, ending in by_ending.items() if ending == quantisation.upper()]
+    if len(wanted) != 1:
+        there = ", ".join(sorted(path.name for path in wanted or by_ending)) or "no GGUF file"
+        raise ModelNotFound(
+            f"{option}={f'{repository}:{quantisation}'!r} names {len(wanted) or 'none'} of the repository's GGUF files "
+            f"here: {there}. Give the end of one's name, as in {repository}:Q4_K_M, or the path of a file."
+        )
+    return folder_of_file(wanted[0])
+
+
+def _ending(path: Path) -> str:
+    """Quantisation in the name of a GGUF file, or of the first of a model's files: Q4_K_M of model-Q4_K_M.gguf."""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", path.name[: -len(SUFFIX)])
+    return re.split(r"[-.]", stem)[-1].upper()
 
 
 def _has_only_gguf(folder: Path) -> bool:
