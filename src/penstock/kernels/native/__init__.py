@@ -78,6 +78,11 @@ class NativeKernels:
         self._concatenate = self.operation("concatenate")
         self._argmax = self.operation("argmax")
 
+    @property
+    def has_bfloat16_products(self) -> bool:
+        """Whether the CPU has instructions for bfloat16 arithmetic."""
+        return self.instruction_set.has_bfloat16_products
+
     def operation(self, name: str) -> NativeOperation:
         """The operation of this name (`csrc/operations.cpp`)."""
         return NativeOperation(_module.operation, self._index, self.types[name])
@@ -256,9 +261,14 @@ def _room_for_choices(num_rows: int) -> tuple[Tensor, Tensor]:
 
 def available_instruction_sets() -> list[InstructionSet]:
     """Built instruction sets that this CPU supports, best first; empty without a build."""
-    return [] if _module is None else [
-        InstructionSet(index, name, width, bool(has_pairs)) for index, name, width, has_pairs in _module.instruction_sets()
-    ]
+    return (
+        []
+        if _module is None
+        else [
+            InstructionSet(index, name, width, bool(has_pairs))
+            for index, name, width, has_pairs in _module.instruction_sets()
+        ]
+    )
 
 
 def load_native_kernels(requested: str) -> NativeKernels | None:
@@ -281,6 +291,13 @@ def describe_kernels() -> str:
     if NATIVE is not None:
         return f"{NATIVE.instruction_set.name} kernels"
     return f"torch's kernels only ({_why_not or 'as asked for'})"
+
+
+def describe_bfloat16_products() -> str:
+    """Describe the instructions of bfloat16 arithmetic for the log."""
+    if NATIVE is None:
+        return "not available without the C++ kernels"
+    return "by AVX512-BF16" if NATIVE.has_bfloat16_products else "emulated, since this CPU has no instructions for them"
 
 
 def collectives_library() -> Library | None:
