@@ -189,17 +189,17 @@ def choose_linear_method(
 
 
 def process_weights_after_loading(
-    model: nn.Module, choose: Callable[[LinearLayer], LinearMethod] | None = None, cpu_arithmetic: str = "float32"
+    model: nn.Module, choose: Callable[[LinearLayer], LinearMethod] | None = None
 ) -> None:
     """Choose a method for every linear layer and convert its weight, one layer at a time to limit peak memory.
 
-    choose: instead of the fastest method, such as one that quantises. cpu_arithmetic: of the fastest method.
+    choose: instead of the fastest method, such as one that quantises.
     A model works without this call, but slower.
     """
     for module in model.modules():
         if isinstance(module, LinearLayer):
             if choose is None:
-                module.method = choose_linear_method(module.weight, module.compute_dtype, cpu_arithmetic)
+                module.method = choose_linear_method(module.weight, module.compute_dtype, module.cpu_arithmetic)
             else:
                 module.method = choose(module)
             module.method.process_weights_after_loading(module)
@@ -236,14 +236,15 @@ class LinearLayer(nn.Module):
 
     weight: [O, I]; empty while the method keeps it packed. bias: [O] or None.
     shares_weight: another module uses the weight as loaded. compute_dtype: dtype of x and of the product, where the
-    weight has a narrower one. tied_to: embeddings with the same weight, which can look up rows in packed form; in a
-    tuple, since a module's attributes become its children.
+    weight has a narrower one. cpu_arithmetic: as in `ModelConfig`. tied_to: embeddings with the same weight, which can
+    look up rows in packed form; in a tuple, since a module's attributes become its children.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     shares_weight = False
     compute_dtype: torch.dtype | None = None
+    cpu_arithmetic: str = "float32"
     tied_to: tuple[RowReader, ...] = ()
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:

@@ -147,8 +147,10 @@ def _fill(
         tensors = rounding.weights(tensors, (slots or {}).__contains__)
     model.load_weights(tensors, slots)
     if not late:
-        cpu_arithmetic = model_config.cpu_arithmetic if rounding is None else "float32"
-        process_weights_after_loading(model, None if rounding is None else rounding.choose, cpu_arithmetic)
+        layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
+        for layer in layers if rounding is None else ():
+            layer.cpu_arithmetic = model_config.cpu_arithmetic
+        process_weights_after_loading(model, None if rounding is None else rounding.choose)
     _check_arithmetic(model, model_config)
 
 
