@@ -170,13 +170,17 @@ static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
   }
 }
 
-// Few rows take several panels at once: a single chain of additions per vector would be bound by latency.
-constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
+// Few rows take several panels at once: a single chain of additions per vector would be bound by latency. Products of
+// pairs take half the instructions, so that more rows are bound by memory, which several streams read faster.
+constexpr int panels_at_once(int64_t rows, bool are_pairs) {
+  if (kHasPairProducts && are_pairs) return rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1;
+  return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
+}
 
 template <class W>
 static void multiply(int64_t rows, int64_t panels, const TileColumn<W>& t) {
   with_constant<kTileRows>(rows, [&](auto r) {
-    with_constant<panels_at_once(r)>(panels, [&](auto p) { run_tiles<r, p, W>(t); });
+    with_constant<panels_at_once(r, kIsPair<W>)>(panels, [&](auto p) { run_tiles<r, p, W>(t); });
   });
 }
 
@@ -201,7 +205,7 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
   const int64_t depth = a.in_features, panel_stride = depth * kPanel * panels.apart;
   const Tiles tiles(rows, kTileRows);
   const bool is_single = tiles.count == 1, is_near = !is_bound_by_both(rows);
-  const int64_t most_at_once = is_single ? panels_at_once(rows) : 1;
+  const int64_t most_at_once = is_single ? panels_at_once(rows, kIsPair<W>) : 1;
   const int64_t block = is_single ? depth : kDepth<W>;
   for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
     at_once = least(most_at_once, panels.count - done);
@@ -331,8 +335,9 @@ struct PanelShares {
     num_chunks = divided_up(a.rows, chunk_rows);
     const int64_t products = least(chunk_rows, a.rows) * a.in_features * kPanel;
     panels_per_turn = least(divided_up(kProductsPerTurn, products), most_panels);
-    streams = {num_panels, a.num_threads, panels_at_once(a.rows)};
-    has_streams = panels_at_once(a.rows) > 1;
+    const int at_once = panels_at_once(a.rows, rounds);
+    streams = {num_panels, a.num_threads, at_once};
+    has_streams = at_once > 1;
     shares.divide(memory, a.num_threads, has_streams ? streams.turns_each() : num_chunks * panels_each);
     return true;
   }
