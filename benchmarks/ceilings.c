@@ -1,7 +1,8 @@
-/* What this machine can do at most: reading memory, and multiply-adds in float32, with all threads given.
+/* What this machine can do at most: reading memory, and multiply-adds in float32, with all threads given; and those of
+   bfloat16 pairs, where the processor has an instruction for them (AVX512-BF16).
 
    ceilings THREADS -> {"memory_gb_s": median, "memory_gb_s_best": best, "memory_places": N, "gflop_s": median,
-                        "gflop_s_best": best}
+                        "gflop_s_best": best[, "bfloat16_gflop_s": median, "bfloat16_gflop_s_best": best]}
    Memory is read by each thread from end to end, in one place or in several at once: the faster of both counts.
    A vector is as wide as the processor's own (-march=native). */
 #define _GNU_SOURCE
@@ -25,12 +26,18 @@ enum { WAYS = 2 };
 static const int PLACES[WAYS] = {1, 4};
 static const size_t BUFFER_BYTES = (size_t)256 << 20;
 static const long FMA_ROUNDS = 2000000;
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+enum { HAS_PAIRS = 1 };
+#else
+enum { HAS_PAIRS = 0 };
+#endif
 
 typedef struct {
   pthread_barrier_t *barrier;
   const Vector *begin;
   size_t num_vectors;
-  double memory_s[WAYS][PASSES], flop_s[PASSES];
+  double memory_s[WAYS][PASSES], flop_s[PASSES], pairs_s[PASSES];
   float sink;
 } Job;
 
@@ -64,6 +71,32 @@ static void multiply_add(Job *job) {
   for (int k = 0; k < ACCUMULATORS; k++) job->sink += sum[k][0];
 }
 
+static void multiply_add_pairs(Job *job) {
+#if defined(__AVX512BF16__)
+  Vector sum[ACCUMULATORS] = {{0}}, pairs = {0};
+  pairs += job->sink * 1e-30f + 1.0f;
+  for (int k = 0; k < ACCUMULATORS; k++) sum[k] += (float)k;
+  for (long i = 0; i < FMA_ROUNDS; i++) {
+#pragma GCC unroll 12
+    for (int k = 0; k < ACCUMULATORS; k++) sum[k] = _mm512_dpbf16_ps(sum[k], (__m512bh)pairs, (__m512bh)pairs);
+    __asm__ volatile("" : "+x"(pairs));
+  }
+  for (int k = 0; k < ACCUMULATORS; k++) job->sink += sum[k][0];
+#else
+  (void)job;
+#endif
+}
+
+static void measure(Job *job, void (*run)(Job *), double *seconds) {
+  for (int p = 0; p < PASSES; p++) {
+    pthread_barrier_wait(job->barrier);
+    double begin = now();
+    run(job);
+    pthread_barrier_wait(job->barrier);
+    seconds[p] = now() - begin;
+  }
+}
+
 static void *work(void *argument) {
   Job *job = argument;
   for (int p = 0; p < PASSES; p++)
@@ -74,13 +107,8 @@ static void *work(void *argument) {
       pthread_barrier_wait(job->barrier);
       job->memory_s[way][p] = now() - begin;
     }
-  for (int p = 0; p < PASSES; p++) {
-    pthread_barrier_wait(job->barrier);
-    double begin = now();
-    multiply_add(job);
-    pthread_barrier_wait(job->barrier);
-    job->flop_s[p] = now() - begin;
-  }
+  measure(job, multiply_add, job->flop_s);
+  if (HAS_PAIRS) measure(job, multiply_add_pairs, job->pairs_s);
   return NULL;
 }
 
@@ -125,8 +153,15 @@ int main(int argc, char **argv) {
   double gb = vectors * threads * sizeof(Vector) / 1e9;
   double gflop = 2.0 * FMA_ROUNDS * ACCUMULATORS * LANES * threads / 1e9;
   printf("{\"memory_gb_s\": %.2f, \"memory_gb_s_best\": %.2f, \"memory_places\": %d, \"gflop_s\": %.1f, "
-         "\"gflop_s_best\": %.1f}\n",
+         "\"gflop_s_best\": %.1f",
          gb / memory_s[PASSES / 2], gb / memory_s[0], places, gflop / flop_s[PASSES / 2], gflop / flop_s[0]);
+  if (HAS_PAIRS) {
+    double *pairs_s = jobs[0].pairs_s;
+    qsort(pairs_s, PASSES, sizeof(double), ascending);
+    printf(", \"bfloat16_gflop_s\": %.1f, \"bfloat16_gflop_s_best\": %.1f", 2 * gflop / pairs_s[PASSES / 2],
+           2 * gflop / pairs_s[0]);
+  }
+  printf("}\n");
   float sink = 0;
   for (int t = 0; t < threads; t++) sink += jobs[t].sink;
   return sink == 0.12345f;

@@ -1,4 +1,4 @@
-"""Ceilings of this CPU: memory bandwidth and float32 multiply-add throughput, measured now.
+"""Ceilings of this CPU: memory bandwidth, and multiply-adds in float32 and of bfloat16 pairs, measured now.
 
 A small C program in a process of its own measures both (`ceilings.c`), so that no other thread pool is in its way.
 Machines drift: take a ceiling right before and after the figures that it is compared with.
@@ -27,7 +27,10 @@ class Ceilings:
             subprocess.run([compiler, *flags, str(_SOURCE), "-o", self._command[0]], check=True)
 
     def measure(self) -> dict[str, float] | None:
-        """`memory_gb_s` and `gflop_s`, medians of a quarter of a second each, and the `_best` of each."""
+        """`memory_gb_s` and `gflop_s`, medians of a quarter of a second each, and the `_best` of each.
+
+        `bfloat16_gflop_s` too, on a processor with AVX512-BF16.
+        """
         if not self.is_available:
             return None
         result: dict[str, float] = json.loads(subprocess.check_output(self._command))

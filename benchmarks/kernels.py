@@ -26,15 +26,24 @@ from penstock.kernels.native import NATIVE
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32, 64, 256)
 # Input x output features.
+# bfloat16 weights in bfloat16 arithmetic.
+_PAIRS = "bfloat16-arithmetic"
 SHAPES = ("512x1536", "1024x3072", "512x32000", "1024x151936")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    _PAIRS: torch.bfloat16,
+}
 # Larger than any cache that could keep a weight between two calls.
 _COLD_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The best round. of_read, of_multiply_add: shares of the ceilings of the same rounds."""
+    """The best round. of_read, of_multiply_add: shares of the ceilings of the same rounds, the latter of the product's
+    arithmetic.
+    """
 
     shape: str
     rows: int
@@ -59,7 +68,8 @@ class Product:
             self._weights = [weight_OI.clone() for _ in range(num_copies)]
         else:
             assert NATIVE is not None
-            self._weights = [NATIVE.pack_weight(weight_OI) for _ in range(num_copies)]
+            in_pairs = dtype == _PAIRS
+            self._weights = [NATIVE.pack_weight(weight_OI, in_pairs=in_pairs) for _ in range(num_copies)]
 
     def seconds(self, x_TI: Tensor, budget_s: float) -> float:
         """Median of one product: a pass over all copies, or so many as fit into the budget."""
@@ -110,6 +120,7 @@ def _case(
     best = min(seconds)
     gflops = 2e-9 * rows * product.inputs * product.outputs / best
     gbytes = 1e-9 * product.num_bytes / best
+    flops = "bfloat16_gflop_s_best" if dtype == _PAIRS and "bfloat16_gflop_s_best" in ceilings[0] else "gflop_s_best"
     return Case(
         shape=shape,
         rows=rows,
@@ -118,7 +129,7 @@ def _case(
         gflops=round(gflops, 1),
         gbytes=round(gbytes, 1),
         of_read=round(gbytes / max(ceiling["memory_gb_s_best"] for ceiling in ceilings), 3),
-        of_multiply_add=round(gflops / max(ceiling["gflop_s_best"] for ceiling in ceilings), 3),
+        of_multiply_add=round(gflops / max(ceiling[flops] for ceiling in ceilings), 3),
     )
 
 
@@ -141,7 +152,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--dtypes", default="float32,bfloat16", help="also float16, and torch: its own float32 product")
+    parser.add_argument(
+        "--dtypes",
+        default="float32,bfloat16",
+        help=f"also float16; {_PAIRS}: bfloat16 weights in that arithmetic; torch: its own float32 product",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -1,5 +1,5 @@
-"""Quality of quantised weights: loss on held-out plays and scores of skills, of the shipped model; of any other model,
-the loss on texts and the change of a token's log-probability.
+"""Quality of quantised weights and of bfloat16 arithmetic: loss on held-out plays and scores of skills, of the shipped
+model; of any other model, the loss on texts and the change of a token's log-probability.
 
     python -m benchmarks.quantization_quality --corpus tinyshakespeare.txt [--output FOLDER]
     python -m benchmarks.quantization_quality --model FOLDER --texts FILE ... [--max-tokens 4600]
@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tools.train_demo.dialogue import Message
@@ -23,9 +24,15 @@ from torch import Tensor
 from benchmarks.machine import described, machine, save
 from penstock import LLM, SamplingParams
 
-FORMATS = ("float32", "int8", "int4")
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+# Formats without quantised weights: in float32 arithmetic, which gives a bfloat16 checkpoint's values exactly, and in
+# bfloat16 arithmetic.
+_FLOATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16", "cpu_arithmetic": "bfloat16"},
+}
 # How much the loss may rise.
-LOSS_LIMITS = {"int8": 0.005, "int4": 0.03}
+LOSS_LIMITS = {"bfloat16": 0.002, "int8": 0.005, "int4": 0.03}
 # Of 300 exercises a skill's score may lose these many by chance.
 SKILL_TOLERANCE = 0.02
 
@@ -71,10 +78,14 @@ class Quality:
     skills: Sequence[SkillScore]
 
 
+def _options(format: str) -> dict[str, Any]:
+    """Options of the engine for a format."""
+    return {"device": "cpu", **_FLOATS.get(format, {"dtype": "float32", "quantization": format})}
+
+
 def measure(format: str, held_out: str, model: str = "demo") -> Quality:
     """Run the model with weights in this format."""
-    quantization = None if format == "float32" else format
-    with LLM(model, quantization=quantization, dtype="float32", device="cpu", kv_cache_memory_bytes=1 << 28) as llm:
+    with LLM(model, **_options(format), kv_cache_memory_bytes=1 << 28) as llm:
         engine = EngineModel(llm)
         return Quality(format, engine.nats_per_token(held_out), skill_scores(engine))
 
@@ -94,9 +105,8 @@ def compare_texts(model: str, texts: Sequence[str], formats: Sequence[str], max_
     found: list[Closeness] = []
     reference = torch.empty(0)
     for format in formats:
-        quantization = None if format == "float32" else format
         options = {"max_model_len": LOSS_WINDOW + 2, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28}
-        with LLM(model, quantization=quantization, dtype="float32", device="cpu", **options) as llm:
+        with LLM(model, **_options(format), **options) as llm:
             engine = EngineModel(llm)
             logprobs = torch.cat([engine.logprobs(text, max_tokens // len(texts)) for text in texts])
         if not len(reference):

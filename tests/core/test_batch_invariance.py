@@ -1,5 +1,5 @@
 """A request's logits have the same bits alone, in any batch, in chunks, after a prefix hit or a preemption, and on any
-number of threads: with weights in float32 and in half precision."""
+number of threads: with weights in float32 and in half precision, and in bfloat16 arithmetic."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def options_of(dtype: str) -> dict[str, str]:
+    """bfloat16: with bfloat16 arithmetic, emulated on a processor without the instructions."""
+    return {"dtype": dtype, "cpu_arithmetic": "bfloat16" if dtype == "bfloat16" else "auto"}
+
+
 @pytest.fixture(autouse=True)
 def _threads_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -54,14 +59,14 @@ def _threads_as_before() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def alone(folder: Path, dtype: str) -> list[Result]:
     """Each request by itself, its prompt in one step, on one thread."""
-    core = make_core(folder, dtype=dtype, fast_paths="auto", enable_prefix_caching=False, **OPTIONS)
+    core = make_core(folder, **options_of(dtype), fast_paths="auto", enable_prefix_caching=False, **OPTIONS)
     results = [run(core, [PROMPTS[number]], [PARAMS[number]])[0] for number in WATCHED]
     core.close()
     return results
 
 
 def serve(folder: Path, dtype: str, prompts: list[list[int]], **options: Any) -> list[Result]:
-    core = make_core(folder, dtype=dtype, **{**OPTIONS, **options})
+    core = make_core(folder, **options_of(dtype), **{**OPTIONS, **options})
     results = run(core, prompts, PARAMS)
     core.close()
     return results
@@ -91,7 +96,7 @@ def test_with_chunked_prefill(folder: Path, dtype: str, alone: list[Result], chu
 
 
 def test_after_a_prefix_hit(folder: Path, dtype: str, alone: list[Result]) -> None:
-    core = make_core(folder, dtype=dtype, **OPTIONS)
+    core = make_core(folder, **options_of(dtype), **OPTIONS)
     run(core, PROMPTS, PARAMS)
     again = run(core, PROMPTS, PARAMS)
     core.close()

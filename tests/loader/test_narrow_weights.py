@@ -1,4 +1,4 @@
-"""Matrices that are kept in half precision give the bits of a float32 run on the same values, in half the memory."""
+"""Matrices in half precision, in float32 arithmetic: the bits of a float32 run on their values, in half the memory."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 def load(config: ModelConfig, weights_dtype: torch.dtype, **options: Any) -> CausalLM:
     load_config = LoadConfig(**options)
+    config = dataclasses.replace(config, cpu_arithmetic="float32")
     device = torch.device("cpu")
     return load_model(config, load_config, ParallelState(), device, torch.float32, weights_dtype)
 
@@ -143,7 +144,7 @@ def test_the_files_decide_rather_than_config_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_it_is_what_an_engine_does_by_default_and_its_log_says_so(
+def test_an_engine_in_float32_arithmetic_gives_equal_results_and_its_log_says_so(
     tmp_path: Path, half: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = str(half).removeprefix("torch.")
@@ -154,9 +155,10 @@ def test_it_is_what_an_engine_does_by_default_and_its_log_says_so(
     for dtype in ("auto", "float32", name):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            core = make_core(tmp_path, dtype=dtype, max_logprobs=-1)
+            core = make_core(tmp_path, dtype=dtype, cpu_arithmetic="float32", max_logprobs=-1)
         assert "computed in float32" in caplog.text
         assert (f"weights stay in {name}" in caplog.text) == (dtype != "float32")
+        assert ("products widen them" in caplog.text) == (dtype != "float32")
         results[dtype] = run(core, prompts, params)
         core.close()
     assert results["auto"] == results["float32"] == results[name]

@@ -65,6 +65,7 @@ def collect() -> Sections:
     return {
         "Penstock": _guarded(_penstock),
         "Machine": _guarded(_machine),
+        "Kernels": _guarded(_kernels),
         "torch": _guarded(_torch),
         "GPUs": _guarded(_gpus),
         "Packages": _guarded(_packages),
@@ -125,6 +126,12 @@ def _machine() -> dict[str, str]:
         "memory": f"{total} that this process may use, {free} free, {host} in the machine",
         "shared memory": format_bytes(psutil.disk_usage("/dev/shm").total) if Path("/dev/shm").is_dir() else "none",
     }
+
+
+def _kernels() -> dict[str, str]:
+    from penstock.kernels.native import describe_bfloat16_products, describe_kernels
+
+    return {"in use": describe_kernels(), "bfloat16 arithmetic": describe_bfloat16_products()}
 
 
 def _torch() -> dict[str, str]:

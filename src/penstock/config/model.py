@@ -24,6 +24,7 @@ from penstock.errors import ConfigError, ModelError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Built-in output head.
 GENERATE = "generate"
+CPU_ARITHMETICS = ("auto", "float32", "bfloat16")
 MODEL_IMPLS = ("auto", "penstock", "transformers")
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = ("int8", "int4", NO_QUANTIZATION)
@@ -45,6 +46,9 @@ class ModelConfig:
     """model: name as the user gave it. folder, tokenizer_folder: folders of its files.
     hf_config: content of `config.json`. hf_generation_config: content of `generation_config.json`, or empty.
     dtype: dtype of the weights, and on a GPU of activations; "auto" is the checkpoint's.
+    cpu_arithmetic: arithmetic of matrix products with bfloat16 weights on the CPU: "float32" widens the weights, which
+    is exact; "bfloat16" rounds activations to bfloat16 and adds in float32; "auto" is "bfloat16" on a processor with
+    instructions for it.
     max_model_len: longest context in tokens; None takes the model's, "auto" what fits into memory.
     seed: base of the seeds of requests without one.
     model_impl: implementation of the model; "auto" takes Penstock's if the architecture has one, else Transformers'.
@@ -64,6 +68,7 @@ class ModelConfig:
     hf_config: Mapping[str, Any] = field(repr=False)
     hf_generation_config: Mapping[str, Any] = field(repr=False)
     dtype: str = "auto"
+    cpu_arithmetic: str = "auto"
     max_model_len: int | str | None = None
     seed: int = 0
     model_impl: str = "auto"
@@ -75,6 +80,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("cpu_arithmetic", self.cpu_arithmetic, CPU_ARITHMETICS)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         if not isinstance(self.output_head, str):
             raise ConfigError(f"output_head={self.output_head!r} is not valid. Allowed: a name, such as {GENERATE!r}.")

@@ -18,7 +18,8 @@ _SUPPORTED = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True, slots=True)
 class DtypeChoice:
     """name: dtype of computation, activations, norms, biases and KV cache. reason: for the log.
-    weights: dtype of the weight matrices; products widen them exactly where it is narrower than `name`.
+    weights: dtype of the weight matrices. Where it is narrower than `name`, products widen them exactly, or compute in
+    bfloat16 arithmetic (`layers.linear`).
     """
 
     name: str
@@ -51,7 +52,7 @@ def choose_cpu_dtype(requested: str, checkpoint: str, stored: str | None = None)
     if weights == "float32":
         return DtypeChoice("float32", reason, "float32")
     if has_native_kernels() and not env.uses_torch_products():
-        return DtypeChoice("float32", f"weights stay in {weights}, {reason}, and products widen them", weights)
+        return DtypeChoice("float32", f"weights stay in {weights}, {reason}", weights)
     if requested == "auto":
         why = f"exact for {checkpoint} weights, and faster than {checkpoint} on this CPU"
         return DtypeChoice("float32", why, "float32")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.config.env import uses_torch_products
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
-from penstock.kernels.native import NATIVE, NativeKernels
+from penstock.kernels.native import NATIVE, NativeKernels, describe_bfloat16_products
 from penstock.kernels.triton import triton_runs
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
@@ -161,6 +161,13 @@ class NativeMethod(PackedMethod):
         return self._kernels.greedy(x_LI, self.packed_OI, layer.output_size, with_largest=with_largest)
 
 
+class NativeBfloat16Method(NativeMethod):
+    """Penstock's C++ kernels in bfloat16 arithmetic: x is rounded to bfloat16, products are added in float32."""
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        return self._kernels.pack_weight(weight_OI, in_pairs=True)
+
+
 @dataclass(frozen=True, slots=True)
 class _PackedRows(RowLookup):
     kernels: NativeKernels
@@ -170,11 +177,19 @@ class _PackedRows(RowLookup):
         return self.kernels.rows(ids_T, self.packed_OI)
 
 
-def choose_linear_method(weight_OI: Tensor, compute_dtype: torch.dtype | None = None) -> LinearMethod:
-    """Return the fastest method for this weight on its device. compute_dtype: None for the weight's."""
+def choose_linear_method(
+    weight_OI: Tensor, compute_dtype: torch.dtype | None = None, cpu_arithmetic: str = "float32"
+) -> LinearMethod:
+    """Return the fastest method for this weight on its device.
+
+    compute_dtype: None for the weight's. cpu_arithmetic: as in `ModelConfig`; a weight that bfloat16 arithmetic cannot
+    take is multiplied in float32.
+    """
     is_ours = is_on_cpu(weight_OI) and (compute_dtype or weight_OI.dtype) is torch.float32 and not uses_torch_products()
     if NATIVE is not None and is_ours:
-        return NativeMethod(NATIVE)
+        is_wanted = cpu_arithmetic == "bfloat16" or (cpu_arithmetic == "auto" and NATIVE.has_bfloat16_products)
+        takes_pairs = weight_OI.dtype is torch.bfloat16 and weight_OI.shape[1] % 2 == 0
+        return NativeBfloat16Method(NATIVE) if is_wanted and takes_pairs else NativeMethod(NATIVE)
     return OneDnnMethod() if packing_pays(weight_OI) else PlainMethod()
 
 
@@ -189,10 +204,20 @@ def process_weights_after_loading(
     for module in model.modules():
         if isinstance(module, LinearLayer):
             if choose is None or module.keeps_precision:
-                module.method = choose_linear_method(module.weight, module.compute_dtype)
+                arithmetic = "float32" if module.keeps_precision else module.cpu_arithmetic
+                module.method = choose_linear_method(module.weight, module.compute_dtype, arithmetic)
             else:
                 module.method = choose(module)
             module.method.process_weights_after_loading(module)
+
+
+def describe_narrow_products(model: nn.Module) -> str | None:
+    """Describe the arithmetic of products with 16-bit weights in a float32 computation; None without such products."""
+    methods = [module.method for module in model.modules() if isinstance(module, LinearLayer)]
+    if any(isinstance(method, NativeBfloat16Method) for method in methods):
+        return f"products in bfloat16 arithmetic, added in float32, {describe_bfloat16_products()}"
+    kept = [packed for method in methods if isinstance(method, NativeMethod) for packed in method.kept]
+    return "products widen them" if any(packed.dtype.itemsize == 2 for packed in kept) else None
 
 
 def restore_weights(model: nn.Module) -> None:
@@ -217,10 +242,10 @@ class LinearLayer(nn.Module):
 
     weight: [O, I]; empty while the method keeps it packed. bias: [O] or None.
     shares_weight: another module uses the weight as loaded. compute_dtype: dtype of x and of the product, where the
-    weight has a narrower one. tied_to: embeddings with the same weight, which can look up rows in packed form; in a
-    tuple, since a module's attributes become its children. keeps_precision: the weight is never quantised.
-    has_massive_inputs: trained models have inputs here that are hundreds of times the mean, so that errors of their
-    weights count most.
+    weight has a narrower one. cpu_arithmetic: as in `ModelConfig`. tied_to: embeddings with the same weight, which can
+    look up rows in packed form; in a tuple, since a module's attributes become its children. keeps_precision: the
+    weight is never quantised, and its products are computed in float32. has_massive_inputs: trained models have inputs
+    here that are hundreds of times the mean, so that errors of their weights count most.
     """
 
     weight: nn.Parameter
@@ -228,6 +253,7 @@ class LinearLayer(nn.Module):
     shares_weight = False
     keeps_precision = False
     compute_dtype: torch.dtype | None = None
+    cpu_arithmetic: str = "float32"
     tied_to: tuple[RowReader, ...] = ()
     has_massive_inputs = False
 

@@ -18,8 +18,8 @@ from penstock.config.load import SHARDED_STATE
 from penstock.config.size_limits import describe_sizes
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
-from penstock.errors import CheckpointError, ModelError, OutOfMemory, PenstockError
-from penstock.layers.linear import process_weights_after_loading
+from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, PenstockError
+from penstock.layers.linear import LinearLayer, NativeBfloat16Method, process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.gguf.tensors import find_gguf
@@ -147,7 +147,23 @@ def _fill(
         tensors = rounding.weights(tensors, (slots or {}).__contains__)
     model.load_weights(tensors, slots)
     if not late:
+        layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
+        for layer in layers if rounding is None else ():
+            layer.cpu_arithmetic = model_config.cpu_arithmetic
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
+    _check_arithmetic(model, model_config)
+
+
+def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
+    """Raise ConfigError if bfloat16 arithmetic is asked for and no layer can have it."""
+    layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
+    if model_config.cpu_arithmetic != "bfloat16" or not layers:
+        return
+    if not any(isinstance(layer.method, NativeBfloat16Method) for layer in layers):
+        raise ConfigError(
+            f"cpu_arithmetic='bfloat16' is not valid for {model_config.model} here: it needs unquantized weights in "
+            "bfloat16 (dtype='bfloat16' converts them), on the CPU, with the C++ kernels. Use cpu_arithmetic='auto'."
+        )
 
 
 @contextmanager

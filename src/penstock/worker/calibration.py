@@ -63,7 +63,7 @@ def load_for_device(
             f"quantization_calibration={str(path)!r} has the token {largest} with the tokenizer in "
             f"{model_config.tokenizer_folder}, but the model has {model_config.vocab_size} tokens."
         )
-    model = load(replace(model_config, quantization=None, quantization_calibration="none"))
+    model = load(replace(model_config, quantization=None, quantization_calibration="none", cpu_arithmetic="float32"))
     with torch.no_grad():
         _round(model, texts, path, model_config, device, dtype, _max_gram_bytes(device, parallel))
     return model

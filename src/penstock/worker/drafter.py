@@ -168,7 +168,9 @@ def _named(config: EngineConfig, model_impl: str = "penstock") -> ModelConfig:
             f"speculative_config has the method {config.speculative.method!r} and no model. Give the drafter's folder "
             "or hub id as its model."
         )
-    return ModelConfig.load(name, model_impl=model_impl, dtype=config.model.dtype)
+    return ModelConfig.load(
+        name, model_impl=model_impl, dtype=config.model.dtype, cpu_arithmetic=config.model.cpu_arithmetic
+    )
 
 
 def _standalone(drafter: ModelConfig, target: ModelConfig, length: int) -> ModelConfig:

@@ -16,7 +16,7 @@ from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice
 from penstock.device.dtypes import choose_kv_cache_dtype
-from penstock.layers.linear import weights_size_bytes
+from penstock.layers.linear import describe_narrow_products, weights_size_bytes
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
@@ -54,7 +54,7 @@ class Weights:
             config.model.architecture,
             format_bytes(self.size_bytes),
             dtype.name,
-            dtype.reason,
+            "; ".join(filter(None, (dtype.reason, describe_narrow_products(self.model)))),
         )
 
     @property

@@ -37,16 +37,23 @@ except ImportError as error:
 
 # Type numbers of the library.
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Type number and dtype of a packed weight that holds pairs of bfloat16.
+_PAIRS, _PAIR_DTYPE = 3, torch.int32
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """index: the library's number. panel_width: output features that it packs and computes together."""
+    """index: the library's number. panel_width: output features that it packs and computes together.
+
+    has_bfloat16_products: whether the CPU has instructions for bfloat16 arithmetic; without them the same bits take
+    longer.
+    """
 
     index: int
     name: str
     panel_width: int
+    has_bfloat16_products: bool
 
 
 class NativeKernels:
@@ -71,6 +78,11 @@ class NativeKernels:
         self._concatenate = self.operation("concatenate")
         self._argmax = self.operation("argmax")
 
+    @property
+    def has_bfloat16_products(self) -> bool:
+        """Whether the CPU has instructions for bfloat16 arithmetic."""
+        return self.instruction_set.has_bfloat16_products
+
     def operation(self, name: str) -> NativeOperation:
         """The operation of this name (`csrc/operations.cpp`)."""
         return NativeOperation(_module.operation, self._index, self.types[name])
@@ -83,34 +95,26 @@ class NativeKernels:
         """Whether the kernels support this tensor's device and dtype."""
         return tensor.dtype is torch.float32 and is_on_cpu(tensor)
 
-    def pack_weight(self, weight_OI: Tensor) -> Tensor:
-        """Pack a weight into panels: [O rounded up to whole panels, I], opaque. float32, bfloat16 or float16."""
+    def pack_weight(self, weight_OI: Tensor, *, in_pairs: bool = False) -> Tensor:
+        """Pack a weight into panels: [O rounded up to whole panels, I], opaque. float32, bfloat16 or float16.
+
+        in_pairs: for products in bfloat16 arithmetic, of a bfloat16 weight with an even I: int32 [.., I / 2].
+        """
         weight_OI = weight_OI.contiguous()
         num_outputs, num_inputs = weight_OI.shape
         width = self.instruction_set.panel_width
-        shape = (-(-num_outputs // width) * width, num_inputs)
-        packed = weight_memory(shape[0] * shape[1] * weight_OI.element_size()).view(weight_OI.dtype).view(shape)
-        self.module.pack_weight(
-            self._index,
-            weight_OI,
-            num_outputs,
-            num_inputs,
-            WEIGHT_TYPES[weight_OI.dtype],
-            packed,
-        )
+        dtype, columns = (_PAIR_DTYPE, num_inputs // 2) if in_pairs else (weight_OI.dtype, num_inputs)
+        shape = (-(-num_outputs // width) * width, columns)
+        packed = weight_memory(shape[0] * columns * dtype.itemsize).view(dtype).view(shape)
+        self.module.pack_weight(self._index, weight_OI, num_outputs, *_inputs_and_type(packed), packed)
         return packed
 
     def unpack_weight(self, packed: Tensor, num_outputs: int) -> Tensor:
         """Restore the packed weight bit for bit: [O, I]."""
-        weight_OI = packed.new_empty(num_outputs, packed.shape[1])
-        self.module.unpack_weight(
-            self._index,
-            packed,
-            num_outputs,
-            packed.shape[1],
-            WEIGHT_TYPES[packed.dtype],
-            weight_OI,
-        )
+        num_inputs, weight_type = _inputs_and_type(packed)
+        dtype = torch.bfloat16 if packed.dtype is _PAIR_DTYPE else packed.dtype
+        weight_OI = packed.new_empty(num_outputs, num_inputs, dtype=dtype)
+        self.module.unpack_weight(self._index, packed, num_outputs, num_inputs, weight_type, weight_OI)
         return weight_OI
 
     def linear(self, x_TI: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:
@@ -120,8 +124,8 @@ class NativeKernels:
             return self.linear(flat_TI, packed, num_outputs, bias_O).view(*x_TI.shape[:-1], num_outputs)
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        weight_type = WEIGHT_TYPES[packed.dtype]
-        return self._linear.rows(x_TI, num_outputs, packed, bias_O, packed.shape[1], num_outputs, weight_type)
+        num_inputs, weight_type = _inputs_and_type(packed)
+        return self._linear.rows(x_TI, num_outputs, packed, bias_O, num_inputs, num_outputs, weight_type)
 
     def greedy(
         self, x_LI: Tensor, packed: Tensor, num_outputs: int, *, with_largest: bool = False
@@ -129,7 +133,8 @@ class NativeKernels:
         """`argmax` of `linear` without a bias, bit for bit, in less memory."""
         if x_LI.stride(1) != 1:
             x_LI = x_LI.contiguous()
-        arguments = packed, packed.shape[1], num_outputs, WEIGHT_TYPES[packed.dtype]
+        num_inputs, weight_type = _inputs_and_type(packed)
+        arguments = packed, num_inputs, num_outputs, weight_type
         return self._greedy.choose(x_LI, *arguments, with_largest=with_largest)
 
     def rows(self, ids_T: Tensor, packed: Tensor) -> Tensor:
@@ -137,8 +142,8 @@ class NativeKernels:
 
         Raises IndexError for a row out of range.
         """
-        num_rows, width = packed.shape
-        return self._rows.look_up(as_ids(ids_T), width, packed, num_rows, width, WEIGHT_TYPES[packed.dtype])
+        width, weight_type = _inputs_and_type(packed)
+        return self._rows.look_up(as_ids(ids_T), width, packed, packed.shape[0], width, weight_type)
 
     def lookup(self, ids: Tensor, table_VD: Tensor) -> Tensor:
         """Look up rows of a contiguous table in float32, bfloat16 or float16: float32, [..., D] for ids of any shape.
@@ -236,6 +241,13 @@ class NativeKernels:
         return logits_RV
 
 
+def _inputs_and_type(packed: Tensor) -> tuple[int, int]:
+    """Input features of a packed weight, and its type number."""
+    if packed.dtype is _PAIR_DTYPE:
+        return 2 * packed.shape[1], _PAIRS
+    return packed.shape[1], WEIGHT_TYPES[packed.dtype]
+
+
 def as_ids(ids_T: Tensor) -> Tensor:
     """Convert to contiguous int32 ids for lookups."""
     # The check is several times as fast as operators that do nothing.
@@ -249,7 +261,14 @@ def _room_for_choices(num_rows: int) -> tuple[Tensor, Tensor]:
 
 def available_instruction_sets() -> list[InstructionSet]:
     """Built instruction sets that this CPU supports, best first; empty without a build."""
-    return [] if _module is None else [InstructionSet(*entry) for entry in _module.instruction_sets()]
+    return (
+        []
+        if _module is None
+        else [
+            InstructionSet(index, name, width, bool(has_pairs))
+            for index, name, width, has_pairs in _module.instruction_sets()
+        ]
+    )
 
 
 def load_native_kernels(requested: str) -> NativeKernels | None:
@@ -272,6 +291,13 @@ def describe_kernels() -> str:
     if NATIVE is not None:
         return f"{NATIVE.instruction_set.name} kernels"
     return f"torch's kernels only ({_why_not or 'as asked for'})"
+
+
+def describe_bfloat16_products() -> str:
+    """Describe the instructions of bfloat16 arithmetic for the log."""
+    if NATIVE is None:
+        return "not available without the C++ kernels"
+    return "by AVX512-BF16" if NATIVE.has_bfloat16_products else "emulated, since this CPU has no instructions for them"
 
 
 def collectives_library() -> Library | None:

@@ -58,7 +58,7 @@ static void greedy_thread(void* data, int thread, const Team&) {
   job.panels.take_turns(thread, [&](const PanelShares::Turn& turn) {
     const int64_t first = turn.chunk * chunk_rows, rows = least(chunk_rows, a.rows - first);
     if (turn.chunk != chunk) {
-      const LinearArgs spread = spread_rows(a, first, rows);
+      const LinearArgs spread = job.panels.prepare_rows<W>(a, thread, first, rows);
       part.x = spread.x + first * spread.x_stride;
       part.x_stride = spread.x_stride;
       chunk = turn.chunk;
@@ -82,7 +82,7 @@ static void greedy_thread(void* data, int thread, const Team&) {
 }
 
 static bool greedy(const GreedyArgs& g) {
-  const LinearArgs& a = g.product;
+  const LinearArgs a = in_elements(g.product);
   if (a.rows == 0) return true;
   static thread_local Scratch best_scratch, shares_scratch;
   const size_t num_best = static_cast<size_t>(a.num_threads * a.rows);
@@ -95,8 +95,7 @@ static bool greedy(const GreedyArgs& g) {
   for (int thread = 0; thread < a.num_threads; ++thread) had_memory[thread] = true;
   GreedyJob job{&a, {}, best, had_memory};
   if (!job.panels.divide(a, kPanelsLookedAt, shares_scratch)) return false;
-  run_parallel(a.num_threads,
-               for_type(a.weight_type, greedy_thread<float>, greedy_thread<Bfloat16>, greedy_thread<Float16>), &job);
+  with_type(a.weight_type, [&](auto w) { run_parallel(a.num_threads, greedy_thread<decltype(w)>, &job); });
   for (int thread = 0; thread < a.num_threads; ++thread)
     if (!had_memory[thread]) return false;
   for (int64_t row = 0; row < a.rows; ++row) {

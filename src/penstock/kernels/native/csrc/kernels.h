@@ -7,7 +7,9 @@
 
 namespace penstock {
 
-enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+// kBfloat16Pairs: bfloat16 for products in bfloat16 arithmetic, an even number of input features. Rows are rounded to
+// bfloat16 too, and products are added in float32, two at a time (pairs.h).
+enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kBfloat16Pairs = 3 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].
 //
@@ -174,6 +176,8 @@ struct AllowArgs {
 
 struct Kernels {
   const char* name;
+  // Whether the CPU has an instruction for products of bfloat16 pairs.
+  bool has_pair_products;
   // Weights are packed in panels of so many output features: [panel][in_features][panel width].
   int panel_width;
   void (*pack_weight)(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed);
@@ -196,5 +200,6 @@ struct Kernels {
 const Kernels* generic_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512bf16_kernels();
 
 }  // namespace penstock

@@ -3,6 +3,7 @@
 #include "simd.h"
 #include "simd_integers.h"
 #include "tiles.h"
+#include "pairs.h"
 #include "elementwise.inl"
 #include "linear.inl"
 #include "greedy.inl"
@@ -17,9 +18,8 @@
 namespace PENSTOCK_NAMESPACE {
 
 static const Kernels kTable = {
-    PENSTOCK_NAME, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
-    rows,          lookup,   rms_norm,     gate_and_mul,  rotary, argmax, draw,
-    allow_by_bits,
+    PENSTOCK_NAME, kHasPairProducts, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
+    rows,          lookup,           rms_norm, gate_and_mul, rotary,        argmax, draw,   allow_by_bits,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -2,6 +2,9 @@
 //
 // Every output is one chain of FMAs over the inner dimension, from its first element to its last, whatever the number
 // of rows, threads or tiles: a row's result is bit-exact alone and in any batch.
+//
+// Products in bfloat16 arithmetic are products of half the depth: an inner element is a pair of input features, and a
+// link of the chain is `multiply_add_pairs`. Below, elements and in_features of such a product count pairs.
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -38,6 +41,23 @@ PENSTOCK_INLINE Vec load_one(const Bfloat16* from, int v) {
   UintVec pairs;
   std::memcpy(&pairs, from, sizeof pairs);
   return v == 0 ? (Vec)(pairs << 16) : (Vec)(pairs & 0xffff0000u);
+}
+
+template <class W>
+constexpr bool kIsPair = false;
+template <>
+constexpr bool kIsPair<Bfloat16Pair> = true;
+
+// Operations on an inner element of rows and weights of type W.
+template <class W>
+PENSTOCK_INLINE Vec splat_element(const float* x) {
+  if constexpr (kIsPair<W>) return splat_pair(x);
+  else return splat(*x);
+}
+template <class W>
+PENSTOCK_INLINE void add_product(Vec& sum, Vec x, Vec w) {
+  if constexpr (kIsPair<W>) multiply_add_pairs(sum, x, w);
+  else multiply_add(sum, x, w);
 }
 
 // Index of a panel column's weight among the weights of an inner element.
@@ -89,18 +109,18 @@ PENSTOCK_INLINE void multiply_steps(const float* const (&x)[R], int k, const W* 
     for (int v = 0; v < 2; ++v) w[v] = load_one(weight + k * kPanel, v);
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
-      const Vec xi = splat(x[i][k]);
-      for (int v = 0; v < 2; ++v) multiply_add(sum[i][0][v], xi, w[v]);
+      const Vec xi = splat_element<W>(x[i] + k);
+      for (int v = 0; v < 2; ++v) add_product<W>(sum[i][0][v], xi, w[v]);
     }
   } else {
     Vec xs[R][K];
     for (int i = 0; i < R; ++i)
-      for (int step = 0; step < K; ++step) xs[i][step] = splat(x[i][k + step]);
+      for (int step = 0; step < K; ++step) xs[i][step] = splat_element<W>(x[i] + k + step);
     for (int p = 0; p < P; ++p)
       for (int step = 0; step < K; ++step)
         for (int v = 0; v < 2; ++v) {
           const Vec w = load_one(weight + p * panel_stride + (k + step) * kPanel, v);
-          for (int i = 0; i < R; ++i) multiply_add(sum[i][p][v], xs[i][step], w);
+          for (int i = 0; i < R; ++i) add_product<W>(sum[i][p][v], xs[i][step], w);
         }
   }
 }
@@ -150,13 +170,17 @@ static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
   }
 }
 
-// Few rows take several panels at once: a single chain of additions per vector would be bound by latency.
-constexpr int panels_at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1; }
+// Few rows take several panels at once: a single chain of additions per vector would be bound by latency. Products of
+// pairs take half the instructions, so that more rows are bound by memory, which several streams read faster.
+constexpr int panels_at_once(int64_t rows, bool are_pairs) {
+  if (kHasPairProducts && are_pairs) return rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1;
+  return rows == 1 ? 4 : rows == 2 ? 3 : rows == 3 ? 2 : 1;
+}
 
 template <class W>
 static void multiply(int64_t rows, int64_t panels, const TileColumn<W>& t) {
   with_constant<kTileRows>(rows, [&](auto r) {
-    with_constant<panels_at_once(r)>(panels, [&](auto p) { run_tiles<r, p, W>(t); });
+    with_constant<panels_at_once(r, kIsPair<W>)>(panels, [&](auto p) { run_tiles<r, p, W>(t); });
   });
 }
 
@@ -181,7 +205,7 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
   const int64_t depth = a.in_features, panel_stride = depth * kPanel * panels.apart;
   const Tiles tiles(rows, kTileRows);
   const bool is_single = tiles.count == 1, is_near = !is_bound_by_both(rows);
-  const int64_t most_at_once = is_single ? panels_at_once(rows) : 1;
+  const int64_t most_at_once = is_single ? panels_at_once(rows, kIsPair<W>) : 1;
   const int64_t block = is_single ? depth : kDepth<W>;
   for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
     at_once = least(most_at_once, panels.count - done);
@@ -255,9 +279,31 @@ static LinearArgs spread_rows(const LinearArgs& a, int64_t first_row, int64_t ro
   return spread;
 }
 
+// Elements from a rounded row to the next: whole cache lines, and no stride that crowds a cache set.
+PENSTOCK_INLINE int64_t rounded_stride(int64_t in_features) {
+  return divided_up(in_features, kRowsApart) * kRowsApart + kRowsApart;
+}
+
+// Rounds a chunk of rows to bfloat16 pairs. Each thread has its own copy, for the same reasons.
+static LinearArgs round_rows(const LinearArgs& a, int64_t first_row, int64_t rows, float* memory) {
+  LinearArgs rounded = a;
+  rounded.x_stride = rounded_stride(a.in_features);
+  rounded.x = memory - first_row * rounded.x_stride;
+  for (int64_t row = 0; row < rows; ++row)
+    round_row(a.x + (first_row + row) * a.x_stride, a.in_features,
+              reinterpret_cast<Bfloat16Pair*>(memory + row * rounded.x_stride));
+  return rounded;
+}
+
+// Calls run(W{}) for the type of a weight.
 template <class Function>
-static Function for_type(WeightType type, Function float32, Function bfloat16, Function float16) {
-  return type == WeightType::kFloat32 ? float32 : type == WeightType::kBfloat16 ? bfloat16 : float16;
+static auto with_type(WeightType type, const Function& run) {
+  switch (type) {
+    case WeightType::kFloat32: return run(float{});
+    case WeightType::kBfloat16: return run(Bfloat16{});
+    case WeightType::kFloat16: return run(Float16{});
+    default: return run(Bfloat16Pair{});
+  }
 }
 
 // Multiply-adds per turn of a thread: a microsecond's worth, many times the cost of taking a turn. At the end a thread
@@ -272,21 +318,35 @@ struct PanelShares {
   int64_t chunk_rows, num_panels, panels_each, num_chunks, panels_per_turn;
   PanelStreams streams{0, 1, 1};
   bool has_streams;
+  float* rounded;  // memory for a chunk of rounded rows of each thread, if the product has them
+  int64_t floats_each;
 
   // most_panels: per turn of a thread. False when allocation fails.
   bool divide(const LinearArgs& a, int64_t most_panels, Scratch& scratch) {
-    float* memory = scratch.get(Shares::floats_for(a.num_threads));
-    if (memory == nullptr) return false;
     chunk_rows = rows_at_once(a);
+    const bool rounds = a.weight_type == WeightType::kBfloat16Pairs;
+    floats_each = rounds ? least(chunk_rows, a.rows) * rounded_stride(a.in_features) : 0;
+    const size_t floats = Shares::floats_for(a.num_threads);
+    float* memory = scratch.get(floats + static_cast<size_t>(a.num_threads * floats_each));
+    if (memory == nullptr) return false;
+    rounded = memory + floats;
     num_panels = divided_up(a.out_features, kPanel);
     panels_each = divided_up(num_panels, a.num_threads);
     num_chunks = divided_up(a.rows, chunk_rows);
     const int64_t products = least(chunk_rows, a.rows) * a.in_features * kPanel;
     panels_per_turn = least(divided_up(kProductsPerTurn, products), most_panels);
-    streams = {num_panels, a.num_threads, panels_at_once(a.rows)};
-    has_streams = panels_at_once(a.rows) > 1;
+    const int at_once = panels_at_once(a.rows, rounds);
+    streams = {num_panels, a.num_threads, at_once};
+    has_streams = at_once > 1;
     shares.divide(memory, a.num_threads, has_streams ? streams.turns_each() : num_chunks * panels_each);
     return true;
+  }
+
+  // A chunk of rows in the form in which a thread multiplies them.
+  template <class W>
+  LinearArgs prepare_rows(const LinearArgs& a, int thread, int64_t first_row, int64_t rows) const {
+    if constexpr (kIsPair<W>) return round_rows(a, first_row, rows, rounded + thread * floats_each);
+    else return spread_rows(a, first_row, rows);
   }
 
   struct Turn {
@@ -329,7 +389,7 @@ static void linear_thread(void* data, int thread, const Team&) {
   int64_t chunk = -1;
   job.panels.take_turns(thread, [&](const PanelShares::Turn& turn) {
     const int64_t first = turn.chunk * at_once, rows = least(at_once, a.rows - first);
-    if (turn.chunk != chunk) spread = spread_rows(a, first, rows);
+    if (turn.chunk != chunk) spread = job.panels.prepare_rows<W>(a, thread, first, rows);
     chunk = turn.chunk;
     bool has_edge;
     const Panels full = turn.panels.without(full_panels, has_edge);
@@ -340,13 +400,23 @@ static void linear_thread(void* data, int thread, const Team&) {
   });
 }
 
-static bool linear(const LinearArgs& a) {
-  if (a.rows == 0) return true;
+PENSTOCK_INLINE int64_t elements(int64_t in_features, WeightType type) {
+  return type == WeightType::kBfloat16Pairs ? in_features / 2 : in_features;
+}
+
+static LinearArgs in_elements(const LinearArgs& args) {
+  LinearArgs a = args;
+  a.in_features = elements(a.in_features, a.weight_type);
+  return a;
+}
+
+static bool linear(const LinearArgs& args) {
+  if (args.rows == 0) return true;
   static thread_local Scratch scratch;
+  const LinearArgs a = in_elements(args);
   LinearJob job{&a, {}};
   if (!job.panels.divide(a, kPanelsPerTurn, scratch)) return false;
-  run_parallel(a.num_threads,
-               for_type(a.weight_type, linear_thread<float>, linear_thread<Bfloat16>, linear_thread<Float16>), &job);
+  with_type(a.weight_type, [&](auto w) { run_parallel(a.num_threads, linear_thread<decltype(w)>, &job); });
   return true;
 }
 
@@ -387,19 +457,31 @@ PENSTOCK_INLINE float widen(Float16 x) {
 }
 
 template <class W>
+PENSTOCK_INLINE void widen_to(float* out, W x) {
+  *out = widen(x);
+}
+PENSTOCK_INLINE void widen_to(float* out, Bfloat16Pair x) {
+  out[0] = widen(Bfloat16{x.first});
+  out[1] = widen(Bfloat16{x.second});
+}
+
+template <class W>
 static void rows_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const RowsArgs*>(data);
   const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
   for (int64_t i = begin; i < end; ++i) {
-    const W* column = static_cast<const W*>(a.weight) + place<W>(a.ids[i], 0, a.in_features);
-    for (int64_t k = 0; k < a.in_features; ++k) a.out[i * a.in_features + k] = widen(column[k * kPanel]);
+    constexpr int64_t kSize = kIsPair<W> ? 2 : 1;  // features of an element
+    const int64_t elements = a.in_features / kSize;
+    const W* column = static_cast<const W*>(a.weight) + place<W>(a.ids[i], 0, elements);
+    float* out = a.out + i * a.in_features;
+    for (int64_t k = 0; k < elements; ++k, out += kSize) widen_to(out, column[k * kPanel]);
   }
 }
 
 static void rows(const RowsArgs& a) {
   RowsArgs args = a;
-  run_parallel(a.num_ids < 4 ? 1 : a.num_threads,
-               for_type(a.weight_type, rows_thread<float>, rows_thread<Bfloat16>, rows_thread<Float16>), &args);
+  const int num_threads = a.num_ids < 4 ? 1 : a.num_threads;
+  with_type(a.weight_type, [&](auto w) { run_parallel(num_threads, rows_thread<decltype(w)>, &args); });
 }
 
 PENSTOCK_INLINE void widen_row(const float* from, int64_t size, float* to) {
@@ -424,18 +506,18 @@ static void lookup_thread(void* data, int thread, const Team& team) {
 
 static void lookup(const LookupArgs& a) {
   LookupArgs args = a;
-  run_parallel(a.num_ids < 4 ? 1 : a.num_threads,
-               for_type(a.weight_type, lookup_thread<float>, lookup_thread<Bfloat16>, lookup_thread<Float16>), &args);
+  const int num_threads = a.num_ids < 4 ? 1 : a.num_threads;
+  with_type(a.weight_type, [&](auto w) {
+    if constexpr (!kIsPair<decltype(w)>) run_parallel(num_threads, lookup_thread<decltype(w)>, &args);
+  });
 }
 
 static void pack_weight(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed) {
-  auto pack = for_type(type, pack_panels<float>, pack_panels<Bfloat16>, pack_panels<Float16>);
-  pack(weight, out_features, in_features, packed);
+  with_type(type, [&](auto w) { pack_panels<decltype(w)>(weight, out_features, elements(in_features, type), packed); });
 }
 
 static void unpack_weight(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight) {
-  auto unpack = for_type(type, unpack_panels<float>, unpack_panels<Bfloat16>, unpack_panels<Float16>);
-  unpack(packed, out_features, in_features, weight);
+  with_type(type, [&](auto w) { unpack_panels<decltype(w)>(packed, out_features, elements(in_features, type), weight); });
 }
 
 }  // namespace PENSTOCK_NAMESPACE

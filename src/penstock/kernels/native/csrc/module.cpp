@@ -28,15 +28,17 @@ bool can_run(const Kernels* kernels) {
   if (kernels == avx512_kernels())
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (kernels == avx512bf16_kernels()) return can_run(avx512_kernels()) && __builtin_cpu_supports("avx512bf16");
   if (kernels == avx2_kernels())
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // these have F16C too
 #endif
   return kernels == generic_kernels();
 }
 
-// Best first.
+// Best first. AVX-512 is one instruction set, with or without BF16: all but bfloat16 arithmetic is the same.
 const Kernels* candidate(int index) {
-  const Kernels* all[] = {avx512_kernels(), avx2_kernels(), generic_kernels()};
+  const Kernels* avx512 = can_run(avx512bf16_kernels()) ? avx512bf16_kernels() : avx512_kernels();
+  const Kernels* all[] = {avx512, avx2_kernels(), generic_kernels()};
   return index < 3 && can_run(all[index]) ? all[index] : nullptr;
 }
 
@@ -133,7 +135,7 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
   for (int i = 0; names != nullptr && i < 3; ++i) {
     if (candidate(i) == nullptr) continue;
-    PyObject* entry = Py_BuildValue("(isi)", i, candidate(i)->name, candidate(i)->panel_width);
+    PyObject* entry = Py_BuildValue("(isii)", i, candidate(i)->name, candidate(i)->panel_width, candidate(i)->has_pair_products);
     if (entry == nullptr || PyList_Append(names, entry) != 0) Py_CLEAR(names);
     Py_XDECREF(entry);
   }

@@ -1,0 +1,75 @@
+// Products of bfloat16 pairs, added in float32: the arithmetic of AVX512-BF16's vdpbf16ps.
+//
+// A lane adds the product of the pair's second elements, then that of the first ones, each as an FMA that rounds to
+// nearest even. Denormal numbers count as zero, in operands, sums and results. Instruction sets without the instruction
+// compute the same bits from float operations; without an FMA, products below the smallest normal number may differ.
+
+namespace PENSTOCK_NAMESPACE {
+
+// Two adjacent elements of a row.
+struct Bfloat16Pair {
+  uint16_t first, second;
+};
+
+PENSTOCK_INLINE Vec load(const Bfloat16Pair* from) {
+  return *reinterpret_cast<const LooseVec*>(from);
+}
+
+#if defined(PENSTOCK_PAIR_PRODUCTS)
+constexpr bool kHasPairProducts = true;
+
+// sum + x * w, lanes of pairs.
+PENSTOCK_INLINE void multiply_add_pairs(Vec& sum, Vec x, Vec w) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+}
+#else
+constexpr bool kHasPairProducts = false;
+
+PENSTOCK_INLINE Vec without_denormals(Vec v) {
+  const IntVec is_normal = (IntVec)((UintVec)v & 0x7fffffffu) >= 0x00800000;
+  return (Vec)((IntVec)v & (is_normal | (int32_t)0x80000000));
+}
+
+PENSTOCK_INLINE void multiply_add_pairs(Vec& sum, Vec x, Vec w) {
+  sum = without_denormals(sum);
+  multiply_add(sum, without_denormals((Vec)((UintVec)x & 0xffff0000u)),
+               without_denormals((Vec)((UintVec)w & 0xffff0000u)));
+  sum = without_denormals(sum);
+  multiply_add(sum, without_denormals((Vec)((UintVec)x << 16)), without_denormals((Vec)((UintVec)w << 16)));
+  sum = without_denormals(sum);
+}
+#endif
+
+// A pair in every lane.
+PENSTOCK_INLINE Vec splat_pair(const float* pair) {
+  int32_t bits;
+  std::memcpy(&bits, pair, sizeof bits);
+  return (Vec)(bits - IntVec{});
+}
+
+// bfloat16 nearest to each element, ties to even, in the upper half of its lane; NaN stays NaN.
+PENSTOCK_INLINE UintVec round_to_bfloat16(Vec v) {
+  const UintVec bits = (UintVec)v;
+  const UintVec rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const UintVec is_nan = (UintVec)(v != v);
+  return ((is_nan & (bits | 0x00400000u)) | (~is_nan & rounded)) & 0xffff0000u;
+}
+
+// Rounds a row of 2 * num_pairs elements.
+static void round_row(const float* x, int64_t num_pairs, Bfloat16Pair* to) {
+  const int64_t size = 2 * num_pairs;
+  int64_t k = 0;
+  for (; k + kLanes <= size; k += kLanes) {
+    const HalfVec rounded = __builtin_convertvector(round_to_bfloat16(load(x + k)) >> 16, HalfVec);
+    std::memcpy(reinterpret_cast<uint16_t*>(to) + k, &rounded, sizeof rounded);
+  }
+  for (; k < size; k += 2) {
+    Vec both{};
+    both[0] = x[k];
+    both[1] = x[k + 1];
+    const UintVec rounded = round_to_bfloat16(both) >> 16;
+    to[k / 2] = {static_cast<uint16_t>(rounded[0]), static_cast<uint16_t>(rounded[1])};
+  }
+}
+
+}  // namespace PENSTOCK_NAMESPACE

@@ -1,0 +1,137 @@
+"""Products in bfloat16 arithmetic, bit for bit, against additions one at a time in torch.
+
+AVX512-BF16 is tested where the processor has it; the other instruction sets compute the same bits without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+
+AVAILABLE = [found.name for found in available_instruction_sets()]
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+@pytest.fixture(params=AVAILABLE, scope="module")
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
+    loaded = load_native_kernels(request.param)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def flushed(x: Tensor) -> Tensor:
+    """Denormal numbers as zeros of their sign."""
+    return torch.where(x.abs() < SMALLEST_NORMAL, torch.zeros_like(x).copysign(x), x)
+
+
+def reference(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """vdpbf16ps, input by input: of each pair the second product first, every sum rounded to float32."""
+    # Products are exact in float64. So are sums, if the exponents are close; their rounding to float32 is the only one.
+    x_TI, wide_OI = flushed(x_TI.bfloat16().float()).double(), flushed(weight_OI.float()).double()
+    sum_TO = torch.zeros(len(x_TI), len(weight_OI))
+    for pair in range(0, x_TI.shape[1], 2):
+        for k in (pair + 1, pair):
+            sum_TO = flushed((sum_TO.double() + torch.outer(x_TI[:, k], wide_OI[:, k])).float())
+    return sum_TO
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_products_have_the_bits_of_the_reference(kernels: NativeKernels, data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, 40) | st.just(130), label="rows")
+    inputs = 2 * data.draw(st.integers(1, 40) | st.just(260), label="pairs")
+    outputs = data.draw(st.integers(1, 140), label="outputs")
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    x_TI = torch.randn(rows, 2 * inputs)[:, :inputs] if data.draw(st.booleans()) else torch.randn(rows, inputs)
+    weight_OI, bias_O = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
+    packed = kernels.pack_weight(weight_OI, in_pairs=True)
+    expected_TO = reference(x_TI, weight_OI)
+    assert same_bits(kernels.linear(x_TI, packed, outputs, None), expected_TO)
+    assert same_bits(kernels.linear(x_TI, packed, outputs, bias_O), expected_TO + bias_O)
+    tokens_T, failed_T, largest_T = kernels.greedy(x_TI, packed, outputs, with_largest=True)
+    assert torch.equal(tokens_T, expected_TO.argmax(1))
+    assert not failed_T.any()
+    assert largest_T is not None
+    assert same_bits(largest_T, expected_TO.amax(1))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(50, 34), (96, 512), (33, 1536)])
+def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    kernels: NativeKernels, num_threads: int, outputs: int, inputs: int
+) -> None:
+    packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16(), in_pairs=True)
+    x_TI = torch.randn(61, inputs)
+    alone = [kernels.linear(row, packed, outputs, None) for row in x_TI.split(1)]
+    for count in (2, 3, 5, 8, 12, 13, 25, 61):
+        assert same_bits(kernels.linear(x_TI[:count], packed, outputs, None), torch.cat(alone[:count]))
+
+
+def test_denormal_numbers_count_as_zero(kernels: NativeKernels) -> None:
+    tiny = SMALLEST_NORMAL / 4
+    cases = [  # x, weight, product
+        ([tiny, 1.0], [1.0, 1.0], 1.0),
+        ([1.0, 0.0], [tiny, 1.0], 0.0),
+        ([2.0**-70, 0.0], [2.0**-60, 0.0], 0.0),  # the sum would be denormal
+        # The denormal sum is flushed before the second product is added.
+        ([2.0**-63 * 1.5, 2.0**-70], [2.0**-63, 2.0**-60], 2.0**-126 * 1.5),
+    ]
+    for x, weight, product in cases:
+        packed = kernels.pack_weight(torch.tensor([weight]).bfloat16(), in_pairs=True)
+        assert kernels.linear(torch.tensor([x]), packed, 1, None).item() == product
+
+
+def test_rows_are_rounded_to_the_nearest_bfloat16_and_ties_to_even(kernels: NativeKernels) -> None:
+    x_I = torch.cat([torch.randn(4000), 1 + torch.arange(64) / 256, torch.tensor([3.4e38, -3.4e38])])
+    identity = torch.eye(2).bfloat16()
+    packed = kernels.pack_weight(identity, in_pairs=True)
+    found = kernels.linear(x_I.view(-1, 2), packed, 2, None).view(-1)
+    assert torch.equal(found.isfinite(), x_I.bfloat16().isfinite())
+    assert torch.equal(found[:-2], x_I[:-2].bfloat16().float())
+
+
+def test_what_is_not_a_number_stays_in_its_row(kernels: NativeKernels) -> None:
+    x_TI = torch.randn(14, 64)
+    packed = kernels.pack_weight(torch.randn(40, 64).bfloat16(), in_pairs=True)
+    before_TO = kernels.linear(x_TI, packed, 40, None)
+    x_TI[3, 63], x_TI[7, 0] = float("nan"), float("inf")
+    after_TO = kernels.linear(x_TI, packed, 40, None)
+    assert after_TO[3].isnan().all()
+    assert not after_TO[7].isfinite().any()
+    rest = [row for row in range(14) if row not in (3, 7)]
+    assert torch.equal(after_TO[rest], before_TO[rest])
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (33, 30), (64, 128)])
+def test_unpacking_gives_every_bit_back_and_rows_are_read_exactly(
+    kernels: NativeKernels, outputs: int, inputs: int
+) -> None:
+    weight_OI = torch.randint(-(2**15), 2**15, (outputs, inputs), dtype=torch.int16).view(torch.bfloat16)
+    packed = kernels.pack_weight(weight_OI, in_pairs=True)
+    assert torch.equal(kernels.unpack_weight(packed, outputs).view(torch.int16), weight_OI.view(torch.int16))
+    ids_T = torch.tensor([outputs - 1, 0, outputs // 2, 0, outputs - 1])
+    assert torch.equal(kernels.rows(ids_T, packed).nan_to_num(), weight_OI[ids_T].float().nan_to_num())
+
+
+def test_a_packed_weight_takes_the_bytes_of_the_checkpoint(kernels: NativeKernels) -> None:
+    weight_OI = torch.randn(1000, 512).bfloat16()
+    assert kernels.pack_weight(weight_OI, in_pairs=True).nbytes <= 1.05 * weight_OI.nbytes
