@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import PoolingParams, SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
@@ -60,7 +60,7 @@ class Session:
     def accept(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | PoolingParams,
         where: str = "",
         *,
         priority: int = 0,
