@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.pooling_models import (
+
+from penstock import LLM, PoolingParams
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from support.pooling_models import (
     TINY_DECODER,
     TINY_ENCODER,
     VOCAB,
@@ -16,9 +19,6 @@ from tests.support.pooling_models import (
     random_text,
     sentence_transformer,
 )
-
-from penstock import LLM, PoolingParams
-from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
 pytest.importorskip("sentence_transformers")
 

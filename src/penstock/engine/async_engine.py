@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ModelConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.param_checks import shown
@@ -308,6 +308,11 @@ class AsyncEngine(RefusesMethods):
     def max_model_len(self) -> int:
         """Longest context in tokens, prompt and output together."""
         return self._dispatcher.core.max_model_len
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Configuration of the model, with its pooling."""
+        return self._input_processor.model
 
     @property
     def own_tokenizer(self) -> Tokenizer:

@@ -123,6 +123,11 @@ class InputProcessor:
             request, text = self._process(prompt, sampling_params, request_id, priority, number)
         return AcceptedRequest(request, text, where)
 
+    @property
+    def model(self) -> ModelConfig:
+        """Configuration of the model."""
+        return self._model
+
     def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
         """Tokenise a part of a streamed prompt; only the first part gets special tokens. Raises InvalidRequest."""
         text, token_ids, cache_salt, parts = _fields_of(prompt)
@@ -203,7 +208,8 @@ class InputProcessor:
             text, given, cache_salt, parts = prompt, None, None, None
         else:
             text, given, cache_salt, parts = _fields_of(prompt)
-        check_sendable({"request_id": request_id, "prompt": text, "cache_salt": cache_salt, "parts": parts})
+        plain = list(map(str, text)) if isinstance(text, TextPair) else None if text is None else str(text)
+        check_sendable({"request_id": request_id, "prompt": plain, "cache_salt": cache_salt, "parts": parts})
         if given is None:
             encoded = pooling.encode(text or "", params, add_special_tokens=not isinstance(text, RenderedText))
             token_ids = encoded.token_ids

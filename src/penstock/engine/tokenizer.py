@@ -325,14 +325,14 @@ class PythonBackend:
 
 
 def shares_of_pair(first: int, second: int, room: int) -> tuple[int, int]:
-    """Tokens that each of two texts keeps: the longer one is cut to the other's length first."""
-    excess = first + second - room
-    if excess <= 0:
+    """Tokens that each of two texts keeps: the longer one is cut, and both where half of the room is too little."""
+    if first + second <= room:
         return first, second
-    cut = min(excess, abs(first - second))
-    first, second = (first - cut, second) if first > second else (first, second - cut)
-    excess -= cut
-    return max(0, first - excess // 2), max(0, second - (excess - excess // 2))
+    shorter = min(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return (longer, shorter) if first > second else (shorter, longer)
 
 
 def _second_start(type_ids: Sequence[int], second: str | None) -> int | None:
