@@ -144,7 +144,7 @@ class LLM(PoolingMethods, RefusesMethods):
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, LifecycleError after
         `close`. Whatever ends the call early, Ctrl-C included, aborts its requests, and the next call works.
         """
-        refuse_generation(self._config.model)
+        refuse_generation(self._session.model_config)
         prompt_list = list_of_prompts(prompts)
         if sampling_params is None:
             sampling_params = self._session.default_sampling_params
@@ -189,7 +189,7 @@ class LLM(PoolingMethods, RefusesMethods):
 
         Otherwise as `generate`; raises InvalidRequest also when there is no template or it refuses the messages.
         """
-        refuse_generation(self._config.model)
+        refuse_generation(self._session.model_config)
         conversations = list_of_conversations(messages)
         prompts = []
         for index, conversation in enumerate(conversations):
@@ -212,7 +212,7 @@ class LLM(PoolingMethods, RefusesMethods):
 
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter.
         """
-        refuse_generation(self._config.model)
+        refuse_generation(self._session.model_config)
         return beam_search(self._session, list_of_prompts(prompts), params)
 
     @also_from_vllm

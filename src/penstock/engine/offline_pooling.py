@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.config import EngineConfig
 from penstock.config.vllm import also_from_vllm
 from penstock.contract import PoolingParams
 from penstock.engine import pooling_outputs as outputs
@@ -33,7 +32,6 @@ class PoolingMethods:
     model cannot do, and RequestFailed, with the reason, where a request fails while it runs.
     """
 
-    _config: EngineConfig
     _session: Session
 
     @also_from_vllm
@@ -50,7 +48,7 @@ class PoolingMethods:
 
         prompt_name: prompt of the model's files that is put before each text; None takes the default one, if any.
         """
-        pooling = check_task(self._config.model, "embed")
+        pooling = check_task(self._session.model_config, "embed")
         prompt_list = [named_prompt(pooling, prompt, prompt_name) for prompt in list_of_prompts(prompts)]
         return self._pool(prompt_list, pooling_params, "embed", outputs.as_embedding, use_tqdm, priority)
 
@@ -64,7 +62,7 @@ class PoolingMethods:
         priority: Sequence[int] | int | None = None,
     ) -> list[outputs.ClassificationRequestOutput]:
         """Classify texts: a probability per class, in the order of `id2label`."""
-        check_task(self._config.model, "classify")
+        check_task(self._session.model_config, "classify")
         prompt_list = list_of_prompts(prompts)
         return self._pool(prompt_list, pooling_params, "classify", outputs.as_classification, use_tqdm, priority)
 
@@ -83,7 +81,7 @@ class PoolingMethods:
         pooling_task: None takes that of the parameters, or the model's first.
         """
         task = pooling_task or getattr(pooling_params, "task", None)
-        pooling = check_task(self._config.model, task)
+        pooling = check_task(self._session.model_config, task)
         prompt_list = list_of_prompts(prompts)
         return self._pool(prompt_list, pooling_params, task or pooling.tasks[0], outputs.as_pooling, use_tqdm, priority)
 
@@ -97,7 +95,7 @@ class PoolingMethods:
         priority: Sequence[int] | int | None = None,
     ) -> list[outputs.PoolingRequestOutput[outputs.PoolingOutput]]:
         """Rewards of each token, [T, number of rewards]: the task token_classify."""
-        check_task(self._config.model, "token_classify")
+        check_task(self._session.model_config, "token_classify")
         prompt_list = list_of_prompts(prompts)
         return self._pool(prompt_list, pooling_params, "token_classify", outputs.as_pooling, use_tqdm, priority)
 
@@ -122,7 +120,7 @@ class PoolingMethods:
             raise InvalidRequest(
                 f"data_1 has {len(first)} texts and data_2 {len(second)}. Allowed: one, or as many as data_2."
             )
-        pooling = check_task(self._config.model, "score", "embed")
+        pooling = check_task(self._session.model_config, "score", "embed")
         if "score" in pooling.tasks:
             pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
             prompts = score_prompts(self._session.tokenizer, pairs, chat_template)

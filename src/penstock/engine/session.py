@@ -34,13 +34,14 @@ class Session:
 
     Each `run` steps the core for all requests: several may be active at once, nested or in several threads.
 
-    default_sampling_params: parameters of requests without any.
+    default_sampling_params: parameters of requests without any. model_config: configuration of the model.
 
     Raises what loading the tokenizer and the model raises.
     """
 
     def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
         refuse_at_exit()
+        self.model_config = config.model
         # The tokenizer first: a damaged one is found before the weights are loaded.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self.default_sampling_params = default_sampling_params(config.model)

@@ -107,11 +107,13 @@ def _build(config: ModelConfig) -> nn.Module:
         Use.CLASSIFY_TOKENS: transformers.AutoModelForTokenClassification,
     }
     try:
-        hf_config = transformers.AutoConfig.from_pretrained(config.folder)
+        hf_config = transformers.AutoConfig.from_pretrained(config.folder, trust_remote_code=False)
         hf_config._attn_implementation = "eager"
         auto = kinds.get(use, transformers.AutoModel) if name else transformers.AutoModel
         with torch.device("meta"):
-            model = auto.from_config(hf_config, attn_implementation="eager", dtype=torch.float32)
+            model = auto.from_config(
+                hf_config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
+            )
     except Exception as error:
         raise UnsupportedModel(
             f"{config.model} ({pooling.architecture.name}) cannot be built by Transformers: "
