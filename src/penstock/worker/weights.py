@@ -56,6 +56,8 @@ class Weights:
             dtype.name,
             dtype.reason,
         )
+        if config.model.pooling is not None:
+            logger.info("Pooling: %s", config.model.pooling.describe())
 
     @property
     def language_model(self) -> LanguageModel:
