@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Phi3": ("Phi3Config", TINY_DECODER, "last"),
     "GPT2": ("GPT2Config", _GPT2, "last"),
 }
-_QUICK = ("Bert", "Roberta", "Qwen3")
+_QUICK = ("Bert", "Qwen3")
 _WITH_TOKENS = ("Bert", "Roberta", "DistilBert", "Qwen2", "Qwen3", "Llama", "Mistral")
 LOGITS = PoolingParams(use_activation=False)
 
@@ -85,7 +85,8 @@ def test_classes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert [one.outputs.probs for one in together] == [one.outputs.probs for one in alone]
 
 
-@pytest.mark.parametrize("family", families(*_WITH_TOKENS))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _WITH_TOKENS)
 def test_classes_of_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, family, "TokenClassification", num_labels=3)
     options = {"max_num_batched_tokens": 16} if FAMILIES[family][2] == "last" else {}
@@ -153,7 +154,7 @@ def test_the_score_of_an_embedding_model_is_the_cosine(tmp_path: Path) -> None:
     np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_reranker_answers_yes_or_no(is_tied: bool, tmp_path: Path) -> None:
     model = random_model("Qwen3ForCausalLM", "Qwen3Config", **_HEADS, tie_word_embeddings=is_tied)
     save(model, tmp_path, kind="last")
