@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
-    from penstock.contract import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.outputs import CompletionOutput, RequestOutput
+    from penstock.engine.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from penstock.engine.prompts import LoRARequest, PromptDict
     from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
@@ -27,14 +37,23 @@ __all__ = [
     "AsyncEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "LoRARequest",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptDict",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StreamingInput",
     "StructuredOutputsParams",
     "__version__",
@@ -45,14 +64,23 @@ _HOMES = {
     "AsyncEngine": "penstock.engine.async_engine",
     "BeamSearchOutput": "penstock.engine.beam_search",
     "BeamSearchParams": "penstock.engine.beam_search",
+    "ClassificationOutput": "penstock.engine.pooling_outputs",
+    "ClassificationRequestOutput": "penstock.engine.pooling_outputs",
     "CompletionOutput": "penstock.engine.outputs",
+    "EmbeddingOutput": "penstock.engine.pooling_outputs",
+    "EmbeddingRequestOutput": "penstock.engine.pooling_outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
     "LoRARequest": "penstock.engine.prompts",
+    "PoolingOutput": "penstock.engine.pooling_outputs",
+    "PoolingParams": "penstock.contract",
+    "PoolingRequestOutput": "penstock.engine.pooling_outputs",
     "PromptDict": "penstock.engine.prompts",
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.contract",
     "SamplingParams": "penstock.contract",
+    "ScoringOutput": "penstock.engine.pooling_outputs",
+    "ScoringRequestOutput": "penstock.engine.pooling_outputs",
     "StreamingInput": "penstock.engine.streaming_input",
     "StructuredOutputsParams": "penstock.contract",
 }

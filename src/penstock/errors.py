@@ -58,6 +58,10 @@ class ChatTemplateError(InvalidRequest):
     """A chat template that cannot render a request's messages: it refuses them, is wrong, or exceeds a limit."""
 
 
+class RequestFailed(PenstockError):
+    """A request that failed while it ran, with the reason; other requests go on."""
+
+
 class ContextTooLong(InvalidRequest):
     """A request that can never fit into this engine's context or KV cache."""
 

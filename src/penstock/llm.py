@@ -16,7 +16,9 @@ from penstock.engine.conversation import Message, list_of_conversations, render_
 from penstock.engine.core_client import check_timeout
 from penstock.engine.input_processor import located
 from penstock.engine.metrics import Metric
+from penstock.engine.offline_pooling import PoolingMethods
 from penstock.engine.outputs import RequestOutput
+from penstock.engine.pooling_prompts import refuse_generation
 from penstock.engine.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.session import Session
 from penstock.errors import InvalidRequest, UnsupportedFeature
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class LLM(RefusesMethods):
-    """Offline engine: generates text with a model.
+class LLM(PoolingMethods, RefusesMethods):
+    """Offline engine: generates text with a model, or pools texts (embeddings, scores, classes).
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
     dtype: "auto" (the checkpoint's, if the device supports it), "float32", "bfloat16" or "float16".
@@ -100,7 +102,7 @@ class LLM(RefusesMethods):
             load_format=load_format,
             **other_options,
         )
-        if config.model.pools:
+        if config.model.pools and config.model.pooling is None:
             raise UnsupportedFeature(
                 f"output_head={config.model.output_head!r} pools, and LLM generates text. Use AsyncEngine, whose "
                 "outputs have `pooled`, or leave it out."
@@ -142,6 +144,7 @@ class LLM(RefusesMethods):
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, LifecycleError after
         `close`. Whatever ends the call early, Ctrl-C included, aborts its requests, and the next call works.
         """
+        refuse_generation(self._session.model_config)
         prompt_list = list_of_prompts(prompts)
         if sampling_params is None:
             sampling_params = self._session.default_sampling_params
@@ -186,6 +189,7 @@ class LLM(RefusesMethods):
 
         Otherwise as `generate`; raises InvalidRequest also when there is no template or it refuses the messages.
         """
+        refuse_generation(self._session.model_config)
         conversations = list_of_conversations(messages)
         prompts = []
         for index, conversation in enumerate(conversations):
@@ -208,6 +212,7 @@ class LLM(RefusesMethods):
 
         Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter.
         """
+        refuse_generation(self._session.model_config)
         return beam_search(self._session, list_of_prompts(prompts), params)
 
     @also_from_vllm

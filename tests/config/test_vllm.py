@@ -93,7 +93,8 @@ def test_options_of_the_same_name_are_ours(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "own_name"), TABLE.other_names["options"].items())
 def test_options_of_another_name_are_ours(name: str, own_name: str, model: str) -> None:
-    value = {"memory_fraction": 0.5, "kv_cache_memory_bytes": 1 << 20, "policy": "priority"}[own_name]
+    values = {"memory_fraction": 0.5, "kv_cache_memory_bytes": 1 << 20, "policy": "priority"}
+    value = {**values, "convert": "embed", "pooler_config": {"pooling_type": "mean"}}[own_name]
     assert EngineConfig.create(model, **{name: value}) == EngineConfig.create(model, **{own_name: value})
     assert EngineConfig.create(model, **{name: value}) != EngineConfig.create(model)
 

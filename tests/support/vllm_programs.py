@@ -405,31 +405,6 @@ REFUSED = {
         LLM(model="demo").list_loras()
         """,
     ],
-    "pooling, embeddings, classification and scoring": [
-        """
-        from vllm import LLM
-        LLM(model="demo", runner="pooling", convert="embed")
-        """,
-        """
-        from vllm import LLM
-        llm = LLM(model="demo", task="embed", enforce_eager=True)
-        """,
-        """
-        from vllm import LLM
-        outputs = LLM(model="demo").embed(["Hello, my name is", "The capital of France is"])
-        """,
-        """
-        from vllm import LLM
-        (output,) = LLM(model="demo").classify("Hello, my name is")
-        """,
-        """
-        from vllm import LLM
-        scores = LLM(model="demo").score("What is the capital of France?", ["Paris.", "Berlin."])
-        """,
-        """
-        from vllm import LLM, PoolingParams
-        """,
-    ],
     "sleep mode": [
         """
         from vllm import LLM

@@ -247,7 +247,7 @@ class AttentionBackend(CacheBackend):
         qkv_TX: [T, (H + 2 * K) * D], query heads, key heads, value heads; overwritten. Returns [T, H * D].
         A backend with a fused kernel overrides this.
         """
-        heads = _prepared_heads(layer, qkv_TX, norm, rotation)
+        heads = prepared_heads(layer, qkv_TX, norm, rotation)
         return self.forward(layer, *heads, kv_cache, metadata).flatten(1)
 
     def forward_last_projected(
@@ -262,12 +262,12 @@ class AttentionBackend(CacheBackend):
         last_metadata: AttentionMetadata,
     ) -> Tensor:
         """Run `forward_last` on the output of the QKV projection, as in `forward_projected`: [R, H * D]."""
-        heads = _prepared_heads(layer, qkv_TX, norm, rotation)
+        heads = prepared_heads(layer, qkv_TX, norm, rotation)
         return self.forward_last(layer, *heads, kv_cache, metadata, rows_R, last_metadata).flatten(1)
 
 
-def _prepared_heads(
-    layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
+def prepared_heads(
+    layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split into query, key and value heads, with norm and rotary embedding applied, in place where possible."""
     num_query_key_heads = layer.num_heads + layer.num_kv_heads
@@ -275,6 +275,7 @@ def _prepared_heads(
     query_key_THD = heads_THD[:, :num_query_key_heads]
     if norm is not None:
         query_key_THD = norm(query_key_THD)
-    apply_rotary(query_key_THD, rotation)
+    if rotation is not None:
+        apply_rotary(query_key_THD, rotation)
     query_THD, key_TKD = query_key_THD.split_with_sizes([layer.num_heads, layer.num_kv_heads], 1)
     return query_THD, key_TKD, heads_THD[:, num_query_key_heads:]

@@ -108,7 +108,7 @@ class CpuNativeBackend(AttentionBackend):
         kv_cache: Tensor,
         metadata: CpuNativeMetadata,
     ) -> Tensor:
-        preparation = _preparation(rotation, norm)
+        preparation = head_preparation(rotation, norm)
         if preparation is None or metadata.num_tokens == 0:
             return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
@@ -133,7 +133,7 @@ class CpuNativeBackend(AttentionBackend):
         rows_R: Tensor,
         last_metadata: CpuNativeMetadata,
     ) -> Tensor:
-        preparation = _preparation(rotation, norm)
+        preparation = head_preparation(rotation, norm)
         if preparation is None:
             return super().forward_last_projected(
                 layer, qkv_TX, norm, rotation, kv_cache, metadata, rows_R, last_metadata
@@ -162,7 +162,7 @@ class CpuNativeBackend(AttentionBackend):
         return shape
 
 
-def _preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparation | None:
+def head_preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparation | None:
     """The kernel's fused normalisation and rotary embedding; None where it does not support these."""
     if not isinstance(rotation, TableRotation):
         return None

@@ -16,6 +16,7 @@ from penstock.cli.failures import readable_errors
 from penstock.cli.flags import EngineCommand, with_dashes
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
+from penstock.cli.pool import classify, embed, score
 from penstock.cli.serve import serve
 
 
@@ -53,6 +54,8 @@ app = typer.Typer(
 )
 app.command(cls=EngineCommand)(generate)
 app.command(cls=EngineCommand)(chat)
+for _command in (embed, classify, score):
+    app.command(cls=EngineCommand)(_command)
 app.command(cls=EngineCommand)(serve)
 app.command()(env)
 app.command(cls=EngineCommand)(plan)

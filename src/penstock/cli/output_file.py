@@ -40,6 +40,12 @@ class PartialFile:
         self._places[index] = (self._end, len(data))
         self._end += len(data)
 
+    def put_bytes(self, data: bytes) -> None:
+        """Write the whole content, which has no lines."""
+        self._file.write(data)
+        self._file.flush()
+        self._places[0] = (0, len(data))
+
     def put_rest(self) -> None:
         """Do nothing: no result waits for another."""
 

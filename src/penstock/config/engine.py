@@ -30,6 +30,8 @@ _SPECULATIVE_CONFIG = "speculative_config"
 _STEP_SIZE = "max_num_batched_tokens"
 # Token budget with pipeline parallelism: shorter steps make a smaller pipeline bubble.
 _STAGED_TOKENS = 512
+# Token budget of models that need whole texts.
+_WHOLE_TEXTS_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class EngineConfig:
                 "beyond the token budget of a step. Leave it out, and set max_num_batched_tokens to the length of the "
                 "longest prompt instead."
             )
+        self._check_pooling()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(
@@ -95,6 +98,22 @@ class EngineConfig:
         return min(
             self.parallel.pipeline_parallel_size, _CHANNEL_PIECES // self._message_pieces(self.scheduler.max_num_seqs)
         )
+
+    def _check_pooling(self) -> None:
+        """Refuse parallelism that pooling models do not have."""
+        pooling, parallel = self.model.pooling, self.parallel
+        if pooling is None:
+            return
+        for name, is_refused in (
+            ("pipeline_parallel_size", True),
+            ("decode_context_parallel_size", not pooling.is_pooled_in_chunks),
+        ):
+            size = getattr(parallel, name)
+            if is_refused and size > 1:
+                raise ConfigError(
+                    f"{name}={size} is not valid for {self.model.model}, which pools (runner='pooling'). Leave it out; "
+                    "tensor_parallel_size and data_parallel_size work."
+                )
 
     def _message_pieces(self, num_reqs: int) -> int:
         """Pieces of the message with the outcome of a step, from the last stage to another."""
@@ -141,11 +160,17 @@ class EngineConfig:
     @classmethod
     def _sorted(cls, model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
         _refuse_unknown(options, option_names())
+        model_config = ModelConfig.load(model, **_take(options, MODEL_OPTIONS))
         if options.get(_STEP_SIZE) is None:
             default = {} if options.get("pipeline_parallel_size", 1) == 1 else {_STEP_SIZE: _STAGED_TOKENS}
             options = {name: value for name, value in options.items() if name != _STEP_SIZE} | default
+        if model_config.pooling is not None and not model_config.pooling.is_pooled_in_chunks:
+            wanted = model_config.max_model_len
+            longest = wanted if isinstance(wanted, int) else model_config.longest_context
+            default = {_STEP_SIZE: max(_WHOLE_TEXTS_TOKENS, longest)}
+            options = {**default, **options, "enable_chunked_prefill": False}
         return cls(
-            model=ModelConfig.load(model, **_take(options, MODEL_OPTIONS)),
+            model=model_config,
             speculative=SpeculativeConfig.from_option(options.get(_SPECULATIVE_CONFIG)),
             **{name: config(**_take(options, _fields(config))) for name, config in _CONCERNS.items()},
         )

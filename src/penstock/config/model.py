@@ -17,6 +17,7 @@ from penstock.config.generation import (
     generation_config_folder,
 )
 from penstock.config.json_file import read_json_object, shown
+from penstock.config.pooling import POOL, PoolingConfig, read_pooling
 from penstock.config.resolve import resolve_model_folder
 from penstock.config.size_limits import MAX_POSITIONS, check_sizes
 from penstock.errors import ConfigError, ModelError
@@ -36,7 +37,17 @@ CALIBRATION_FILE = "calibration.jsonl"
 # Fields of the longest context, by architecture.
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
 # Fields of the hidden size, by architecture.
-_HIDDEN_FIELDS = ("hidden_size", "n_embd")
+_HIDDEN_FIELDS = ("hidden_size", "n_embd", "dim", "d_model")
+# Model types whose positions begin after that of padding.
+_NUMBERED_AFTER_PADDING = (
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "xlm-roberta-xl",
+    "mpnet",
+    "longformer",
+    "data2vec-text",
+)
 # Token ids are 32-bit integers.
 _MAX_TOKENS = 2**31
 
@@ -52,7 +63,13 @@ class ModelConfig:
     max_model_len: longest context in tokens; None takes the model's, "auto" what fits into memory.
     seed: base of the seeds of requests without one.
     model_impl: implementation of the model; "auto" takes Penstock's if the architecture has one, else Transformers'.
-    output_head: use of the hidden states: "generate" samples tokens; others pool, and are registered by plugins.
+    output_head: use of the hidden states: "generate" samples tokens, "pool" pools as `pooling` says; others are
+    registered by plugins, and pool.
+    runner: "generate" for text, "pooling" for embeddings, scores and classes; "auto" is what the model was made for.
+    convert: what a pooling runner makes of the model: "embed", "classify", or "none" for vectors of tokens only; "auto"
+    is what the model was made for.
+    pooler_config: how it pools, in place of what its files say: pooling_type, normalize, activation, dimensions,
+    classifier_from_token; a dictionary, or JSON.
     quantization: quantisation of linear layers while loading; None keeps the checkpoint's weights; "none" dequantises
     a GGUF file, whose products a CPU computes from its blocks otherwise.
     quantization_calibration: calibration data for GPTQ with quantization "int4", a JSONL file; "auto" is
@@ -73,10 +90,14 @@ class ModelConfig:
     seed: int = 0
     model_impl: str = "auto"
     output_head: str = GENERATE
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: Mapping[str, Any] | str | None = None
     quantization: str | None = None
     quantization_calibration: str = AUTO_CALIBRATION
     generation_config: str | Path = AUTO_GENERATION_CONFIG
     override_generation_config: Mapping[str, Any] | None = None
+    pooling: PoolingConfig | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -84,6 +105,7 @@ class ModelConfig:
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         if not isinstance(self.output_head, str):
             raise ConfigError(f"output_head={self.output_head!r} is not valid. Allowed: a name, such as {GENERATE!r}.")
+        object.__setattr__(self, "pooling", self._read_pooling())
         check_sizes(self.hf_config, self.model)
         _ = self.eos_token_ids  # raises for invalid token ids
         quantized = self.hf_config.get("quantization_config")
@@ -150,6 +172,19 @@ class ModelConfig:
         """Whether requests end with pooled hidden states, without sampling tokens."""
         return self.output_head != GENERATE
 
+    def _read_pooling(self) -> PoolingConfig | None:
+        if self.output_head not in (GENERATE, POOL):
+            return None
+        pooling = read_pooling(
+            self.folder,
+            self.hf_config,
+            runner="pooling" if self.output_head == POOL and self.runner == "auto" else self.runner,
+            convert=self.convert,
+            pooler_config=self.pooler_config,
+        )
+        object.__setattr__(self, "output_head", GENERATE if pooling is None else POOL)
+        return pooling
+
     @property
     def calibration_file(self) -> Path | None:
         """File of the calibration data for GPTQ; None for quantisation without it."""
@@ -182,7 +217,9 @@ class ModelConfig:
     def longest_context(self) -> int:
         """Longest context of the model in tokens, with rotary scaling."""
         name = self._context_field or _CONTEXT_FIELDS[0]
-        context = stretched_context(self.hf_config, self.require_int(name))
+        context = stretched_context(self.hf_config, self.require_int(name)) - self._num_unused_positions
+        if self.pooling is not None and self.pooling.max_length is not None:
+            context = min(context, self.pooling.max_length)
         if context > MAX_POSITIONS:
             raise ModelError(
                 f"config.json of {self.model} has {name}={self.hf_config[name]}, which its rotary scaling "
@@ -198,6 +235,10 @@ class ModelConfig:
         positions = self.require_int(name)
         if self.longest_context == positions:
             return name
+        if self.pooling is not None and self.longest_context == self.pooling.max_length:
+            return f"{self.pooling.max_length} by the tokenizer's files or sentence_bert_config.json"
+        if self._num_unused_positions:
+            return f"{name}={positions}, of which {self._num_unused_positions} are unused"
         settings = rope_settings(self.hf_config)
         return f"{name}={positions} with rope_type={rope_type_of(settings)!r} and factor={settings['factor']}"
 
@@ -205,6 +246,14 @@ class ModelConfig:
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return self.require_int(self._first_of(_HIDDEN_FIELDS) or _HIDDEN_FIELDS[0])
+
+    @property
+    def _num_unused_positions(self) -> int:
+        """Positions up to that of padding, after which RoBERTa's begin."""
+        if self.pooling is None or self.hf_config.get("model_type") not in _NUMBERED_AFTER_PADDING:
+            return 0
+        padding = self.hf_config.get("pad_token_id")
+        return 1 + (padding if isinstance(padding, int) else 1)
 
     @property
     def _context_field(self) -> str | None:

@@ -15,6 +15,7 @@ from penstock.contract.kv_cache import (
     SlidingWindowSpec,
 )
 from penstock.contract.parts import Part, Parts, part_of, register_part
+from penstock.contract.pooling_params import POOLING_TASKS, PoolingParams
 from penstock.contract.runner_output import (
     DraftTokenIds,
     LogprobsLists,
@@ -34,6 +35,7 @@ from penstock.contract.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "CONTRACT_VERSION",
+    "POOLING_TASKS",
     "ArrayBytes",
     "AttentionSpec",
     "CachedRequestData",
@@ -53,6 +55,7 @@ __all__ = [
     "Part",
     "Parts",
     "PooledOutput",
+    "PoolingParams",
     "RecurrentStateSpec",
     "RequestOutputKind",
     "SampledOutput",

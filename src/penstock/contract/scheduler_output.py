@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.contract.parts import Parts
+from penstock.contract.pooling_params import PoolingParams
 from penstock.contract.sampling_params import SamplingParams
 
 
@@ -17,6 +18,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: positions whose KV is already in those blocks (a prefix-cache hit).
     sampling_params: always with a seed; the front end draws one if unset.
     parts: data of features for the request.
+    pooling_params: of a pooling request, with its task; None for one that generates.
     """
 
     req_id: str
@@ -26,6 +28,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
     parts: Parts | None = None
+    pooling_params: PoolingParams | None = None
 
     def anon_repr(self) -> str:
         """Describe the request for logs, with lengths instead of the user's tokens."""

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ModelConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
-from penstock.contract import RequestOutputKind, SamplingParams
+from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.conversation import Message, render_prompt
 from penstock.engine.core_client import CoreClient, check_timeout
@@ -32,6 +32,8 @@ from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.output_stream import OutputStream, StreamLock
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.params_processor import check_is_params
+from penstock.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput, as_pooling
+from penstock.engine.pooling_prompts import check_is_pooling_params
 from penstock.engine.prompts import Prompt
 from penstock.engine.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
@@ -156,10 +158,32 @@ class AsyncEngine(RefusesMethods):
         finally:
             self._close(stream)
 
+    @also_from_vllm
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        pooling_task: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Pool one text; yields its output once it is complete.
+
+        pooling_params: None takes those of the model. pooling_task: None takes the parameters' task, or the model's
+        first. Otherwise as `generate`. Raises RequestFailed, with the reason, if the request fails while it runs.
+        """
+        params = PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
+        check_is_pooling_params(params, pooling_task)
+        async with await self.submit(prompt, params, request_id, priority=priority) as request:
+            async for output in request:
+                if output.finished:
+                    yield as_pooling(output)
+
     async def submit(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -170,7 +194,8 @@ class AsyncEngine(RefusesMethods):
         the queue is full.
         """
         params = self._default_sampling_params if sampling_params is None else sampling_params
-        check_is_params(params)
+        if not isinstance(params, PoolingParams):
+            check_is_params(params)
         stream = await self._open(prompt, params, request_id, priority)
         try:
             await stream.admission()
@@ -285,6 +310,11 @@ class AsyncEngine(RefusesMethods):
         return self._dispatcher.core.max_model_len
 
     @property
+    def model_config(self) -> ModelConfig:
+        """Configuration of the model, with its pooling."""
+        return self._input_processor.model
+
+    @property
     def own_tokenizer(self) -> Tokenizer:
         """The model's tokenizer as the engine uses it, for front ends; `get_tokenizer` is that of Transformers."""
         return self._tokenizer
@@ -364,7 +394,7 @@ class AsyncEngine(RefusesMethods):
         return future.result()
 
     async def _open(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None, priority: int
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None, priority: int
     ) -> OutputStream:
         """Check the request and submit it to the core's thread."""
         self._thread.check_running()
@@ -377,7 +407,8 @@ class AsyncEngine(RefusesMethods):
             lambda: processor.process(prompt, params, request_id=name, priority=priority, number=number),
             is_quick=is_quick,
         )
-        stream = OutputStream(params.output_kind, self._lock)
+        kind = RequestOutputKind.FINAL_ONLY if isinstance(params, PoolingParams) else params.output_kind
+        stream = OutputStream(kind, self._lock)
         with self._lock:
             self._streams.add(stream)
         try:

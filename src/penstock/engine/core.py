@@ -125,6 +125,7 @@ class EngineCore:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 parts=request.parts,
+                pooling_params=request.pooling_params,
                 output_token_ids=request.output_token_ids,
                 needs_tokens_on_host=request.needs_tokens_on_host,
                 pools=self._pools,

@@ -16,17 +16,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
-from penstock.contract import Parts, SamplingParams
+from penstock.contract import Parts, PoolingParams, SamplingParams
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
-from penstock.engine.prompts import PROMPT_KEYS, Prompt, RenderedText, check_fields, list_of_ids
+from penstock.engine.pooling_inputs import PoolingInputs, text_parameters_refused
+from penstock.engine.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
 logger = logging.getLogger(__name__)
 # Total number of values in sampling parameters whose check takes milliseconds.
 _MANY_VALUES = 500
+# Sampling parameters of requests that pool.
+_NOT_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
 
 
 class AcceptedRequest(NamedTuple):
@@ -83,13 +86,16 @@ class InputProcessor:
             eos_token_ids=self._eos_token_ids,
             structured=structured,
         )
+        self._pooling: PoolingInputs | None = None
+        if model.pooling is not None:
+            self._pooling = PoolingInputs(model.pooling, tokenizer, model=model.model, max_model_len=max_model_len)
         self._numbers = itertools.count()
         self._has_warned_of_second_bos = False
 
     def process(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | PoolingParams,
         where: str = "",
         *,
         request_id: str | None = None,
@@ -104,8 +110,23 @@ class InputProcessor:
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
         with located(where):
+            if self._pooling is not None:
+                if not isinstance(sampling_params, PoolingParams):
+                    raise text_parameters_refused(self._pooling.pooling, sampling_params)
+                pooled = self._process_pooled(self._pooling, prompt, sampling_params, request_id, priority)
+                return AcceptedRequest(*pooled, where)
+            if isinstance(sampling_params, PoolingParams):
+                raise InvalidParameter(
+                    "This engine generates text, and PoolingParams are for one that pools. Start it with "
+                    "runner='pooling' for embeddings."
+                )
             request, text = self._process(prompt, sampling_params, request_id, priority, number)
         return AcceptedRequest(request, text, where)
+
+    @property
+    def model(self) -> ModelConfig:
+        """Configuration of the model."""
+        return self._model
 
     def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
         """Tokenise a part of a streamed prompt; only the first part gets special tokens. Raises InvalidRequest."""
@@ -120,7 +141,7 @@ class InputProcessor:
         """Return and increment the number of requests so far, for a seed; thread-safe."""
         return next(self._numbers)
 
-    def is_quick(self, prompt: Prompt, sampling_params: SamplingParams) -> bool:
+    def is_quick(self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams) -> bool:
         """Whether `process` takes no more than a few milliseconds."""
         return _size_of(prompt) < LONG_TEXT and _is_small(sampling_params)
 
@@ -171,6 +192,43 @@ class InputProcessor:
             parts=parts,
         )
         return request, text
+
+    def _process_pooled(
+        self,
+        pooling: PoolingInputs,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str | None,
+        priority: int,
+    ) -> tuple[EngineRequest, str | None]:
+        arrival_time = time.monotonic()
+        params = pooling.params(params)
+        text: str | TextPair | None
+        if isinstance(prompt, TextPair):
+            text, given, cache_salt, parts = prompt, None, None, None
+        else:
+            text, given, cache_salt, parts = _fields_of(prompt)
+        plain = list(map(str, text)) if isinstance(text, TextPair) else None if text is None else str(text)
+        check_sendable({"request_id": request_id, "prompt": plain, "cache_salt": cache_salt, "parts": parts})
+        if given is None:
+            encoded = pooling.encode(text or "", params, add_special_tokens=not isinstance(text, RenderedText))
+            token_ids = encoded.token_ids
+            params = msgspec.structs.replace(params, second_text_start=encoded.second_start)
+        else:
+            token_ids = pooling.cut(given, params)
+        self._check_prompt(token_ids)
+        self._check_priority(priority)
+        request = EngineRequest(
+            req_id=str(self.take_number()) if request_id is None else request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=_NOT_SAMPLED,
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            parts=parts,
+            pooling_params=params,
+        )
+        return request, text if isinstance(text, str) else None
 
     def _encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
         """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""
@@ -296,7 +354,9 @@ def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None
 
 def _size_of(prompt: Prompt) -> int:
     """Number of characters or token ids of a prompt, without iterating over them."""
-    parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
+    parts: Any = (
+        prompt.values() if isinstance(prompt, Mapping) else prompt if isinstance(prompt, TextPair) else [prompt]
+    )
     return sum(len(part) if isinstance(part, Sized) else LONG_TEXT for part in parts if part is not None)
 
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.contract import Parts, SamplingParams
+from penstock.contract import Parts, PoolingParams, SamplingParams
 from penstock.engine.metric_totals import StepTotals
 from penstock.errors import ErrorData
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
@@ -20,6 +20,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: lower runs first, under the "priority" policy.
     cache_salt: requests share cached prefixes only with requests of the same salt.
     parts: the request's data for plugins' features.
+    pooling_params: of a pooling request, with its task; None for one that generates.
     eos_token_ids: end-of-sequence tokens, unless the parameters ignore them.
     output_token_ids: tokens generated earlier by a core that was lost; generation continues after them.
     needs_tokens_on_host: the host must read its tokens before its next step; other requests run ahead meanwhile.
@@ -34,6 +35,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     parts: Parts | None = None
+    pooling_params: PoolingParams | None = None
     output_token_ids: list[int] = []
     needs_tokens_on_host: bool = False
     is_admitted: bool = False

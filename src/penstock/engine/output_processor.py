@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol, TypeAlias
 
-from penstock.contract import LogprobsLists, SamplingParams
+from penstock.contract import ArrayBytes, LogprobsLists, SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
 from penstock.engine.fan_out import FanOut, sample_requests
@@ -56,7 +56,7 @@ class RequestProgress:
         self.num_logprobs = params.logprobs
         self.logprobs: list[dict[int, Logprob]] = []
         self.cumulative_logprob = 0.0
-        self.pooled: list[float] | None = None
+        self.pooled: ArrayBytes | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -131,7 +131,7 @@ class RequestProgress:
             metrics=self.metrics(),
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
-            pooled=self.pooled,
+            pooled_data=self.pooled,
         )
 
     def metrics(self) -> RequestMetrics:
@@ -225,7 +225,7 @@ class RequestProgress:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
-        self.pooled = None if output.pooled is None else output.pooled.to_numpy().tolist()
+        self.pooled = output.pooled
         self._finished_time = now
         num_hidden = len(output.new_token_ids) - len(self._with_text(output.new_token_ids, output))
         self._detokenize(len(self.token_ids) - num_hidden)

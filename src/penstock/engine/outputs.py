@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from penstock.contract import ArrayBytes
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 
@@ -103,7 +106,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
     prompt_logprobs: per token of the prompt its own log-probability and those of the most likely ones, by token id;
         None for the first token, and altogether unless requested.
-    pooled: pooled hidden states of the prompt, from an engine that pools; the outputs have no tokens then.
+    pooled_data: pooled hidden states of the prompt, from an engine that pools; the outputs have no tokens then.
     error: why the request failed, when an output's finish_reason is "error"; the output so far is kept.
     """
 
@@ -116,7 +119,12 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
-    pooled: list[float] | None = None
+    pooled_data: ArrayBytes | None = None
+
+    @property
+    def pooled(self) -> list[Any] | None:
+        """Pooled hidden states as numbers: of a text, or a list for each of its tokens."""
+        return None if self.pooled_data is None else self.pooled_data.to_numpy().tolist()
 
 
 def _span(start: float | None, end: float | None) -> float | None:

@@ -6,7 +6,7 @@ Arrays and tensors are recognised by their `tolist` method, without importing th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any, Protocol, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import msgspec
 
@@ -26,6 +26,13 @@ class RenderedText(str):
     """Text of a prompt with its special tokens, as a chat template renders it; tokenising adds no others."""
 
     __slots__ = ()
+
+
+class TextPair(NamedTuple):
+    """Two texts that a cross-encoder reads together."""
+
+    first: str
+    second: str
 
 
 class ArrayOfIds(Protocol):
@@ -63,7 +70,7 @@ class LoRARequest(msgspec.Struct, frozen=True):
     lora_path: str = ""
 
 
-Prompt: TypeAlias = str | TokenIds | PromptDict
+Prompt: TypeAlias = str | TokenIds | PromptDict | TextPair
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import PoolingParams, SamplingParams
 from penstock.engine.core_client import CoreClient
 from penstock.engine.default_sampling import default_sampling_params
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
@@ -34,13 +34,14 @@ class Session:
 
     Each `run` steps the core for all requests: several may be active at once, nested or in several threads.
 
-    default_sampling_params: parameters of requests without any.
+    default_sampling_params: parameters of requests without any. model_config: configuration of the model.
 
     Raises what loading the tokenizer and the model raises.
     """
 
     def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
         refuse_at_exit()
+        self.model_config = config.model
         # The tokenizer first: a damaged one is found before the weights are loaded.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self.default_sampling_params = default_sampling_params(config.model)
@@ -60,7 +61,7 @@ class Session:
     def accept(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | PoolingParams,
         where: str = "",
         *,
         priority: int = 0,

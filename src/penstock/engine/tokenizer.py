@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # Characters from which on a text is tokenised with the GIL released, since that takes more than a millisecond.
 LONG_TEXT = 4000
+# Characters of a long text that are tokenised first for each token that is kept, and tokens beyond those.
+_CHARACTERS_PER_TOKEN, _MARGIN = 8, 32
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
 
 
@@ -56,6 +58,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             read_templates=files.templates if files.names_special_tokens else None,
         )
     return _transformers_tokenizer(folder)
+
+
+class EncodedText(NamedTuple):
+    """token_ids: special ones included. second_start: where a pair's second text begins; None for one text."""
+
+    token_ids: list[int]
+    second_start: int | None = None
 
 
 class Tokenizer:
@@ -94,6 +103,22 @@ class Tokenizer:
     def encode_up_to(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | int:
         """Encode a text; returns only the number of tokens if there are more than `limit`."""
         return self._backend.encode_up_to(text, add_special_tokens, limit)
+
+    def encode_text(
+        self,
+        text: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        side: str | None = None,
+    ) -> EncodedText:
+        """Encode a text, or a pair, cut to `limit` tokens if there are more, special ones included.
+
+        side: "right" drops the end, "left" the beginning; None as the tokenizer's files say. Of a pair, the longer text
+        is cut. No more of a long text is tokenised than is needed.
+        """
+        return self._backend.encode_text(text, second, add_special_tokens, limit, side)
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -202,6 +227,7 @@ class FastBackend:
     """Backend of the `tokenizers` library: thread-safe, and releases the GIL for batches."""
 
     def __init__(self, fast: FastTokenizer) -> None:
+        self._side = str((fast.truncation or {}).get("direction") or "right").lower()
         fast.no_truncation()
         fast.no_padding()
         self.fast = fast
@@ -215,11 +241,44 @@ class FastBackend:
         # Avoids building a list of millions of integers.
         return encoding.ids if len(encoding) <= limit else len(encoding)
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+    def encode_text(
+        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None, side: str | None
+    ) -> EncodedText:
+        if limit is None:
+            encoding = self._encoding(text, add_special_tokens, second)
+            return EncodedText(encoding.ids, _second_start(encoding.type_ids, second))
+        side = side or self._side
+        num_special = self.fast.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+        room = max(0, limit - num_special)
+        first, other = (self._cut(one, room, side) for one in (text, second))
+        assert first is not None, "there is a first text"
+        lengths = shares_of_pair(len(first), 0 if other is None else len(other), room)
+        for one, length in ((first, lengths[0]), (other, lengths[1])):
+            if one is not None and len(one) > length:
+                one.truncate(length, direction=side)
+        whole = self.fast.post_process(first, other, add_special_tokens)
+        return EncodedText(whole.ids[:limit], _second_start(whole.type_ids, second))
+
+    def _cut(self, text: str | None, room: int, side: str) -> Encoding | None:
+        """Encode so much of a text that it has `room` tokens, if it has."""
+        if text is None:
+            return None
+        size = max(LONG_TEXT, _CHARACTERS_PER_TOKEN * room)
+        while size < len(text):
+            # Where words end, so that those before the end are tokenised as in the whole text.
+            pieces = text[:size].rsplit(None, 1) if side == "right" else text[-size:].split(None, 1)
+            encoding = self._encoding(pieces[0 if side == "right" else -1], False)
+            if len(pieces) == 2 and len(encoding) >= room + _MARGIN:
+                return encoding
+            size *= 4
+        return self._encoding(text, False)
+
+    def _encoding(self, text: str, add_special_tokens: bool, second: str | None = None) -> Encoding:
         try:
-            if len(text) < LONG_TEXT:
-                return self.fast.encode(text, add_special_tokens=add_special_tokens)
-            return self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            if len(text) < LONG_TEXT and len(second or "") < LONG_TEXT:
+                return self.fast.encode(text, second, add_special_tokens=add_special_tokens)
+            inputs = text if second is None else (text, second)
+            return self.fast.encode_batch_fast([inputs], add_special_tokens=add_special_tokens)[0]
         except Exception as error:  # tokenizers raises bare Exceptions
             raise InvalidRequest(
                 f"The tokenizer cannot encode this text: {error}. Its {TOKENIZER_FILE} lacks what this text needs."
@@ -241,6 +300,21 @@ class PythonBackend:
         with self.lock:
             return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    def encode_text(
+        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None, side: str | None
+    ) -> EncodedText:
+        cut = {} if limit is None else {"truncation": "longest_first", "max_length": limit}
+        with self.lock:
+            before = self.hf_tokenizer.truncation_side
+            self.hf_tokenizer.truncation_side = side or before
+            try:
+                encoded = self.hf_tokenizer(
+                    text, second, add_special_tokens=add_special_tokens, return_token_type_ids=True, **cut
+                )
+            finally:
+                self.hf_tokenizer.truncation_side = before
+        return EncodedText(list(encoded["input_ids"]), _second_start(encoded["token_type_ids"], second))
+
     def encode_up_to(self, text: str, add_special_tokens: bool, limit: int) -> list[int] | int:
         ids = self.encode(text, add_special_tokens)
         return ids if len(ids) <= limit else len(ids)
@@ -248,6 +322,22 @@ class PythonBackend:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         with self.lock:
             return str(self.hf_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def shares_of_pair(first: int, second: int, room: int) -> tuple[int, int]:
+    """Tokens that each of two texts keeps: the longer one is cut, and both where half of the room is too little."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return (longer, shorter) if first > second else (shorter, longer)
+
+
+def _second_start(type_ids: Sequence[int], second: str | None) -> int | None:
+    """Position of the first token of type 1. None for a single text, or without token types."""
+    return type_ids.index(1) if second is not None and 1 in type_ids else None
 
 
 def _fast_tokenizer(

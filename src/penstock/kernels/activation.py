@@ -32,6 +32,8 @@ def silu_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
 
 def gelu_and_mul(gate_up_TI: Tensor) -> Tensor:
     """gelu(gate) * up, with the exact gelu."""
+    if NATIVE is not None and NATIVE.runs(gate_up_TI) and gate_up_TI.is_contiguous():
+        return NATIVE.gate_and_mul("gelu", gate_up_TI)
     if _triton_takes(gate_up_TI):
         return _triton_gate_and_mul("gelu", gate_up_TI)
     return gelu_and_mul_reference(gate_up_TI)
@@ -55,7 +57,7 @@ def gelu_tanh_and_mul(gate_up_TI: Tensor) -> Tensor:
 def gelu_tanh_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
     """The specification of `gelu_tanh_and_mul`."""
     gate_TI, up_TI = gate_up_TI.chunk(2, -1)
-    return gelu_tanh(gate_TI).mul_(up_TI)
+    return gelu_tanh_reference(gate_TI).mul_(up_TI)
 
 
 def _triton_takes(gate_up_TI: Tensor) -> bool:
@@ -70,15 +72,39 @@ def _triton_gate_and_mul(activation: str, gate_up_TI: Tensor) -> Tensor:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """gelu's approximation by tanh (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415)."""
+    return NATIVE.activate("gelu_tanh", x) if NATIVE is not None and _native_takes(x) else gelu_tanh_reference(x)
+
+
+def gelu_tanh_reference(x: Tensor) -> Tensor:
+    """The specification of `gelu_tanh`."""
     return F.gelu(x, approximate="tanh")
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x times the standard normal distribution's integral up to x, within 2e-7 of it times x."""
+    return NATIVE.activate("gelu", x) if NATIVE is not None and _native_takes(x) else F.gelu(x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return NATIVE.activate("silu", x) if NATIVE is not None and _native_takes(x) else F.silu(x)
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return NATIVE.activate("relu", x) if NATIVE is not None and _native_takes(x) else F.relu(x)
+
+
+def _native_takes(x: Tensor) -> bool:
+    return NATIVE is not None and NATIVE.runs(x) and x.dim() == 2 and x.is_contiguous()
 
 
 # By the names that `config.json` has for them.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
+    "silu": silu,
+    "swish": silu,
+    "relu": relu,
+    "gelu": gelu,
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
@@ -81,6 +82,28 @@ def add_rms_norm_rounded_last(
         return normed_TD, x_TD
     residual_TD = x_TD.add_(residual_TD)
     return rms_norm_rounded_last(residual_TD, weight_D, eps, weight_offset), residual_TD
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (Ba, Kiros and Hinton 2016)."""
+    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.dim() == 2 and x_TD.stride(1) == 1:
+        return NATIVE.layer_norm(x_TD, weight_D, bias_D, eps)
+    return layer_norm_reference(x_TD, weight_D, bias_D, eps)
+
+
+def layer_norm_reference(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """The specification of `layer_norm`."""
+    return F.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps)
+
+
+def add_layer_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add the residual to x, in place, and normalise the sum: (normalised, sum)."""
+    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and _native_adds(x_TD, residual_TD):
+        return NATIVE.layer_norm(x_TD, weight_D, bias_D, eps, residual_TD), x_TD
+    residual_TD = x_TD.add_(residual_TD)
+    return layer_norm(residual_TD, weight_D, bias_D, eps), residual_TD
 
 
 def _triton_kernel(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Callable[..., Tensor] | None:

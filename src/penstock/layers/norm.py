@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.norm import add_rms_norm, add_rms_norm_rounded_last, rms_norm, rms_norm_rounded_last
+from penstock.kernels.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    add_rms_norm_rounded_last,
+    layer_norm,
+    rms_norm,
+    rms_norm_rounded_last,
+)
 from penstock.layers.weights import Part, Shard, WeightSlot, new_parameter
 from penstock.parallel import Group, Share
 
@@ -65,12 +71,11 @@ class LayerNorm(nn.Module):
         self.bias = new_parameter(size)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+        return layer_norm(x_TD, self.weight, self.bias, self.eps)
 
     def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual); overwrites x."""
-        residual_TD = x_TD.add_(residual_TD)
-        return self(residual_TD), residual_TD
+        return add_layer_norm(x_TD, residual_TD, self.weight, self.bias, self.eps)
 
 
 class QueryKeyNorm(nn.Module):

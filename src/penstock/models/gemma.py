@@ -41,9 +41,16 @@ _DEFAULT_QUERY_PRE_ATTN_SCALAR = 256
 _DEFAULT_WINDOW = 4096
 
 
+def _is_bidirectional(fields: ConfigFields) -> bool:
+    """Whether an embedding model's attention is in both directions."""
+    pooling = fields.model_config.pooling
+    return pooling is not None and not pooling.is_causal
+
+
 def read_gemma_config(fields: ConfigFields, rope: Callable[[int], RopeParameters] | None = None) -> DecoderConfig:
     """Read the configuration. rope: as in `DecoderConfig.read`."""
-    fields.refuse_flags("use_bidirectional_attention")
+    if not _is_bidirectional(fields):
+        fields.refuse_flags("use_bidirectional_attention")
     fields.integer("num_key_value_heads")
     return DecoderConfig.read(
         fields,
@@ -107,7 +114,11 @@ class GemmaForCausalLM(DecoderForCausalLM):
         query_key_norm: AttentionNorm | None = None,
         ropes: Sequence[RopeParameters] | None = None,
     ) -> None:
-        windows = windows_of(fields, kinds, fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW))
+        window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW)
+        if _is_bidirectional(fields) and window is not None:
+            # The window of the configuration reaches to both sides.
+            window = window // 2 + 1
+        windows = windows_of(fields, kinds, window)
         bias = fields.flag("attention_bias", default=False)
         # Independent of the head size.
         scale = 1 / math.sqrt(fields.number("query_pre_attn_scalar", default=_DEFAULT_QUERY_PRE_ATTN_SCALAR))

@@ -37,6 +37,7 @@ _DRAFT_HEADS = {
     "MiMoMTP": "penstock.models.mimo",
 }
 _registered: dict[str, str | Callable[[ModelConfig, ParallelState], CausalLM]] = {}
+_POOLING = ("penstock.models.pooling", "PoolingModel")
 _TRANSFORMERS = ("penstock.models.transformers_fallback", "TransformersForCausalLM")
 
 
@@ -62,7 +63,9 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
     Raises UnsupportedModel where `model_impl` excludes both, ModelError where `config.json` names no architecture.
     """
     architecture = model_config.architecture
-    if runs_through_transformers(model_config):
+    if model_config.pooling is not None:
+        module, name = _POOLING
+    elif runs_through_transformers(model_config):
         module, name = _TRANSFORMERS
     elif architecture in _registered:
         registered = _registered[architecture]
@@ -82,6 +85,11 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
     return model_class
 
 
+def native_module(architecture: str) -> str:
+    """Module of a native class. Raises KeyError for another architecture."""
+    return _MODELS[architecture]
+
+
 def refuse_unsuitable(model_config: ModelConfig) -> None:
     """Raise UnsupportedModel, with the reason, for an unsupported kind of model.
 
@@ -89,12 +97,21 @@ def refuse_unsuitable(model_config: ModelConfig) -> None:
     read.
     """
     find_model_class(model_config)
-    if runs_through_transformers(model_config):
+    if runs_through_transformers(model_config) and model_config.pooling is None:
         import_module(_TRANSFORMERS[0]).refuse_unsuitable(model_config)
 
 
 def runs_through_transformers(model_config: ModelConfig) -> bool:
     """Whether the Transformers fallback is used: by option, or without a native class."""
+    if model_config.pooling is not None and model_config.model_impl != "transformers":
+        architecture = model_config.pooling.architecture
+        is_native = architecture.decoder is not None or architecture.encoder is not None
+        if not is_native and model_config.model_impl == "penstock":
+            raise UnsupportedModel(
+                f"{model_config.model} has the architecture {architecture.name!r}, which is not implemented here "
+                "(model_impl='penstock'). With model_impl='auto' it runs through Transformers."
+            )
+        return not is_native
     if model_config.model_impl == "auto":
         return model_config.architecture not in supported_architectures()
     return model_config.model_impl == "transformers"
@@ -106,4 +123,5 @@ def describe_implementation(model_config: ModelConfig) -> str:
     if not runs_through_transformers(model_config):
         return f"{architecture} of Penstock"
     why = "as model_impl asks" if model_config.model_impl == "transformers" else "since there is none here"
-    return f"{architecture} of Transformers on paged attention, {why}"
+    where = "on paged attention" if model_config.pooling is None else "a text at a time"
+    return f"{architecture} of Transformers {where}, {why}"

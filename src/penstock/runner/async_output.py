@@ -14,6 +14,7 @@ from penstock.device import Device
 from penstock.device.base import wait_until
 from penstock.kernels.bound_step import StepOutcome, TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
+from penstock.runner.async_pooled import AsyncPooled
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
 
@@ -117,7 +118,7 @@ class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
 class OutputWithParts(msgspec.Struct, frozen=True, gc=False):
     """A result with the parts that worker-side features (`SlotOwner.part_of_results`) add."""
 
-    result: AsyncOutput | ReadyOutput
+    result: AsyncOutput | AsyncPooled | ReadyOutput
     parts: Parts
 
     @property
@@ -128,7 +129,7 @@ class OutputWithParts(msgspec.Struct, frozen=True, gc=False):
         return msgspec.structs.replace(self.result.get_output(timeout_s), parts=self.parts)
 
 
-StepOutput: TypeAlias = AsyncOutput | ReadyOutput | OutputWithParts
+StepOutput: TypeAlias = AsyncOutput | AsyncPooled | ReadyOutput | OutputWithParts
 
 
 def _to_host(table_RX: Tensor) -> TokensOnHost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -107,6 +107,8 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
 # Makes an owner for a runner, or None where its model needs none: (device, number of slots, model).
 SlotOwnerFactory: TypeAlias = Callable[[Device, int, LanguageModel], SlotOwner | None]
 
+_Owner = TypeVar("_Owner", bound=SlotOwner)
+
 # Names of `ModelInputs`, which programs know as step inputs, too.
 MODEL_INPUT_NAMES = frozenset({"token_ids", "positions", "inputs_embeds", "hidden_states"})
 
@@ -141,6 +143,10 @@ class SlotOwners:
         self._committing = _with_method(owners, "commit")
         self._telling = _with_method(owners, "part_of_results")
         self.with_inputs = [owner for owner in owners if owner.step_inputs]
+
+    def of_type(self, kind: type[_Owner]) -> _Owner | None:
+        """The owner of this class; None without one."""
+        return next((owner for owner in self._all if isinstance(owner, kind)), None)
 
     @property
     def step_inputs(self) -> list[StepInput]:

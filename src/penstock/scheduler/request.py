@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
-from penstock.contract import LogprobsLists, Parts, SamplingParams
+from penstock.contract import LogprobsLists, Parts, PoolingParams, SamplingParams
 from penstock.scheduler.acceptance import Acceptance
 
 
@@ -36,6 +36,7 @@ class Request:
     waits_for: reasons why it may not run yet, such as its grammar; changed by the scheduler only, once added.
     needs_tokens_on_host: the host must see its tokens before its next step, as for a grammar outside the device.
     num_encoder_tokens: positions of its encoder output; 0 without an encoder.
+    pooling_params: of a pooling request whose engine has them.
     pools: pooling request: ends with the pooled hidden states of its prompt, and generates no tokens.
     output_token_ids: tokens generated for it by an earlier engine.
 
@@ -72,6 +73,7 @@ class Request:
     needs_tokens_on_host: bool = False
     num_encoder_tokens: int = 0
     pools: bool = False
+    pooling_params: PoolingParams | None = None
     output_token_ids: InitVar[Sequence[int]] = ()
 
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
@@ -121,7 +123,9 @@ class Request:
     @property
     def needs_all_of_prompt(self) -> bool:
         """Whether the whole prompt must be computed, without prefix-cache hits."""
-        return self.pools or self.needs_prompt_logits
+        if self.pools:
+            return self.pooling_params is None or self.pooling_params.skip_reading_prefix_cache is not False
+        return self.needs_prompt_logits
 
     @property
     def needs_prompt_logits(self) -> bool:

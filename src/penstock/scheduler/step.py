@@ -194,6 +194,7 @@ class StepBuilder:
             block_ids=block_ids,
             num_computed_tokens=hit.num_tokens,
             parts=request.parts,
+            pooling_params=request.pooling_params,
         )
         found = [block for blocks in hit.blocks for block in blocks]
         if found:

@@ -20,7 +20,7 @@ from penstock.server.http.guards import ApiKeys, BodyLimits
 from penstock.server.http.validation import validation_error
 from penstock.server.options import ServerOptions
 from penstock.server.responses.store import ResponseStore
-from penstock.server.routes import admin, chat, completions, messages, models, responses, tokenize
+from penstock.server.routes import admin, chat, completions, messages, models, pooling, responses, tokenize
 from penstock.server.served_model import ServedModel
 
 
@@ -32,7 +32,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="Penstock", version=__version__)
     app.state.served_model = ServedModel(engine, options)
     app.state.response_store = ResponseStore(options)
-    for module in (completions, chat, responses, messages, models, tokenize):
+    for module in (completions, chat, responses, messages, pooling, models, tokenize):
         app.include_router(module.router)
     if options.enable_admin:
         app.include_router(admin.router)

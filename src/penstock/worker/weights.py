@@ -56,6 +56,8 @@ class Weights:
             dtype.name,
             "; ".join(filter(None, (dtype.reason, describe_narrow_products(self.model)))),
         )
+        if config.model.pooling is not None:
+            logger.info("Pooling: %s", config.model.pooling.describe())
 
     @property
     def language_model(self) -> LanguageModel:

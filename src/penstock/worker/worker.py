@@ -22,7 +22,9 @@ from penstock.models.registry import refuse_unsuitable
 from penstock.parallel import ParallelState
 from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step, warm_up_decodes
+from penstock.runner.encoder_inputs import encoder_inputs
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.runner.pooling_states import pooling_states
 from penstock.runner.slot_owners import registered_slot_owners
 from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
 from penstock.worker.base import WorkerBase
@@ -110,7 +112,7 @@ class Worker(WorkerBase):
             agreement=self.parallel.agreement,
             speculator=weights.speculator,
             stage=self._stage(),
-            owners=registered_slot_owners(),
+            owners=[*registered_slot_owners(), pooling_states, encoder_inputs],
             output_head=self.config.model.output_head,
         )
         for group in self._runner.kv_cache.groups:

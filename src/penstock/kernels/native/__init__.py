@@ -39,7 +39,7 @@ except ImportError as error:
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Type number and dtype of a packed weight that holds pairs of bfloat16.
 _PAIRS, _PAIR_DTYPE = 3, torch.int32
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class NativeKernels:
         self._index = instruction_set.index
         self.module = module
         self.types = operation_types(module)
-        self.attention = NativeAttention(module, instruction_set.index, self.types["attention"])
+        self.attention = NativeAttention(module, instruction_set.index, self.types)
         self._linear = self.operation("linear")
         self._greedy = self.operation("greedy")
         self._rows = self.operation("rows")
@@ -75,6 +75,8 @@ class NativeKernels:
         self._rms_norm = self.operation("rms_norm")
         self._gate_and_mul = self.operation("gate_and_mul")
         self._sum = self.operation("sum")
+        self._layer_norm = self.operation("layer_norm")
+        self._activate = self.operation("activate")
         self._concatenate = self.operation("concatenate")
         self._argmax = self.operation("argmax")
 
@@ -171,6 +173,18 @@ class NativeKernels:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
         size = row_width(gate_up_TI) // 2
         return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size)
+
+    def layer_norm(
+        self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
+        """`kernels.norm.layer_norm`. With a residual, x becomes x + residual first, in place."""
+        size = weight_D.shape[0]
+        return self._layer_norm.rows(x_TD, size, weight_D, bias_D, size, eps, second=residual)
+
+    def activate(self, activation: str, x_TI: Tensor) -> Tensor:
+        """activation(x) for a contiguous [T, I]. activation: a name in `ACTIVATIONS`."""
+        size = row_width(x_TI)
+        return self._activate.rows(x_TI, size, ACTIVATIONS[activation], size)
 
     def sum_rows(self, x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
         """x + residual, or a copy of x without one: [T, D]. Both are contiguous."""

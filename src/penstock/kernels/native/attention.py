@@ -6,6 +6,7 @@ concatenated heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable
 
 # The library's numbers of the phases of a call, which may be run separately.
-_BOTH, _WRITE, _ATTEND = 0, 1, 2
+_BOTH, _WRITE, _ATTEND, _WHOLE_TEXTS = 0, 1, 2, 3
 # No normalisation and no rotary embedding; unused row arguments.
 _AS_THEY_ARE = (None, 0.0, None, 0)
 _NOTHING = (0, 0)
 # Library arguments of a group of one rank.
 _ALONE = (0, 0, 1, 0, 0, 0)
+# Library arguments of a cache that there is not.
+_NO_CACHE = (0, 0, 0, 0)
 # KV cache dtypes, with the library's numbers.
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -59,6 +62,11 @@ class StepRequests:
             ),
             (query_start_loc, seq_lens, block_table),
         )
+
+    @classmethod
+    def without_blocks(cls, query_start_loc: Tensor, seq_lens: Tensor, num_requests: int) -> StepRequests:
+        """Requests of attention without a cache."""
+        return cls((query_start_loc.data_ptr(), seq_lens.data_ptr(), 0, 0, num_requests), (query_start_loc, seq_lens))
 
 
 # Arguments of a KV-cache group that no kernel reads.
@@ -132,10 +140,10 @@ class NativeAttention:
     attention; errors as in `Collectives.fail`. Head norms are the same for all ranks' query heads.
     """
 
-    def __init__(self, module: Any, instruction_set: int, type_: OperationType) -> None:
+    def __init__(self, module: Any, instruction_set: int, types: Mapping[str, OperationType]) -> None:
         self._module = module
         self._index = instruction_set
-        self._number = type_.number
+        self._number = types["attention"].number
 
     def __call__(
         self,
@@ -221,13 +229,38 @@ class NativeAttention:
         qkv_RX = qkv_TX.index_select(0, rows_R)
         return self.from_projection(qkv_RX, kv_cache, last_requests, shape, of_last, is_written=True)
 
+    def whole_texts(
+        self,
+        qkv_TX: Tensor,
+        positions_T: Tensor,
+        requests: StepRequests | TracedRequests,
+        shape: HeadShape,
+        preparation: HeadPreparation | None,
+    ) -> Tensor:
+        """Attention in both directions over each request's tokens, without a cache: [T, H * D].
+
+        qkv_TX: as in `from_projection`. positions_T: int64, contiguous. shape: its `sliding_window` counts the visible
+        positions on either side. preparation: None for none. A traced projection is recorded.
+        """
+        width = shape.num_heads * shape.head_size
+        arguments = _AS_THEY_ARE if preparation is None else preparation.arguments
+        if isinstance(requests, TracedRequests):
+            if not isinstance(qkv_TX, TracedTensor):
+                raise Untraceable("attention reads something else than projections of the step's tokens")
+            constants = *_NO_CACHE, *shape.arguments, *arguments, *shape.ranks
+            return qkv_TX.origin.attend_texts(qkv_TX, width, requests, positions_T, constants)
+        out_TX = torch.empty(qkv_TX.shape[0], width)
+        heads = *_heads_side_by_side(qkv_TX, shape), (out_TX, width)
+        self._run(*heads, None, requests, shape, arguments, positions_T, _WHOLE_TEXTS)
+        return out_TX
+
     def _run(
         self,
         query: tuple[Tensor | int, int],
         key: tuple[Tensor | int, int],
         value: tuple[Tensor | int, int],
         out: tuple[Tensor | int, int],
-        kv_cache: Tensor,
+        kv_cache: Tensor | None,
         requests: StepRequests,
         shape: HeadShape,
         preparation: tuple[Tensor | float | None, ...],
@@ -247,7 +280,7 @@ class NativeAttention:
             phase,
             0,
             False,
-            *cache_arguments(kv_cache),
+            *(_NO_CACHE if kv_cache is None else cache_arguments(kv_cache)),
             *shape.arguments,
             *preparation,
             *shape.ranks,

@@ -267,6 +267,24 @@ class Trace:
         )
         return self.stand_in(Role.ROWS, out)
 
+    def attend_texts(
+        self,
+        qkv_TX: TracedTensor,
+        width: int,
+        requests: TracedRequests,
+        positions_T: Tensor,
+        arguments: Sequence[Argument],
+    ) -> TracedTensor:
+        """Record attention over whole texts from the output of the QKV projection, which it overwrites."""
+        if self._is_last:
+            raise Untraceable("an attention follows the one that leaves last tokens")
+        type_ = self.types["encoder_attention"]
+        number = self._input_of(positions_T, type_)
+        cell, out = self._cell(qkv_TX), Cell(width)
+        qkv_TX.cell = None
+        self._record(type_, (cell, None, out), (requests.group, False, *arguments), input=number)
+        return self.stand_in(Role.ROWS, out)
+
     def keep_last(self, per_token: TracedTensor) -> TracedTensor:
         """Narrow to the rows of last tokens; `per_token` is consumed. The first such call narrows the program."""
         if per_token.is_last:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from penstock.contract import SchedulerOutput
 from penstock.device import Device
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.async_pooled import AsyncPooled
 from penstock.runner.frame import BufferSet, Frame, WantedOutputs
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
@@ -37,7 +38,7 @@ class OutputHead(ABC):
         """Outputs that a built frame wants: equal for all steps that repeat it, and on all ranks."""
 
     @abstractmethod
-    def finish(self, frame: Frame) -> AsyncOutput | ReadyOutput:
+    def finish(self, frame: Frame) -> AsyncOutput | AsyncPooled | ReadyOutput:
         """Return the result of an executed step, with its copy to the host started; all owners commit the outcome."""
 
     def settle(self, output: SchedulerOutput, buffers: BufferSet | None) -> None:  # noqa: B027

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from penstock.contract import ArrayBytes, PooledOutput
+from penstock.device import Device
 from penstock.runner.async_output import ReadyOutput
+from penstock.runner.async_pooled import AsyncPooled, pooled_output
 from penstock.runner.frame import Frame
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
@@ -23,24 +24,25 @@ class PoolingHead(OutputHead):
     """
 
     def __init__(self, parts: HeadParts) -> None:
+        self._device: Device = parts.device
+        self._rank = parts.rank
         self._requests = parts.requests
         self._owners = parts.owners
 
     @abstractmethod
     def pool(self, frame: Frame, is_complete: Sequence[bool]) -> Sequence[Tensor | None]:
-        """The vectors of a step's requests, on the CPU, in batch order; None where the prompt is not complete.
+        """The vectors of a step's requests, in batch order; None where the prompt is not complete.
 
         is_complete: whether the step completes the prompt, per request.
         """
 
-    def finish(self, frame: Frame) -> ReadyOutput:
-        pooled: list[ArrayBytes | None] = []
+    def finish(self, frame: Frame) -> AsyncPooled | ReadyOutput:
+        vectors: Sequence[Tensor | None] = []
         if frame.has_tokens:
             complete = set(sampling_requests(frame.batch.layout, self._requests))
             vectors = self.pool(frame, [req_id in complete for req_id in frame.req_ids])
-            pooled = [None if vector is None else ArrayBytes.of(vector.numpy()) for vector in vectors]
             self._owners.commit(frame, empty_outcome(frame.batch))
         frame.drop_outputs()
-        return ReadyOutput(
-            PooledOutput(step_id=frame.step_id, req_ids=frame.req_ids, pooled=pooled, errors=frame.errors)
-        )
+        if any(vector is not None and not vector.is_cpu for vector in vectors):
+            return AsyncPooled(self._device, frame.step_id, frame.req_ids, vectors, frame.errors, rank=self._rank)
+        return ReadyOutput(pooled_output(frame.step_id, frame.req_ids, vectors, frame.errors))

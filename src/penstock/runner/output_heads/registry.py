@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from penstock.config.model import GENERATE
+from penstock.config.pooling import POOL
 from penstock.errors import ConfigError
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import EarlierStage
 from penstock.runner.output_heads.generation import Generation
+from penstock.runner.output_heads.text_pooling import TextPooling
 
 HeadFactory: TypeAlias = Callable[[HeadParts], OutputHead]
 
-_factories: dict[str, HeadFactory] = {GENERATE: Generation}
+_factories: dict[str, HeadFactory] = {GENERATE: Generation, POOL: TextPooling}
 
 
 def register_output_head(name: str, factory: HeadFactory) -> None:

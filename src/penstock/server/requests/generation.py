@@ -13,7 +13,7 @@ from typing import Self, TypeAlias
 
 import msgspec
 
-from penstock.contract import RequestOutputKind, SamplingParams
+from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.engine.async_engine import AdmittedRequest, AsyncEngine
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt
@@ -33,6 +33,16 @@ class Submission:
     priority: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PoolingSubmission:
+    """One text for an engine that pools; as `Submission`."""
+
+    prompt: Prompt
+    params: PoolingParams
+    request_id: str
+    priority: int = 0
+
+
 class Generation:
     """Outputs of an HTTP request's prompts, as an async context manager.
 
@@ -45,7 +55,7 @@ class Generation:
     def __init__(
         self,
         engine: AsyncEngine,
-        submissions: Sequence[Submission],
+        submissions: Sequence[Submission | PoolingSubmission],
         *,
         output_kind: RequestOutputKind,
         timeout_s: float | None = None,
@@ -118,7 +128,9 @@ class Generation:
 
     async def _submit(self, index: int) -> None:
         submission = self._submissions[index]
-        params = msgspec.structs.replace(submission.params, output_kind=self._kind)
+        params: SamplingParams | PoolingParams = submission.params
+        if isinstance(params, SamplingParams):
+            params = msgspec.structs.replace(params, output_kind=self._kind)
         self._admitted[index] = await self._engine.submit(
             submission.prompt, params, submission.request_id, priority=submission.priority
         )

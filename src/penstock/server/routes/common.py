@@ -17,7 +17,8 @@ from penstock.server.http.connection import EventStream, stream_error, while_con
 from penstock.server.http.context import request_id_of
 from penstock.server.http.errors import json_response
 from penstock.server.protocol.base import SamplingFields
-from penstock.server.requests.generation import Generation, Submission
+from penstock.server.protocol.pooling import PoolingFields
+from penstock.server.requests.generation import Generation, PoolingSubmission, Submission
 from penstock.server.requests.logprobs import LogprobsFormat
 from penstock.server.served_model import ServedModel
 
@@ -30,7 +31,7 @@ def served_model(request: Request) -> ServedModel:
     return model
 
 
-def response_id(prefix: str, request: SamplingFields) -> str:
+def response_id(prefix: str, request: SamplingFields | PoolingFields) -> str:
     return f"{prefix}-{request.request_id or uuid.uuid4().hex}"
 
 
@@ -81,6 +82,19 @@ async def answer(
         keep_alive_s=model.options.keep_alive_interval_s,
         error_event=error_event,
     )
+
+
+async def whole_outputs(
+    http: Request, submissions: Sequence[Submission | PoolingSubmission], timeout_s: float | None
+) -> list[RequestOutput]:
+    """Last outputs of the prompts. Raises as `answer`."""
+    model = served_model(http)
+    if model.options.log_prompts:
+        for submission in submissions:
+            logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
+    kind = RequestOutputKind.FINAL_ONLY
+    async with Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s) as generation:
+        return await while_connected(http.receive, _finals(generation))
 
 
 async def _finals(generation: Generation) -> list[RequestOutput]:

@@ -484,7 +484,10 @@ static bool write_only(const AttentionArgs& a) {
   return !job.has_failed;
 }
 
+static bool encoder_attention(const AttentionArgs& a);
+
 static bool attention(const AttentionArgs& a) {
+  if (a.phase == AttentionPhase::kWholeTexts) return encoder_attention(a);
   if (a.phase == AttentionPhase::kWrite) return write_only(a);
   const int64_t group = a.num_heads / a.num_kv_heads;
   AttentionPlan plan{};

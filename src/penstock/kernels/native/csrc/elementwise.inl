@@ -45,6 +45,41 @@ static void rms_norm(const NormArgs& a) {
   run_parallel(threads_for(a.rows * a.heads * a.size, a.rows, a.num_threads), rms_norm_thread, &args);
 }
 
+static void layer_norm_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const LayerNormArgs*>(data);
+  const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
+  const int64_t size = a.size, whole = size / kLanes * kLanes;
+  for (int64_t row = begin; row < end; ++row) {
+    float* x = a.x + row * a.x_stride;
+    float* out = a.out + row * size;
+    if (a.residual != nullptr) add(x, a.residual + row * a.x_stride, size);
+    Vec sums = {};
+    int64_t i = 0;
+    for (; i < whole; i += kLanes) sums += load(x + i);
+    float sum = sum_lanes(sums);
+    for (; i < size; ++i) sum += x[i];
+    const float mean = sum / static_cast<float>(size);
+    Vec squares = {};
+    for (i = 0; i < whole; i += kLanes) {
+      const Vec d = load(x + i) - mean;
+      squares += d * d;
+    }
+    float square = sum_lanes(squares);
+    for (; i < size; ++i) square += (x[i] - mean) * (x[i] - mean);
+    const float scale = 1.0f / __builtin_sqrtf(square / static_cast<float>(size) + a.eps);
+    for (i = 0; i < whole; i += kLanes) {
+      const Vec normed = (load(x + i) - mean) * scale * load(a.weight + i);
+      store(out + i, a.bias == nullptr ? normed : normed + load(a.bias + i));
+    }
+    for (; i < size; ++i) out[i] = (x[i] - mean) * scale * a.weight[i] + (a.bias == nullptr ? 0.0f : a.bias[i]);
+  }
+}
+
+static void layer_norm(const LayerNormArgs& a) {
+  LayerNormArgs args = a;
+  run_parallel(threads_for(a.rows * a.size, a.rows, a.num_threads), layer_norm_thread, &args);
+}
+
 struct Silu {
   PENSTOCK_INLINE Vec of(Vec x) { return x / (1.0f + exp(-x)); }
 };
@@ -56,6 +91,60 @@ struct GeluTanh {
     return x / (1.0f + exp(u * -2.0f));
   }
 };
+
+// erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7.
+struct Gelu {
+  PENSTOCK_INLINE Vec of(Vec x) {
+    const Vec u = max(x, -x) * 0.70710678118f;
+    const Vec t = 1.0f / (1.0f + u * 0.3275911f);
+    Vec p = splat(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const Vec tail = p * t * exp(-(u * u));  // erfc of u
+    const IntVec is_negative = x < splat(0.0f);
+    return x * 0.5f * (is_negative ? tail : 2.0f - tail);
+  }
+};
+
+struct Relu {
+  PENSTOCK_INLINE Vec of(Vec x) { return max(splat(0.0f), x); }
+};
+
+template <class A>
+static void activate_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const ActivationArgs*>(data);
+  const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
+  const int64_t whole = a.size / kLanes * kLanes, rest = a.size - whole;
+  for (int64_t row = begin; row < end; ++row) {
+    const float* x = a.x + row * a.size;
+    float* out = a.out + row * a.size;
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, A::of(load(x + i)));
+    if (rest > 0) {
+      float lanes[kLanes] = {};
+      std::memcpy(lanes, x + whole, rest * sizeof(float));
+      store(lanes, A::of(load(lanes)));
+      std::memcpy(out + whole, lanes, rest * sizeof(float));
+    }
+  }
+}
+
+template <class Function>
+static Function for_activation(Activation activation, Function silu, Function gelu_tanh, Function gelu, Function relu) {
+  return activation == Activation::kSilu       ? silu
+         : activation == Activation::kGeluTanh ? gelu_tanh
+         : activation == Activation::kGelu     ? gelu
+                                               : relu;
+}
+
+static void activate(const ActivationArgs& a) {
+  ActivationArgs args = a;
+  run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads),
+               for_activation(a.activation, activate_thread<Silu>, activate_thread<GeluTanh>, activate_thread<Gelu>,
+                              activate_thread<Relu>),
+               &args);
+}
 
 template <class A>
 static void gate_and_mul_thread(void* data, int thread, const Team& team) {
@@ -80,7 +169,9 @@ static void gate_and_mul_thread(void* data, int thread, const Team& team) {
 static void gate_and_mul(const GateArgs& a) {
   GateArgs args = a;
   run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads),
-               a.activation == Activation::kSilu ? gate_and_mul_thread<Silu> : gate_and_mul_thread<GeluTanh>, &args);
+               for_activation(a.activation, gate_and_mul_thread<Silu>, gate_and_mul_thread<GeluTanh>,
+                              gate_and_mul_thread<Gelu>, gate_and_mul_thread<Relu>),
+               &args);
 }
 
 // Rotates the first 2 * half dimensions of a head (RoPE). rotation: cosines, then sines.

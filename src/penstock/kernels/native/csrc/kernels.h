@@ -49,7 +49,9 @@ struct GreedyArgs {
 // lengths and windows count all positions, blocks those of this rank. Queries are the heads of all ranks, equal in
 // number; norm weights are this rank's. With several ranks, an output vector is the weighted mean over this rank's
 // positions (zeros without any), followed by the base-2 logarithm of the sum of its weights (log-sum-exp).
-enum class AttentionPhase : int { kBoth = 0, kWrite = 1, kAttend = 2 };
+// kWholeTexts: attention in both directions over the tokens of each request, without a cache, whose fields, lengths and
+// block tables are not read; `window` is then the number of visible positions on either side, 0 for all.
+enum class AttentionPhase : int { kBoth = 0, kWrite = 1, kAttend = 2, kWholeTexts = 3 };
 
 struct AttentionArgs {
   const float* query;  // [tokens][heads][head_size]
@@ -98,8 +100,33 @@ struct NormArgs {
   int num_threads;
 };
 
-// kGeluTanh: tanh approximation of GELU.
-enum class Activation : int { kSilu = 0, kGeluTanh = 1 };
+// Layer norm: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias of every row; with a residual, x becomes x + residual
+// first, in place.
+//
+// x, residual: [rows][size], x with x_stride. out: contiguous. weight, bias: [size]; a bias of nullptr is zero.
+struct LayerNormArgs {
+  float* x;
+  int64_t x_stride;
+  const float* residual;
+  const float* weight;
+  const float* bias;
+  float* out;
+  int64_t rows, size;
+  float eps;
+  int num_threads;
+};
+
+// kGeluTanh: tanh approximation of GELU. kGelu: the exact one.
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
+
+// activation(x): [rows][size].
+struct ActivationArgs {
+  Activation activation;
+  const float* x;
+  float* out;
+  int64_t rows, size;
+  int num_threads;
+};
 
 // activation(gate) * up, for rows that hold gate, then up: [rows][2 * size] to [rows][size].
 struct GateArgs {
@@ -194,6 +221,8 @@ struct Kernels {
   void (*argmax)(const ArgmaxArgs&);
   void (*draw)(const DrawArgs&);
   void (*allow_by_bits)(const AllowArgs&);
+  void (*layer_norm)(const LayerNormArgs&);
+  void (*activate)(const ActivationArgs&);
 };
 
 // nullptr where the library was built for another architecture.

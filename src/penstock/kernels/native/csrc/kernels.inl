@@ -14,12 +14,14 @@
 #include "attention_int8.inl"
 #include "attention_plan.inl"
 #include "attention.inl"
+#include "attention_encoder.inl"
 
 namespace PENSTOCK_NAMESPACE {
 
 static const Kernels kTable = {
     PENSTOCK_NAME, kHasPairProducts, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
     rows,          lookup,           rms_norm, gate_and_mul, rotary,        argmax, draw,   allow_by_bits,
+    layer_norm,    activate,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

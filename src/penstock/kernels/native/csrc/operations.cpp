@@ -67,6 +67,22 @@ Result rms_norm(const Operation& operation, const Call& call) {
   return kDone;
 }
 
+Result layer_norm(const Operation& operation, const Call& call) {
+  LayerNormArgs a = of_rows(operation.get<LayerNormArgs>(), call);
+  a.x_stride = call.x.stride;
+  a.residual = call.second.at;
+  a.out = call.out.at;
+  call.kernels->layer_norm(a);
+  return kDone;
+}
+
+Result activate(const Operation& operation, const Call& call) {
+  ActivationArgs a = of_rows(operation.get<ActivationArgs>(), call);
+  a.out = call.out.at;
+  call.kernels->activate(a);
+  return kDone;
+}
+
 Result gate_and_mul(const Operation& operation, const Call& call) {
   GateArgs a = of_rows(operation.get<GateArgs>(), call);
   a.out = call.out.at;
@@ -253,12 +269,9 @@ Result attend(const AttentionArguments& arguments, const Kernels& kernels, const
   return {outcome.had_memory, outcome.collective_status};
 }
 
-// Output rows of padding become zero. Where the step asks for last tokens alone, the keys and values of all tokens are
-// written, but only the last tokens' queries attend, and their rows come first from then on.
-Result attention(const Operation& operation, const Call& call) {
-  const auto arguments = operation.get<AttentionArguments>();
-  const ProgramStep& step = *call.step;
-  const StepRequests& requests = step.groups[arguments.group];
+// Arguments of attention over the output of the QKV projection.
+AttentionArgs of_projection(const AttentionArguments& arguments, const Call& call) {
+  const StepRequests& requests = call.step->groups[arguments.group];
   AttentionArgs a = arguments.attention;
   a.query = call.x.at;
   a.key = a.query + a.num_heads * a.head_size;
@@ -274,6 +287,22 @@ Result attention(const Operation& operation, const Call& call) {
   a.positions = static_cast<const int64_t*>(call.input);
   a.phase = AttentionPhase::kBoth;
   a.num_threads = call.num_threads;
+  return a;
+}
+
+Result attend_without_padding(const AttentionArguments& arguments, const Call& call, const AttentionArgs& a) {
+  const ProgramStep& step = *call.step;
+  std::memset(a.out + step.num_tokens * a.out_stride, 0,
+              (step.num_rows - step.num_tokens) * a.out_stride * sizeof(float));
+  return step.num_tokens == 0 ? kDone : attend(arguments, *call.kernels, a);
+}
+
+// Output rows of padding become zero. Where the step asks for last tokens alone, the keys and values of all tokens are
+// written, but only the last tokens' queries attend, and their rows come first from then on.
+Result attention(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<AttentionArguments>();
+  const ProgramStep& step = *call.step;
+  AttentionArgs a = of_projection(arguments, call);
   if (arguments.is_last && step.last.count > 0) {
     a.phase = AttentionPhase::kWrite;
     const Result written = attend(arguments, *call.kernels, a);
@@ -285,9 +314,15 @@ Result attention(const Operation& operation, const Call& call) {
     a.phase = AttentionPhase::kAttend;
     return attend(arguments, *call.kernels, a);
   }
-  std::memset(a.out + step.num_tokens * a.out_stride, 0,
-              (step.num_rows - step.num_tokens) * a.out_stride * sizeof(float));
-  return step.num_tokens == 0 ? kDone : attend(arguments, *call.kernels, a);
+  return attend_without_padding(arguments, call, a);
+}
+
+// Attention in both directions over whole texts, the requests of the step. Output rows of padding become zero.
+Result encoder_attention(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<AttentionArguments>();
+  AttentionArgs a = of_projection(arguments, call);
+  a.phase = AttentionPhase::kWholeTexts;
+  return attend_without_padding(arguments, call, a);
 }
 
 template <class Member>
@@ -341,11 +376,29 @@ const OperationType kTypes[] = {
      {PACKED(LinearArgs, weight), FIELD(LinearArgs, bias), FIELD(LinearArgs, in_features),
       FIELD(LinearArgs, out_features), FIELD(LinearArgs, weight_type)},
      nullptr},
+    {"layer_norm", kRows, kChange, kReadAny, kMake, kNoInput, false, layer_norm,
+     {FIELD(LayerNormArgs, weight), FIELD(LayerNormArgs, bias), FIELD(LayerNormArgs, size), FIELD(LayerNormArgs, eps)},
+     nullptr},
+    {"activate", kRows, kRead, kNone, kMake, kNoInput, false, activate,
+     {FIELD(ActivationArgs, activation), FIELD(ActivationArgs, size)},
+     nullptr},
     {"quantized_linear", kRows, kRead, kNone, kMake, kNoInput, false, quantized_linear,
      {FIELD(QuantizedLinearArguments, kernels), PACKED(QuantizedLinearArguments, product.weight),
       FIELD(QuantizedLinearArguments, product.bias), SHAPE(QuantizedLinearArguments, product.shape)},
      nullptr},
     {"attention", kStep, kOverwrite, kNone, kMake, kInt64, false, attention,
+     {FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),
+      FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),
+      FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),
+      FIELD(AttentionArguments, attention.num_heads), FIELD(AttentionArguments, attention.num_kv_heads),
+      FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
+      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.scale),
+      FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.norm_weight),
+      FIELD(AttentionArguments, attention.norm_eps), FIELD(AttentionArguments, attention.rotary_table),
+      FIELD(AttentionArguments, attention.rotary_half), RANKS(AttentionArguments),
+      FIELD(AttentionArguments, attention.interleave)},
+     nullptr},
+    {"encoder_attention", kStep, kOverwrite, kNone, kMake, kInt64, false, encoder_attention,
      {FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),
       FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),
       FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),

@@ -1,0 +1,97 @@
+"""Names of model classes, and what the models are made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+# Decoder families with a native class, by the names of their other classes: "LlamaModel" is "Llama".
+_DECODERS = {
+    "GPT2": "GPT2LMHeadModel",
+    "Gemma2": "Gemma2ForCausalLM",
+    "Gemma3": "Gemma3ForCausalLM",
+    "Gemma3Text": "Gemma3ForCausalLM",
+    "Llama": "LlamaForCausalLM",
+    "MiMo": "MiMoForCausalLM",
+    "Mistral": "MistralForCausalLM",
+    "Olmo2": "Olmo2ForCausalLM",
+    "Phi3": "Phi3ForCausalLM",
+    "Qwen2": "Qwen2ForCausalLM",
+    "Qwen3": "Qwen3ForCausalLM",
+}
+# Encoder families with a native class, by the prefix of their tensors in checkpoints with a head.
+_ENCODERS = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "Camembert": "roberta"}
+
+
+class Use(Enum):
+    """What a model class is made for."""
+
+    GENERATE = auto()
+    EMBED = auto()
+    CLASSIFY = auto()
+    CLASSIFY_TOKENS = auto()
+    REWARD = auto()
+
+
+_SUFFIXES = {
+    "ForCausalLM": Use.GENERATE,
+    "LMHeadModel": Use.GENERATE,
+    "ForConditionalGeneration": Use.GENERATE,
+    "ForSequenceClassification": Use.CLASSIFY,
+    "ForTokenClassification": Use.CLASSIFY_TOKENS,
+    "ForRewardModel": Use.REWARD,
+    "ForMaskedLM": Use.EMBED,
+    "ForPreTraining": Use.EMBED,
+    "ForQuestionAnswering": Use.GENERATE,
+    "Model": Use.EMBED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Parts of a model class's name.
+
+    name: the whole name. family: without the suffix. suffix: empty for an unknown one. use: what it is made for.
+    decoder: native class of the family's language model; None without one.
+    encoder: prefix of the family's tensors, for a native encoder; None for others.
+    """
+
+    name: str
+    family: str
+    suffix: str
+    use: Use
+    is_decoder_by_config: bool = False
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> Architecture:
+        """Architecture of a `config.json`; one that names none generates."""
+        named = hf_config.get("architectures")
+        name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+        for suffix, use in _SUFFIXES.items():
+            if name.endswith(suffix) and name != suffix:
+                return cls(name, name.removesuffix(suffix), suffix, use, bool(hf_config.get("is_decoder")))
+        return cls(name, name, "", Use.GENERATE)
+
+    @property
+    def decoder(self) -> str | None:
+        return _DECODERS.get(self.family)
+
+    @property
+    def encoder(self) -> str | None:
+        return None if self.is_decoder_by_config else _ENCODERS.get(self.family)
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether tokens usually see the tokens before them only."""
+        return self.decoder is not None or self.has_lm_head or self.is_decoder_by_config
+
+    @property
+    def has_lm_head(self) -> bool:
+        return self.suffix in ("ForCausalLM", "LMHeadModel")
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether the checkpoint's tensors of the backbone have a prefix, as beside a head."""
+        return self.suffix != "Model"

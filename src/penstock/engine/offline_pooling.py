@@ -1,0 +1,184 @@
+"""Pooling methods of the offline API: embeddings, classes, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.config.vllm import also_from_vllm
+from penstock.contract import PoolingParams
+from penstock.engine import pooling_outputs as outputs
+from penstock.engine.outputs import RequestOutput
+from penstock.engine.pooling_prompts import check_is_pooling_params, check_task, named_prompt, score_prompts, texts_of
+from penstock.engine.prompts import Prompt, Prompts, as_list, list_of_prompts
+from penstock.engine.session import Session
+from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.observability.progress_bar import progress_bar
+
+_Result = TypeVar("_Result")
+
+
+class PoolingMethods:
+    """Methods of an offline engine that pools (`runner="pooling"`). Others refuse them.
+
+    Arguments that they share:
+    prompts: as of `LLM.generate`.
+    pooling_params: one for all prompts, or one per prompt; None for those of the model.
+    use_tqdm: show a progress bar, if standard error is a terminal.
+    priority: as of `LLM.generate`.
+    They raise InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, or for a task that the
+    model cannot do, and RequestFailed, with the reason, where a request fails while it runs.
+    """
+
+    _session: Session
+
+    @also_from_vllm
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[outputs.EmbeddingRequestOutput]:
+        """Embed texts; the outputs are in the prompts' order.
+
+        prompt_name: prompt of the model's files that is put before each text; None takes the default one, if any.
+        """
+        pooling = check_task(self._session.model_config, "embed")
+        prompt_list = [named_prompt(pooling, prompt, prompt_name) for prompt in list_of_prompts(prompts)]
+        return self._pool(prompt_list, pooling_params, "embed", outputs.as_embedding, use_tqdm, priority)
+
+    @also_from_vllm
+    def classify(
+        self,
+        prompts: Prompts,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | int | None = None,
+    ) -> list[outputs.ClassificationRequestOutput]:
+        """Classify texts: a probability per class, in the order of `id2label`."""
+        check_task(self._session.model_config, "classify")
+        prompt_list = list_of_prompts(prompts)
+        return self._pool(prompt_list, pooling_params, "classify", outputs.as_classification, use_tqdm, priority)
+
+    @also_from_vllm
+    def encode(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+        priority: Sequence[int] | int | None = None,
+    ) -> list[outputs.PoolingRequestOutput[outputs.PoolingOutput]]:
+        """Pool texts by any of the model's tasks; the outputs have tensors.
+
+        pooling_task: None takes that of the parameters, or the model's first.
+        """
+        task = pooling_task or getattr(pooling_params, "task", None)
+        pooling = check_task(self._session.model_config, task)
+        prompt_list = list_of_prompts(prompts)
+        return self._pool(prompt_list, pooling_params, task or pooling.tasks[0], outputs.as_pooling, use_tqdm, priority)
+
+    @also_from_vllm
+    def reward(
+        self,
+        prompts: Prompts,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | int | None = None,
+    ) -> list[outputs.PoolingRequestOutput[outputs.PoolingOutput]]:
+        """Rewards of each token, [T, number of rewards]: the task token_classify."""
+        check_task(self._session.model_config, "token_classify")
+        prompt_list = list_of_prompts(prompts)
+        return self._pool(prompt_list, pooling_params, "token_classify", outputs.as_pooling, use_tqdm, priority)
+
+    @also_from_vllm
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | int | None = None,
+        chat_template: str | Path | None = None,
+    ) -> list[outputs.ScoringRequestOutput]:
+        """Score pairs of texts: one of `data_1` with each of `data_2`, or pair by pair.
+
+        A cross-encoder reads both texts at once; of an embedding model the score is the cosine of two embeddings.
+        chat_template: of a reranker: a Jinja template whose messages have the roles "query" and "document".
+        """
+        first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
+        if len(first) not in (1, len(second)) or not second:
+            raise InvalidRequest(
+                f"data_1 has {len(first)} texts and data_2 {len(second)}. Allowed: one, or as many as data_2."
+            )
+        pooling = check_task(self._session.model_config, "score", "embed")
+        if "score" in pooling.tasks:
+            pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+            prompts = score_prompts(self._session.tokenizer, pairs, chat_template)
+            return self._pool(prompts, pooling_params, "score", outputs.as_score, use_tqdm, priority)
+        if chat_template is not None:
+            raise InvalidParameter("chat_template is for rerankers, and this model embeds each text. Leave it out.")
+        embedded = self._run([*first, *second], pooling_params, "embed", use_tqdm, priority)
+        queries, documents = embedded[: len(first)], embedded[len(first) :]
+        queries = queries * len(documents) if len(queries) == 1 else queries
+        return [outputs.cosine_score(one, other) for one, other in zip(queries, documents, strict=True)]
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt],
+        params: Any,
+        task: str,
+        make: Callable[[RequestOutput], _Result],
+        use_tqdm: bool,
+        priority: Any,
+    ) -> list[_Result]:
+        return [make(output) for output in self._run(prompts, params, task, use_tqdm, priority)]
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: Any, task: str, use_tqdm: bool, priority: Any
+    ) -> list[RequestOutput]:
+        """Run one request per prompt; finished outputs in the prompts' order."""
+        params_list = _params_for(params, len(prompts), task)
+        priorities = as_list(priority) or [priority or 0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or {len(prompts)} of them.")
+        names = [f"prompts[{index}]" if len(prompts) > 1 else "" for index in range(len(prompts))]
+        requests = [
+            self._session.accept(prompt, one, name, priority=number)
+            for prompt, one, name, number in zip(prompts, params_list, names, priorities, strict=True)
+        ]
+        finished: dict[str, RequestOutput] = {}
+        with progress_bar(len(requests), is_wanted=use_tqdm) as bar, closing(self._session.run(requests)) as steps:
+            for progress in steps:
+                if progress.finished:
+                    finished[progress.req_id] = progress.output()
+                    bar.update()
+        return [finished[accepted.request.req_id] for accepted in requests]
+
+
+def _params_for(params: Any, count: int, task: str) -> list[PoolingParams]:
+    listed = as_list(params)
+    if listed is None:
+        listed = [params] * count
+    if len(listed) != count:
+        raise InvalidRequest(
+            f"There are {count} prompts but {len(listed)} pooling_params. Give one, or one per prompt."
+        )
+    return [_with_task(one, task) for one in listed]
+
+
+def _with_task(params: Any, task: str) -> PoolingParams:
+    if params is None:
+        return PoolingParams(task=task)
+    check_is_pooling_params(params, task)
+    cloned: PoolingParams = params.clone(task=task)
+    return cloned

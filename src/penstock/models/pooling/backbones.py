@@ -1,0 +1,60 @@
+"""Backbones of pooling models: decoders without their head, encoders, and Transformers' models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from penstock.config import ModelConfig
+from penstock.layers.encoder_attention import attend_in_both_directions
+from penstock.models.weights import elsewhere
+from penstock.parallel import ParallelState
+
+
+class Backbone(NamedTuple):
+    """model: a `CausalLM` that returns hidden states. prefix: of its tensors in checkpoints with a head.
+
+    is_logits: its rows are the logits of classes. head_weight: name of the language model head's weight.
+    """
+
+    model: Any
+    hidden_size: int
+    prefix: str = ""
+    is_logits: bool = False
+    head_weight: str = ""
+
+
+def make_backbone(config: ModelConfig, parallel: ParallelState) -> Backbone:
+    """Build the backbone on the meta device. Raises what its class raises."""
+    from penstock.models.registry import runs_through_transformers
+
+    pooling = config.pooling
+    assert pooling is not None, "a pooling model's configuration"
+    if runs_through_transformers(config):
+        from penstock.models.pooling.transformers_texts import TransformersTexts
+
+        texts = TransformersTexts(config, parallel)
+        return Backbone(texts, texts.hidden_size, is_logits=pooling.has_classes)
+    if pooling.architecture.encoder is not None:
+        from penstock.models.bert import BertEncoder
+
+        encoder = BertEncoder(config, parallel)
+        return Backbone(encoder, encoder.hidden_size)
+    return _decoder(config, parallel)
+
+
+def _decoder(config: ModelConfig, parallel: ParallelState) -> Backbone:
+    pooling = config.pooling
+    assert pooling is not None
+    name = pooling.architecture.decoder
+    assert name is not None, "other architectures run through Transformers"
+    from penstock.models.registry import native_module
+
+    model = getattr(import_module(native_module(name)), name)(config, parallel)
+    is_tied = bool(model.tied_weights())
+    prefix = "transformer." if name == "GPT2LMHeadModel" else "model."
+    embedding = "transformer.wte.weight" if name == "GPT2LMHeadModel" else "model.embed_tokens.weight"
+    model.lm_head = elsewhere()
+    if not pooling.is_causal:
+        attend_in_both_directions(model)
+    return Backbone(model, config.hidden_size, prefix, head_weight=embedding if is_tied else "lm_head.weight")

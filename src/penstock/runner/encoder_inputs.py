@@ -1,0 +1,56 @@
+"""Step inputs of encoders: rows of the position table, and token types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.contract import NewRequestData
+from penstock.device import Device
+from penstock.models.bert import POSITION_IDS, TOKEN_TYPE_IDS
+from penstock.models.interface import LanguageModel
+from penstock.runner.frame import Frame
+from penstock.runner.slot_owners import SlotOwner, StepInput
+
+
+class EncoderInputs(SlotOwner):
+    """Position ids, and the number of the text in a pair, of every token. first_position: of a text's first token."""
+
+    step_inputs = (StepInput(POSITION_IDS, torch.int32), StepInput(TOKEN_TYPE_IDS, torch.int32))
+
+    def __init__(self, device: Device, num_slots: int, first_position: int, num_token_types: int) -> None:
+        self._device = device
+        self._first_position = first_position
+        self._has_types = num_token_types > 1
+        # Position of the second text of a pair, by slot; past all positions for single texts.
+        self._second_start = np.full(num_slots, np.iinfo(np.int32).max, dtype=np.int64)
+
+    def add(self, slot: int, request: NewRequestData) -> None:
+        params = request.pooling_params
+        start = None if params is None else params.second_text_start
+        self._second_start[slot] = np.iinfo(np.int32).max if start is None or not self._has_types else start
+
+    def has_work(self, slots_np: np.ndarray) -> bool:
+        return True
+
+    def fill(self, frame: Frame) -> None:
+        layout, named = frame.batch.layout, frame.inputs.named
+        num_tokens = layout.plan.num_tokens
+        torch.add(frame.batch.positions[:num_tokens], self._first_position, out=named[POSITION_IDS][:num_tokens])
+        starts = self._second_start[layout.slots_np]
+        types = named[TOKEN_TYPE_IDS][:num_tokens]
+        if not self._has_types or (starts == np.iinfo(np.int32).max).all():
+            types.zero_()
+            return
+        starts_T = self._device.upload(np.repeat(starts, layout.counts_np))
+        types.copy_(frame.batch.positions[:num_tokens] >= starts_T)
+
+
+def encoder_inputs(device: Device, num_slots: int, model: LanguageModel) -> EncoderInputs | None:
+    """Step inputs of a model, if it is an encoder that reads them."""
+    backbone: Any = getattr(model, "backbone", None)
+    if not hasattr(backbone, "num_token_types"):
+        return None
+    return EncoderInputs(device, num_slots, backbone.first_position, backbone.num_token_types)

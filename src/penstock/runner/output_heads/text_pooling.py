@@ -1,0 +1,54 @@
+"""Pooling of texts: embeddings, classes and scores, and vectors of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.models.pooling import PoolingModel
+from penstock.runner.frame import Frame, WantedOutputs
+from penstock.runner.output_heads.base import HeadParts
+from penstock.runner.output_heads.pooling import PoolingHead
+from penstock.runner.pooling_states import PoolingStates
+
+
+class TextPooling(PoolingHead):
+    """Output head of `PoolingModel`s. Prompts in chunks are pooled as whole ones."""
+
+    def __init__(self, parts: HeadParts) -> None:
+        super().__init__(parts)
+        states = parts.owners.of_type(PoolingStates)
+        assert states is not None, "the runner of a pooling model has its states"
+        self._states = states
+
+    def wants(self, frame: Frame) -> WantedOutputs:
+        pooled = self._states.pooled
+        needs_all = any(pooled[slot].needs_all for slot in frame.batch.layout.slots_np.tolist())
+        return WantedOutputs(all_rows=needs_all, logits_rows=not needs_all)
+
+    def pool(self, frame: Frame, is_complete: Sequence[bool]) -> list[Tensor | None]:
+        layout, model = frame.batch.layout, frame.model
+        assert isinstance(model, PoolingModel), "the head belongs to pooling models"
+        vectors: list[Tensor | None] = []
+        starts = layout.query_start_loc_np
+        for index, (slot, complete) in enumerate(zip(layout.slots_np.tolist(), is_complete, strict=True)):
+            if frame.all_hidden is not None:
+                rows = frame.all_hidden[starts[index] : starts[index + 1]]
+            else:
+                assert frame.hidden is not None, "either all rows were wanted, or those of last tokens"
+                rows = frame.hidden[index : index + 1]
+            pooled = self._states.pooled[slot]
+            pooled.add(rows)
+            vectors.append(self._finish(model, slot) if complete else None)
+        return vectors
+
+    def _finish(self, model: PoolingModel, slot: int) -> Tensor:
+        params = self._states.params[slot]
+        with torch.no_grad():
+            result = model.finish(self._states.pooled[slot].result(), params)
+        if params.step_tag_id is not None:
+            token_ids = torch.tensor(self._states.prompt_token_ids[slot], device=result.device)
+            result = result[token_ids == params.step_tag_id]
+        return result.to(torch.float32).contiguous()

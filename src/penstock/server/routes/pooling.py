@@ -1,0 +1,184 @@
+"""Routes `/v1/embeddings`, `/v1/score`, `/v1/rerank`, `/classify` and `/pooling`, and their other names."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.config.pooling import PoolingConfig
+from penstock.contract import PoolingParams
+from penstock.engine.outputs import RequestOutput
+from penstock.engine.pooling_outputs import cosine_score, pooled_array
+from penstock.engine.pooling_prompts import check_task, named_prompt, score_prompts, texts_of
+from penstock.engine.prompts import Prompt, RenderedText
+from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.server.http.errors import ApiError, json_response, refusals
+from penstock.server.protocol import pooling as protocol
+from penstock.server.protocol.responses import errors
+from penstock.server.requests.generation import PoolingSubmission
+from penstock.server.routes.common import response_base, response_id, served_model, whole_outputs
+
+router = APIRouter()
+_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
+
+
+@router.post("/v1/embeddings", responses={200: {"model": protocol.EmbeddingResponse}, **_ERRORS})
+async def create_embedding(request: protocol.EmbeddingRequest, http: Request) -> Response:
+    """Embed one or several texts."""
+    with refusals(type(request).model_fields):
+        pooling = _pooling(http, request, "embed")
+        prompts = [named_prompt(pooling, prompt, request.prompt_name) for prompt in _prompts(request)]
+        activation = request.normalize if request.use_activation is None else request.use_activation
+        params = _params(request, "embed", dimensions=request.dimensions, use_activation=activation)
+        id, outputs = await _run(http, request, "embd", prompts, params)
+        data = [
+            {"index": index, "object": "embedding", "embedding": _encoded(pooled_array(one), request.encoding_format)}
+            for index, one in enumerate(outputs)
+        ]
+        return _listed(http, id, data, outputs)
+
+
+@router.post("/pooling", responses={200: {"model": protocol.PoolingResponse}, **_ERRORS})
+async def create_pooling(request: protocol.PoolingRequest, http: Request) -> Response:
+    """Pool one or several texts by any of the model's tasks."""
+    with refusals(type(request).model_fields):
+        pooling = _pooling(http, request, request.task)
+        params = _params(request, request.task or pooling.tasks[0], dimensions=request.dimensions)
+        id, outputs = await _run(http, request, "pool", _prompts(request), params)
+        data = [
+            {"index": index, "object": "pooling", "data": _encoded(pooled_array(one), request.encoding_format)}
+            for index, one in enumerate(outputs)
+        ]
+        return _listed(http, id, data, outputs)
+
+
+@router.post("/classify", responses={200: {"model": protocol.ClassifyResponse}, **_ERRORS})
+async def classify(request: protocol.ClassifyRequest, http: Request) -> Response:
+    """Classify one or several texts: the likeliest label, and a probability per class."""
+    with refusals(type(request).model_fields):
+        pooling = _pooling(http, request, "classify")
+        id, outputs = await _run(http, request, "classify", _prompts(request), _params(request, "classify"))
+        data = [_classified(index, pooled_array(one), pooling) for index, one in enumerate(outputs)]
+        return _listed(http, id, data, outputs)
+
+
+@router.post("/score", responses={200: {"model": protocol.ScoreResponse}, **_ERRORS})
+@router.post("/v1/score", responses={200: {"model": protocol.ScoreResponse}, **_ERRORS})
+async def score(request: protocol.ScoreRequest, http: Request) -> Response:
+    """Score pairs of texts."""
+    with refusals(type(request).model_fields):
+        first, second = texts_of("text_1", request.text_1), texts_of("text_2", request.text_2)
+        if len(first) not in (1, len(second)) or not second:
+            raise InvalidRequest(
+                f"text_1 has {len(first)} texts and text_2 {len(second)}. Allowed: one, or as many as text_2."
+            )
+        pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        id, scores, outputs = await _scores(http, request, "score", pairs, request.chat_template)
+        data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+        return _listed(http, id, data, outputs)
+
+
+@router.post("/rerank", responses={200: {"model": protocol.RerankResponse}, **_ERRORS})
+@router.post("/v1/rerank", responses={200: {"model": protocol.RerankResponse}, **_ERRORS})
+@router.post("/v2/rerank", responses={200: {"model": protocol.RerankResponse}, **_ERRORS})
+async def rerank(request: protocol.RerankRequest, http: Request) -> Response:
+    """Rank documents by their relevance to a query, the most relevant first."""
+    with refusals(type(request).model_fields):
+        if not request.documents:
+            raise InvalidRequest("documents is empty. Give at least one text.")
+        if request.top_n is not None and request.top_n < 0:
+            raise InvalidParameter(f"top_n={request.top_n} is not valid. Allowed: 0 or more; 0 for all documents.")
+        pairs = [(request.query, document) for document in request.documents]
+        id, scores, outputs = await _scores(http, request, "rerank", pairs, request.chat_template)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
+        results = []
+        for index in order:
+            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if request.return_documents:
+                result["document"] = {"text": request.documents[index]}
+            results.append(result)
+        body = {"id": id, "model": served_model(http).name, "usage": _usage(outputs), "results": results}
+        return json_response(body)
+
+
+def _pooling(http: Request, request: protocol.PoolingFields, *tasks: str | None) -> PoolingConfig:
+    model = served_model(http)
+    model.check_name(request.model)
+    return check_task(model.engine.model_config, *tasks)
+
+
+def _params(request: protocol.PoolingFields, task: str, **more: Any) -> PoolingParams:
+    fields = {name: getattr(request, name) for name in ("truncate_prompt_tokens", "truncation_side", "use_activation")}
+    return PoolingParams(task=task, **{**fields, **more})
+
+
+def _prompts(request: protocol.EmbeddingRequest | protocol.PoolingRequest | protocol.ClassifyRequest) -> list[Prompt]:
+    if request.add_special_tokens:
+        return list(request.input)
+    return [RenderedText(given) if isinstance(given, str) else given for given in request.input]
+
+
+async def _run(
+    http: Request, request: protocol.PoolingFields, kind: str, prompts: Sequence[Prompt], params: PoolingParams
+) -> tuple[str, list[RequestOutput]]:
+    """Name of the response, and the prompts' outputs. Raises ApiError for one that failed."""
+    id = response_id(kind, request)
+    submissions = [
+        PoolingSubmission(prompt, params, id if len(prompts) == 1 else f"{id}-{index}", request.priority)
+        for index, prompt in enumerate(prompts)
+    ]
+    outputs = await whole_outputs(http, submissions, request.timeout)
+    for output in outputs:
+        if output.pooled_data is None:
+            raise ApiError(500, output.error or "The request was aborted.", code="generation_failed")
+    return id, outputs
+
+
+async def _scores(
+    http: Request,
+    request: protocol.PoolingFields,
+    kind: str,
+    pairs: Sequence[tuple[str, str]],
+    template: str | None,
+) -> tuple[str, list[float], list[RequestOutput]]:
+    """Name of the response, score of each pair, and the engine's outputs."""
+    pooling, model = _pooling(http, request, "score", "embed"), served_model(http)
+    if template is not None and not model.options.trust_request_chat_template:
+        message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
+        raise ApiError(400, message, param="chat_template")
+    if "score" in pooling.tasks:
+        prompts = score_prompts(model.tokenizer, pairs, template)
+        id, outputs = await _run(http, request, kind, prompts, _params(request, "score"))
+        return id, [float(pooled_array(one)[0]) for one in outputs], outputs
+    # An embedding model: each text once.
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    id, outputs = await _run(http, request, kind, texts, _params(request, "embed"))
+    of_text = dict(zip(texts, outputs, strict=True))
+    scores = [cosine_score(of_text[first], of_text[second]).outputs.score for first, second in pairs]
+    return id, scores, outputs
+
+
+def _classified(index: int, probs: np.ndarray, pooling: PoolingConfig) -> dict[str, Any]:
+    label = pooling.labels[int(probs.argmax())]
+    return {"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)}
+
+
+def _encoded(array: np.ndarray, encoding: str) -> list[Any] | str:
+    if encoding == "float":
+        values: list[Any] = array.tolist()
+        return values
+    return base64.b64encode(array.astype("<f4", copy=False).tobytes()).decode("ascii")
+
+
+def _listed(http: Request, id: str, data: list[dict[str, Any]], outputs: Sequence[RequestOutput]) -> Response:
+    return json_response({**response_base(id, "list", served_model(http)), "data": data, "usage": _usage(outputs)})
+
+
+def _usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -1,0 +1,67 @@
+"""`penstock embed`, `classify` and `score`, compared with the offline API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from penstock import LLM
+from penstock.cli.app import app
+from support.pooling_models import TINY_ENCODER, random_model, random_text, save
+
+TEXTS = [random_text(num_words, seed=num_words) for num_words in (2, 9, 30)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    embedder = random_model("BertModel", "BertConfig", **TINY_ENCODER)
+    reranker = random_model("BertForSequenceClassification", "BertConfig", **TINY_ENCODER, num_labels=1)
+    return {"embed": save(embedder, folder / "embed"), "score": save(reranker, folder / "score")}
+
+
+def write_lines(path: Path, lines: list[object]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_embeddings_are_written_as_lines_or_as_an_array(folders: dict[str, Path], tmp_path: Path) -> None:
+    given = write_lines(tmp_path / "texts.jsonl", [TEXTS[0], {"text": TEXTS[1], "id": "b"}, {"text": TEXTS[2]}])
+    with LLM(folders["embed"]) as llm:
+        expected = [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
+    command = ["embed", "-i", str(given), "--model", str(folders["embed"])]
+    for name in ("out.jsonl", "out.npy"):
+        result = CliRunner().invoke(app, [*command, "-o", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+    lines = read_lines(tmp_path / "out.jsonl")
+    assert [line["embedding"] for line in lines] == expected
+    assert [(line["index"], line["id"]) for line in lines] == [(0, None), (1, "b"), (2, None)]
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.array(expected, np.float32))
+
+
+def test_scores_and_classes(folders: dict[str, Path], tmp_path: Path) -> None:
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"query": TEXTS[0], "document": text} for text in TEXTS])
+    texts = write_lines(tmp_path / "texts.jsonl", list(TEXTS))
+    with LLM(folders["score"]) as llm:
+        scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+        probs = [output.outputs.probs for output in llm.classify(TEXTS, use_tqdm=False)]
+    for command, given, key, expected in (("score", pairs, "score", scores), ("classify", texts, "probs", probs)):
+        out = tmp_path / f"{command}.jsonl"
+        result = CliRunner().invoke(app, [command, "-i", str(given), "-o", str(out), "-m", str(folders["score"])])
+        assert result.exit_code == 0, result.output
+        assert [line[key] for line in read_lines(out)] == expected
+
+
+def test_a_wrong_line_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    given = write_lines(tmp_path / "texts.jsonl", [TEXTS[0], {"texts": "ba"}])
+    result = CliRunner().invoke(app, ["embed", "-i", str(given), "-m", str(folders["embed"])])
+    assert result.exit_code != 0
+    assert "Line 2 is" in result.output

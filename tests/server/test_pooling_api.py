@@ -1,0 +1,138 @@
+"""Embeddings, scores and classes over HTTP: the openai package and raw requests against a real server."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from penstock.engine.async_engine import AsyncEngine
+from support.pooling_models import TINY_ENCODER, random_model, random_text, save, sentence_transformer
+from support.servers import Served, serving
+
+TEXTS = [random_text(num_words, seed=num_words) for num_words in (2, 9, 30, 4)]
+QUERY = random_text(5, seed=77)
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Any]]:
+    folder = tmp_path_factory.mktemp("embedder")
+    model = random_model("BertModel", "BertConfig", **TINY_ENCODER, matryoshka_dimensions=[8, 32])
+    oracle = sentence_transformer(folder, model)
+    with serving(AsyncEngine(folder / "model")) as served:
+        yield served, oracle
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Any]]:
+    from sentence_transformers import CrossEncoder
+
+    folder = tmp_path_factory.mktemp("reranker")
+    labels = {"id2label": {0: "relevant"}, "num_labels": 1}
+    save(random_model("BertForSequenceClassification", "BertConfig", **TINY_ENCODER, **labels), folder)
+    with serving(AsyncEngine(folder)) as served:
+        yield served, CrossEncoder(str(folder), device="cpu")
+
+
+def test_the_openai_client_gets_the_oracles_embeddings(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    expected = oracle.encode(TEXTS)
+    with served.client() as client:
+        # Base64, which the client asks for and decodes by itself.
+        answer = client.embeddings.create(model="demo", input=TEXTS)
+        plain = client.embeddings.create(model="demo", input=TEXTS, encoding_format="float")
+    found = np.array([one.embedding for one in answer.data])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(found, [one.embedding for one in plain.data], atol=1e-7)
+    assert [one.index for one in answer.data] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(text.split()) + 2 for text in TEXTS)
+
+
+def test_token_ids_and_dimensions(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    ids = [oracle.tokenizer(text)["input_ids"] for text in TEXTS]
+    with served.client() as client:
+        whole = client.embeddings.create(model="demo", input=ids, dimensions=8)
+        one = client.embeddings.create(model="demo", input=ids[2], dimensions=8)
+        with pytest.raises(openai.BadRequestError, match=r"dimensions=9 is not valid. Allowed: 8, 32"):
+            client.embeddings.create(model="demo", input=ids, dimensions=9)
+    cut = oracle.encode(TEXTS)[:, :8]
+    expected = cut / np.linalg.norm(cut, axis=1, keepdims=True)
+    np.testing.assert_allclose([one.embedding for one in whole.data], expected, atol=1e-5)
+    assert one.data[0].embedding == whole.data[2].embedding
+
+
+def test_base64_is_little_endian_float32(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    reply = served.post("/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"})
+    values = np.frombuffer(base64.b64decode(reply.json["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(values, oracle.encode(TEXTS[0]), atol=1e-5)
+
+
+def test_a_long_text_is_refused_or_cut(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    text = random_text(300, seed=3)
+    reply = served.post("/v1/embeddings", {"input": text})
+    assert reply.status == 400
+    assert "302 tokens" in reply.error["message"]
+    cut = served.post("/v1/embeddings", {"input": text, "truncate_prompt_tokens": -1})
+    np.testing.assert_allclose(cut.json["data"][0]["embedding"], oracle.encode(text), atol=1e-5)
+
+
+def test_vectors_of_tokens(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    reply = served.post("/pooling", {"input": TEXTS[:2], "task": "token_embed"})
+    expected = oracle.encode(TEXTS[:2], output_value="token_embeddings")
+    for data, rows in zip(reply.json["data"], expected, strict=True):
+        unit = rows / rows.norm(dim=-1, keepdim=True)
+        np.testing.assert_allclose(data["data"], unit, atol=1e-4)
+
+
+def test_an_embedding_model_scores_by_cosine(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    reply = served.post("/v1/score", {"text_1": QUERY, "text_2": TEXTS})
+    expected = oracle.similarity(oracle.encode([QUERY]), oracle.encode(TEXTS))[0]
+    np.testing.assert_allclose([one["score"] for one in reply.json["data"]], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_ranked_as_by_the_cross_encoder(path: str, reranker: tuple[Served, Any]) -> None:
+    served, oracle = reranker
+    reply = served.post(path, {"query": QUERY, "documents": TEXTS, "top_n": 3})
+    expected = oracle.predict([(QUERY, text) for text in TEXTS])
+    results = reply.json["results"]
+    assert [one["index"] for one in results] == np.argsort(-expected)[:3].tolist()
+    np.testing.assert_allclose([one["relevance_score"] for one in results], np.sort(expected)[::-1][:3], atol=1e-4)
+    assert results[0]["document"] == {"text": TEXTS[results[0]["index"]]}
+
+
+def test_classes_have_their_labels(reranker: tuple[Served, Any]) -> None:
+    served, _ = reranker
+    reply = served.post("/classify", {"input": TEXTS[0]})
+    (data,) = reply.json["data"]
+    assert (data["label"], data["num_classes"]) == ("relevant", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/embeddings", {"input": "ba"}, "cannot do embed: it has BertForSequenceClassification. Allowed: classify"),
+        ("/v1/embeddings", {"input": []}, "input is an empty list"),
+        ("/v1/embeddings", {"input": [[1], "ba"]}, "Allowed: text, a list of token ids"),
+        ("/v1/score", {"text_1": ["ba", "be"], "text_2": ["ba"]}, "text_1 has 2 texts and text_2 1"),
+        ("/rerank", {"query": "ba", "documents": []}, "documents is empty"),
+        ("/pooling", {"input": "ba", "task": "nonsense"}, "cannot do nonsense"),
+        ("/v1/completions", {"prompt": "ba"}, "pools, and generates no text"),
+        ("/classify", {"input": "ba", "colour": "red"}, "colour"),
+    ],
+)
+def test_bad_requests_name_what_is_wrong(
+    path: str, body: dict[str, Any], message: str, reranker: tuple[Served, Any]
+) -> None:
+    reply = reranker[0].post(path, body)
+    assert reply.status == 400
+    assert message in reply.error["message"]
