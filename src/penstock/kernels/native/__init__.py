@@ -77,6 +77,7 @@ class NativeKernels:
         self._sum = self.operation("sum")
         self._concatenate = self.operation("concatenate")
         self._argmax = self.operation("argmax")
+        self.adapters = self.operation("adapters")
 
     @property
     def has_bfloat16_products(self) -> bool:
