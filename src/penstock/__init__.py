@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
     from penstock.contract import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from penstock.contract.lora import LoRARequest
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.outputs import CompletionOutput, RequestOutput
-    from penstock.engine.prompts import LoRARequest, PromptDict
+    from penstock.engine.prompts import PromptDict
     from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
 
@@ -48,7 +49,7 @@ _HOMES = {
     "CompletionOutput": "penstock.engine.outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
-    "LoRARequest": "penstock.engine.prompts",
+    "LoRARequest": "penstock.contract.lora",
     "PromptDict": "penstock.engine.prompts",
     "RequestOutput": "penstock.engine.outputs",
     "RequestOutputKind": "penstock.contract",

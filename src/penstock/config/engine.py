@@ -15,6 +15,7 @@ from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
 from penstock.config.graphs import GraphConfig
 from penstock.config.load import LoadConfig
+from penstock.config.lora import LoRAConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
@@ -50,6 +51,7 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     replaces_lost_core: bool = False
 
     def __post_init__(self) -> None:
@@ -166,6 +168,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "profiler": ProfilerConfig,
     "graphs": GraphConfig,
     "structured": StructuredOutputsConfig,
+    "lora": LoRAConfig,
 }
 
 
