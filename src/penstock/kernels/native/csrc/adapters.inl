@@ -6,8 +6,10 @@
 namespace PENSTOCK_NAMESPACE {
 
 constexpr int kAdapterVectors = kAdapterPanel / kLanes;
-// Rows multiplied with a panel at once, and panels of outputs that a thread takes at once.
+// Rows and panels multiplied at once, as far as there are registers for their sums; and panels of outputs that a thread
+// takes at once.
 constexpr int kAdapterRows = 4;
+constexpr int kAdapterAtOnce = kLanes >= 16 ? 4 : 1;
 constexpr int64_t kAdapterPanels = 8;
 
 PENSTOCK_INLINE Vec load_adapter(const float* from) { return load(from); }
@@ -18,40 +20,94 @@ PENSTOCK_INLINE Vec load_adapter(const Bfloat16* from) {
   return (Vec)(__builtin_convertvector(halves, UintVec) << 16);
 }
 
-// A panel's products with R rows: sums[row][vector], over `depth` inner elements.
-template <int R, class W>
-PENSTOCK_INLINE void multiply_adapter_panel(const float* const* rows, const W* panel, int64_t depth,
-                                            Vec (&sums)[kAdapterRows][kAdapterVectors]) {
-  Vec kept[R][kAdapterVectors] = {};
-  for (int64_t k = 0; k < depth; ++k, panel += kAdapterPanel) {
-    Vec w[kAdapterVectors];
-    for (int v = 0; v < kAdapterVectors; ++v) w[v] = load_adapter(panel + v * kLanes);
-    for (int row = 0; row < R; ++row) {
-      const Vec x = splat(rows[row][k]);
-      for (int v = 0; v < kAdapterVectors; ++v) multiply_add(kept[row][v], x, w[v]);
+// Memory to prefetch while other memory is read: several ranges, one after the other.
+struct AdapterFetch {
+  struct Range {
+    const char* next;
+    const char* end;
+  };
+  Range* ranges;
+  int64_t count;
+  int64_t lines;  // per turn
+
+  void turn() {
+    for (int64_t line = 0; line < lines && count > 0; ++line) {
+      __builtin_prefetch(ranges->next, 0, 2);
+      ranges->next += kCacheLine;
+      if (ranges->next >= ranges->end) ++ranges, --count;
     }
   }
-  for (int row = 0; row < R; ++row)
-    for (int v = 0; v < kAdapterVectors; ++v) sums[row][v] = kept[row][v];
+};
+
+// Products of R rows with P panels, over `depth` inner elements.
+//
+// out: by row. places: by panel, offset of its products in a row. factors: by panel, with which products are multiplied
+// before they overwrite the row; nullptr adds them to it. last_width: number of products of the last panel.
+template <class W>
+struct AdapterTile {
+  const float* rows[kAdapterRows];
+  const W* panels[kAdapterAtOnce];
+  float* out[kAdapterRows];
+  int64_t places[kAdapterAtOnce];
+  const float* factors;
+  int64_t depth, last_width;
+};
+
+template <int R, int P, class W>
+static __attribute__((noinline)) void multiply_adapter_tile(const AdapterTile<W>& t, AdapterFetch& given) {
+  const float* x[R];
+  const W* panels[P];
+  AdapterFetch fetch = given;
+#pragma GCC unroll 16
+  for (int row = 0; row < R; ++row) {
+    x[row] = t.rows[row];
+    keep_apart(x[row]);
+  }
+#pragma GCC unroll 16
+  for (int panel = 0; panel < P; ++panel) panels[panel] = t.panels[panel];
+  Vec sums[P][R][kAdapterVectors] = {};
+  for (int64_t k = 0; k < t.depth; ++k) {
+    Vec xs[R];
+#pragma GCC unroll 16
+    for (int row = 0; row < R; ++row) xs[row] = splat(x[row][k]);
+#pragma GCC unroll 16
+    for (int panel = 0; panel < P; ++panel)
+#pragma GCC unroll 16
+      for (int v = 0; v < kAdapterVectors; ++v) {
+        const Vec w = load_adapter(panels[panel] + k * kAdapterPanel + v * kLanes);
+#pragma GCC unroll 16
+        for (int row = 0; row < R; ++row) multiply_add(sums[panel][row][v], xs[row], w);
+      }
+    if (fetch.count > 0) fetch.turn();
+  }
+  given = fetch;
+#pragma GCC unroll 16
+  for (int panel = 0; panel < P; ++panel) {
+    const bool is_partial = panel == P - 1 && t.last_width < kAdapterPanel;
+#pragma GCC unroll 16
+    for (int row = 0; row < R; ++row) {
+      float* const out = t.out[row] + t.places[panel];
+      if (is_partial) {
+        float lanes[kAdapterPanel];
+        for (int v = 0; v < kAdapterVectors; ++v) store(lanes + v * kLanes, sums[panel][row][v]);
+        for (int64_t i = 0; i < t.last_width; ++i) out[i] += lanes[i];
+        continue;
+      }
+#pragma GCC unroll 16
+      for (int v = 0; v < kAdapterVectors; ++v)
+        store(out + v * kLanes, t.factors == nullptr ? load(out + v * kLanes) + sums[panel][row][v]
+                                                     : sums[panel][row][v] * splat(t.factors[panel]));
+    }
+  }
 }
 
 template <class W>
-PENSTOCK_INLINE void multiply_adapter_rows(const float* const* rows, int64_t count, const W* panel, int64_t depth,
-                                           Vec (&sums)[kAdapterRows][kAdapterVectors]) {
-  with_constant<kAdapterRows>(count, [&](auto height) {
-    multiply_adapter_panel<decltype(height){}>(rows, panel, depth, sums);
+static void multiply_adapter_rows(const AdapterTile<W>& tile, int64_t num_rows, int64_t num_panels,
+                                  AdapterFetch& fetch) {
+  with_constant<kAdapterRows>(num_rows, [&](auto height) {
+    with_constant<kAdapterAtOnce>(num_panels,
+                                  [&](auto width) { multiply_adapter_tile<height, width, W>(tile, fetch); });
   });
-}
-
-// Adds the first `width` sums of a panel.
-PENSTOCK_INLINE void add_panel(float* out, const Vec (&sums)[kAdapterVectors], int64_t width) {
-  if (width == kAdapterPanel) {
-    for (int v = 0; v < kAdapterVectors; ++v) store(out + v * kLanes, load(out + v * kLanes) + sums[v]);
-    return;
-  }
-  float lanes[kAdapterPanel];
-  for (int v = 0; v < kAdapterVectors; ++v) store(lanes + v * kLanes, sums[v]);
-  for (int64_t i = 0; i < width; ++i) out[i] += lanes[i];
 }
 
 // Rows of one adapter: `count` of the sorted rows, from `first` on.
@@ -103,6 +159,7 @@ struct AdapterJob {
   }
 
   int64_t rank(int64_t slot, int64_t piece) const { return args->ranks[slot * args->num_pieces + piece]; }
+  float scaling(int64_t slot, int64_t piece) const { return args->scalings[slot * args->num_pieces + piece]; }
 
   bool has_piece(int64_t slot) const {
     for (int64_t piece = 0; piece < args->num_pieces; ++piece)
@@ -110,32 +167,65 @@ struct AdapterJob {
     return false;
   }
 
-  // A x of one tile of rows of a group.
   template <class W>
-  void shrink(const AdapterGroup& group, int64_t tile, int64_t piece) const {
+  const W* b_of(int64_t slot, int64_t piece) const {
+    return static_cast<const W*>(args->b) + slot * args->b_size + args->pieces[3 * piece + 2];
+  }
+
+  // A x of one tile of rows of a group, for all pieces. Meanwhile the group's B is prefetched.
+  template <class W>
+  void shrink(const AdapterGroup& group, int64_t tile) const {
     const AdapterArgs& a = *args;
-    const int64_t rank = this->rank(group.slot, piece);
-    if (rank == 0) return;
     const int64_t first = group.first + tile * kAdapterRows;
     const int64_t count = least(kAdapterRows, group.first + group.count - first);
     const float* rows[kAdapterRows];
     for (int64_t i = 0; i < count; ++i) rows[i] = a.x + order[first + i] * a.x_stride;
-    float* const out = shrunk + first * shrunk_stride() + piece * a.max_rank;
-    const float scaling = a.scalings[group.slot * a.num_pieces + piece];
+    float* const out = shrunk + first * shrunk_stride();
     if (a.a == nullptr) {
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t k = 0; k < rank; ++k) out[i * shrunk_stride() + k] = rows[i][k] * scaling;
+      for (int64_t piece = 0; piece < a.num_pieces; ++piece)
+        for (int64_t i = 0; i < count; ++i)
+          for (int64_t k = 0; k < rank(group.slot, piece); ++k)
+            out[i * shrunk_stride() + piece * a.max_rank + k] = rows[i][k] * scaling(group.slot, piece);
       return;
     }
-    const W* const of_piece =
-        static_cast<const W*>(a.a) + (group.slot * a.num_pieces + piece) * a.max_rank * a.in_features;
-    Vec sums[kAdapterRows][kAdapterVectors];
-    for (int64_t k = 0; k < rank; k += kAdapterPanel) {
-      multiply_adapter_rows(rows, count, of_piece + k * a.in_features, a.in_features, sums);
-      for (int64_t i = 0; i < count; ++i)
-        for (int v = 0; v < kAdapterVectors; ++v)
-          store(out + i * shrunk_stride() + k + v * kLanes, sums[i][v] * splat(scaling));
+    constexpr int64_t kMostRanges = 8;
+    AdapterFetch::Range ranges[kMostRanges];
+    AdapterFetch fetch{ranges, 0, 0};
+    int64_t num_bytes = 0, num_panels = 0;
+    for (int64_t piece = 0; piece < a.num_pieces; ++piece) {
+      const int64_t rank = this->rank(group.slot, piece);
+      num_panels += divided_up(rank, kAdapterPanel);
+      if (tile > 0 || rank == 0 || fetch.count == kMostRanges) continue;
+      const int64_t of_piece = divided_up(a.pieces[3 * piece + 1], kAdapterPanel) * kAdapterPanel * rank * sizeof(W);
+      const char* const begin = reinterpret_cast<const char*>(b_of<W>(group.slot, piece));
+      ranges[fetch.count++] = {begin, begin + of_piece};
+      num_bytes += of_piece;
     }
+    const int64_t num_turns = divided_up(num_panels, kAdapterAtOnce) * a.in_features;
+    fetch.lines = num_turns == 0 ? 0 : divided_up(num_bytes, num_turns * kCacheLine);
+    float factors[kAdapterAtOnce];
+    AdapterTile<W> tiles{};
+    tiles.factors = factors;
+    tiles.depth = a.in_features;
+    tiles.last_width = kAdapterPanel;
+    for (int64_t i = 0; i < count; ++i) {
+      tiles.rows[i] = rows[i];
+      tiles.out[i] = out + i * shrunk_stride();
+    }
+    int64_t num_taken = 0;
+    for (int64_t piece = 0; piece < a.num_pieces; ++piece) {
+      const W* const of_piece =
+          static_cast<const W*>(a.a) + (group.slot * a.num_pieces + piece) * a.max_rank * a.in_features;
+      for (int64_t k = 0; k < rank(group.slot, piece); k += kAdapterPanel) {
+        tiles.panels[num_taken] = of_piece + k * a.in_features;
+        tiles.places[num_taken] = piece * a.max_rank + k;
+        factors[num_taken] = scaling(group.slot, piece);
+        if (++num_taken < kAdapterAtOnce) continue;
+        multiply_adapter_rows(tiles, count, num_taken, fetch);
+        num_taken = 0;
+      }
+    }
+    if (num_taken > 0) multiply_adapter_rows(tiles, count, num_taken, fetch);
   }
 
   // Adds B (A x) of a group's rows for some panels of a piece's outputs.
@@ -143,21 +233,27 @@ struct AdapterJob {
   void expand(const AdapterGroup& group, int64_t piece, int64_t first_panel) const {
     const AdapterArgs& a = *args;
     const int64_t rank = this->rank(group.slot, piece);
+    if (rank == 0) return;
     const int64_t first_output = a.pieces[3 * piece], num_outputs = a.pieces[3 * piece + 1];
     const int64_t end = least(first_panel + kAdapterPanels, divided_up(num_outputs, kAdapterPanel));
-    if (rank == 0) return;
-    const W* const of_piece = static_cast<const W*>(a.b) + group.slot * a.b_size + a.pieces[3 * piece + 2];
-    for (int64_t panel = first_panel; panel < end; ++panel) {
-      const W* const weight = of_piece + panel * rank * kAdapterPanel;
-      const int64_t output = panel * kAdapterPanel, width = least(kAdapterPanel, num_outputs - output);
+    const W* const of_piece = b_of<W>(group.slot, piece);
+    AdapterFetch nothing{nullptr, 0, 0};
+    AdapterTile<W> tile{};
+    tile.depth = rank;
+    for (int64_t panel = first_panel; panel < end; panel += kAdapterAtOnce) {
+      const int64_t num_panels = least(kAdapterAtOnce, end - panel);
+      for (int64_t i = 0; i < num_panels; ++i) {
+        tile.panels[i] = of_piece + (panel + i) * rank * kAdapterPanel;
+        tile.places[i] = first_output + (panel + i) * kAdapterPanel;
+      }
+      tile.last_width = least(kAdapterPanel, num_outputs - (panel + num_panels - 1) * kAdapterPanel);
       for (int64_t first = group.first; first < group.first + group.count; first += kAdapterRows) {
         const int64_t count = least(kAdapterRows, group.first + group.count - first);
-        const float* rows[kAdapterRows];
-        for (int64_t i = 0; i < count; ++i) rows[i] = shrunk + (first + i) * shrunk_stride() + piece * a.max_rank;
-        Vec sums[kAdapterRows][kAdapterVectors];
-        multiply_adapter_rows(rows, count, weight, rank, sums);
-        for (int64_t i = 0; i < count; ++i)
-          add_panel(a.out + order[first + i] * a.out_stride + first_output + output, sums[i], width);
+        for (int64_t i = 0; i < count; ++i) {
+          tile.rows[i] = shrunk + (first + i) * shrunk_stride() + piece * a.max_rank;
+          tile.out[i] = a.out + order[first + i] * a.out_stride;
+        }
+        multiply_adapter_rows(tile, count, num_panels, nothing);
       }
     }
   }
@@ -169,14 +265,11 @@ static void adapters_thread(void* data, int thread, const Team& team) {
   const AdapterArgs& a = *job.args;
   const auto share = [&](int64_t count) { return count * thread / team.num_threads; };
   const auto end_of_share = [&](int64_t count) { return count * (thread + 1) / team.num_threads; };
-  // Tiles of rows, piece by piece.
-  const int64_t num_products = job.num_tiles * a.num_pieces;
   const AdapterGroup* group = job.groups;
   const AdapterGroup* const last = job.groups + job.num_groups - 1;
-  for (int64_t i = share(num_products); i < end_of_share(num_products); ++i) {
-    const int64_t tile = i / a.num_pieces;
+  for (int64_t tile = share(job.num_tiles); tile < end_of_share(job.num_tiles); ++tile) {
     while (group < last && group[1].first_tile <= tile) ++group;
-    job.template shrink<W>(*group, tile - group->first_tile, i % a.num_pieces);
+    job.template shrink<W>(*group, tile - group->first_tile);
   }
   team.barrier();
   int64_t per_group = 0;
