@@ -3,8 +3,8 @@
     python -m benchmarks.adapters [--shapes llama-60m llama-1024] [--adapters 8] [--rank 16] [--turns 5] [--threads 2]
         [--lora-dtype auto] [--output FOLDER]
 
-32 requests decode at once, in turns: in an engine without adapters, in one with enable_lora and no adapter in use, and in
-that one with the requests spread over the adapters. An adapter changes all linear layers of the decoder. Weights are
+32 requests decode at once, in turns: in an engine without adapters, in one with enable_lora and no adapter in use, and
+in that one with the requests spread over the adapters. An adapter changes all linear layers of the decoder. Weights are
 random.
 """
 
