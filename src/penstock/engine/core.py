@@ -387,6 +387,9 @@ class EngineCore:
             self._recover_lost()
         engine = self._require_alive()
         if method in ADAPTER_METHODS:
+            if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
+                # Workers hold the adapters of requests until a step tells them that these have ended.
+                self._outputs += self.step()
             return self._adapters.call(str(method), args, kwargs or {})
         try:
             answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
