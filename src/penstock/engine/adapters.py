@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # Reason for which a request waits while its adapter is loaded.
 ADAPTER = "its adapter"
 # Worker methods that the core calls through `CoreAdapters`.
-ADAPTER_METHODS = ("add_lora", "prefetch_lora", "remove_lora", "pin_lora")
+ADAPTER_METHODS = ("add_lora", "prefetch_lora", "remove_lora", "pin_lora", "known_loras")
 
 
 @dataclass(slots=True)
@@ -147,6 +147,7 @@ class CoreAdapters:
             "prefetch_lora": self._prefetch,
             "remove_lora": self._remove,
             "pin_lora": self._pin,
+            "known_loras": self._list,
         }
         return functions[method](*args, **kwargs)
 
@@ -208,6 +209,12 @@ class CoreAdapters:
             self._pinned.add(lora_id)
             self._tell_pinned()
         return answers
+
+    def _list(self) -> list[list[LoRARequest]]:
+        """The known adapters, without tensors."""
+        in_memory = {"lora_path": "in memory", "tensors": None, "peft_config": None}
+        requests = [known.request for known in self._known.values()]
+        return [[one if one.tensors is None else replace(one, **in_memory) for one in requests]]
 
     def _tell_pinned(self) -> None:
         if self._limit is not None:

@@ -93,6 +93,7 @@ class AsyncEngine(RefusesMethods):
     ) -> None:
         refuse_at_exit()
         check_async_engine(config)
+        self.has_adapters = config.lora.enable_lora
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged tokenizer is found before the weights are loaded, or while a process starts to load them.
         # A front end has no callers that ask for a tokenizer of Transformers.
@@ -302,6 +303,12 @@ class AsyncEngine(RefusesMethods):
         """Ids of the adapters in host memory."""
         of_workers: list[set[int]] = await self.collective_rpc("list_loras")
         return set.intersection(*of_workers)
+
+    async def known_loras(self) -> list[LoRARequest]:
+        """Adapters that requests may use by their ids, loaded or not; without the tensors of those in memory."""
+        of_cores: list[list[LoRARequest]] = await self.collective_rpc("known_loras")
+        known = {adapter.lora_int_id: adapter for of_core in of_cores for adapter in of_core}
+        return [known[lora_id] for lora_id in sorted(known)]
 
     async def get_metrics(self) -> list[Metric]:
         """Metrics of this engine since its start, read after the current step; see `LLM.get_metrics`."""
