@@ -59,8 +59,7 @@ def generate(
 ) -> None:
     """Generate text that continues a prompt.
 
-    One prompt's output is streamed. A JSONL line is a request: Penstock's format ("prompt" or "messages",
-    parameters) or OpenAI's. Partial results are in OUTPUT.partial.
+    A JSONL line is a request in Penstock's or OpenAI's format. OUTPUT.partial has partial results.
     """
     sampling = {
         "max_tokens": max_tokens,

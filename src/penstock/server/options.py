@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config.checks import check_seconds
-from penstock.contract.lora import LoRARequest
-from penstock.engine.lora_modules import read_lora_modules
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.contract.lora import LoRARequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,10 @@ class ServerOptions:
     @property
     def adapters(self) -> list[LoRARequest]:
         """Adapters of `lora_modules`, numbered from 1 on."""
+        if not self.lora_modules:
+            return []
+        from penstock.engine.lora_modules import read_lora_modules
+
         return read_lora_modules(self.lora_modules)
 
     def __post_init__(self) -> None:
