@@ -1,7 +1,7 @@
 """Throughput with LoRA adapters relative to an engine without, and what a cold adapter costs the requests that run.
 
-    python -m benchmarks.adapters [--shapes llama-60m llama-1024] [--adapters 8] [--rank 16] [--turns 5] [--threads 2]
-        [--lora-dtype auto] [--output FOLDER]
+    python -m benchmarks.adapters [--shapes llama-60m llama-1024] [--adapters 8] [--rank 16] [--turns 5] [--outputs 96]
+        [--threads 2] [--lora-dtype auto] [--output FOLDER]
 
 32 requests decode at once, in turns: in an engine without adapters, in one with enable_lora and no adapter in use, and
 in that one with the requests spread over the adapters. An adapter changes all linear layers of the decoder. Weights are
@@ -31,7 +31,7 @@ from penstock.contract.lora import LoRARequest
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import EngineRequest
 
-_NUM_REQUESTS, _PROMPT_LENGTH, _NUM_OUTPUTS = 32, 16, 96
+_NUM_REQUESTS, _PROMPT_LENGTH = 32, 16
 _WITHOUT, _UNUSED, _IN_USE = "without", "enabled, none in use", "in use"
 # Steps before a cold adapter comes, and after.
 _STEPS_BEFORE, _STEPS_AFTER = 20, 20
@@ -88,7 +88,7 @@ class Engine:
         )
         self._num_requests = 0
 
-    def add(self, adapter: LoRARequest | None = None, num_outputs: int = _NUM_OUTPUTS) -> None:
+    def add(self, adapter: LoRARequest | None = None, num_outputs: int = 2) -> None:
         """Add a request."""
         numbers = random.Random(self._num_requests)
         self._num_requests += 1
@@ -101,11 +101,11 @@ class Engine:
             )
         )
 
-    def seconds(self, adapters: list[LoRARequest]) -> float:
+    def seconds(self, adapters: list[LoRARequest], num_outputs: int) -> float:
         """Seconds from the first request to the end of the last one; requests are spread over the adapters."""
         begin = time.perf_counter()
         for index in range(_NUM_REQUESTS):
-            self.add(adapters[index % len(adapters)] if adapters else None)
+            self.add(adapters[index % len(adapters)] if adapters else None, num_outputs)
         while self.core.has_unfinished_requests():
             self.core.step()
         return time.perf_counter() - begin
@@ -151,11 +151,11 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
             times: dict[str, list[float]] = {name: [] for name in runs}
             for turn in range(arguments.turns + 1):
                 for name, (engine, used) in runs.items():
-                    seconds = engine.seconds(used)
+                    seconds = engine.seconds(used, arguments.outputs)
                     if turn:
                         times[name].append(seconds)
             step_s, longest_s = adapted.step_times(cold)
-    rates = {name: _NUM_REQUESTS * _NUM_OUTPUTS / statistics.median(seconds) for name, seconds in times.items()}
+    rates = {name: _NUM_REQUESTS * arguments.outputs / statistics.median(seconds) for name, seconds in times.items()}
     return {
         "shape": shape,
         **{f"tok/s, {name}": round(rate, 1) for name, rate in rates.items()},
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--outputs", type=int, default=96, help="tokens of each request")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lora-dtype", default="auto")
     parser.add_argument("--output", type=Path)
