@@ -292,9 +292,11 @@ static bool adapters(const AdapterArgs& a) {
   AdapterJob job{};
   if (!job.sort(a, scratch)) return false;
   if (job.num_groups == 0) return true;
-  run_parallel(a.num_threads,
-               for_type(a.weight_type, adapters_thread<float>, adapters_thread<Bfloat16>, adapters_thread<Float16>),
-               &job);
+  switch (a.weight_type) {
+    case WeightType::kFloat16: run_parallel(a.num_threads, adapters_thread<Float16>, &job); break;
+    case WeightType::kBfloat16: run_parallel(a.num_threads, adapters_thread<Bfloat16>, &job); break;
+    default: run_parallel(a.num_threads, adapters_thread<float>, &job);
+  }
   return true;
 }
 
