@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
     from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from penstock.contract.lora import LoRARequest
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.outputs import CompletionOutput, RequestOutput
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from penstock.engine.prompts import LoRARequest, PromptDict
+    from penstock.engine.prompts import PromptDict
     from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
 
@@ -71,7 +72,7 @@ _HOMES = {
     "EmbeddingRequestOutput": "penstock.engine.pooling_outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
-    "LoRARequest": "penstock.engine.prompts",
+    "LoRARequest": "penstock.contract.lora",
     "PoolingOutput": "penstock.engine.pooling_outputs",
     "PoolingParams": "penstock.contract",
     "PoolingRequestOutput": "penstock.engine.pooling_outputs",

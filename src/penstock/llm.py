@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import SamplingParams
+from penstock.contract.lora import LoRARequest
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.core_client import check_timeout
@@ -127,6 +128,7 @@ class LLM(PoolingMethods, RefusesMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | int | None = None,
     ) -> list[RequestOutput]:
         """Generate text for one prompt or many; the outputs are in the prompts' order.
@@ -136,13 +138,15 @@ class LLM(PoolingMethods, RefusesMethods):
         sampling_params: one for all prompts, or one per prompt; None takes those of
             `get_default_sampling_params`.
         use_tqdm: show a progress bar, if standard error is a terminal.
+        lora_request: adapter of all prompts, or one per prompt (None for none). Needs an engine with enable_lora=True.
         priority: one for all prompts, or one per prompt; lower runs first. Needs an engine with policy="priority".
 
         All prompts are checked before the first one runs. A request that fails while it runs does not stop the
         others: its output has finish_reason "error", and its `RequestOutput.error` says why.
 
-        Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, LifecycleError after
-        `close`. Whatever ends the call early, Ctrl-C included, aborts its requests, and the next call works.
+        Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, CheckpointError or
+        UnsupportedFeature for an adapter that cannot be loaded, LifecycleError after `close`. Whatever ends the call
+        early, Ctrl-C included, aborts its requests, and the next call works.
         """
         refuse_generation(self._session.model_config)
         prompt_list = list_of_prompts(prompts)
@@ -150,11 +154,14 @@ class LLM(PoolingMethods, RefusesMethods):
             sampling_params = self._session.default_sampling_params
         params_list = _list_of_params(sampling_params, len(prompt_list))
         priorities = _list_of_priorities(priority, len(prompt_list))
+        adapters = self._list_of_adapters(lora_request, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
+        each = zip(prompt_list, params_list, names, priorities, adapters, strict=True)
         requests = [
-            self._session.accept(prompt, params, name, priority=number)
-            for prompt, params, name, number in zip(prompt_list, params_list, names, priorities, strict=True)
+            self._session.accept(prompt, params, name, priority=number, lora_request=adapter)
+            for prompt, params, name, number, adapter in each
         ]
+        self._add_adapters(adapters)
         outputs: dict[str, RequestOutput] = {}
         with progress_bar(len(requests), is_wanted=use_tqdm) as bar, closing(self._session.run(requests)) as steps:
             for progress in steps:
@@ -170,6 +177,7 @@ class LLM(PoolingMethods, RefusesMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | int | None = None,
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
@@ -204,16 +212,45 @@ class LLM(PoolingMethods, RefusesMethods):
                     chat_template_kwargs=chat_template_kwargs,
                 )
             prompts.append(prompt)
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority)
 
     @also_from_vllm
-    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[BeamSearchOutput]:
         """Search for the likeliest continuations of each prompt; the outputs are in the prompts' order.
 
-        Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter.
+        lora_request: as in `generate`, whose errors it raises.
         """
         refuse_generation(self._session.model_config)
-        return beam_search(self._session, list_of_prompts(prompts), params)
+        prompt_list = list_of_prompts(prompts)
+        adapters = self._list_of_adapters(lora_request, len(prompt_list))
+        return beam_search(self._session, prompt_list, params, adapters, self._add_adapters)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; False if there is one of its id already, unless `load_inplace` replaces it.
+
+        A replaced adapter's running requests are preempted and go on with the new weights.
+        Raises CheckpointError or UnsupportedFeature for one that cannot be loaded, InvalidRequest without room for it.
+        """
+        return any(self.collective_rpc("add_lora", args=(lora_request,)))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter; False for an unknown id. Requests that run keep it until they end."""
+        return all(self.collective_rpc("remove_lora", args=(lora_id,)))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory and in its slot on the device; False for an unknown id."""
+        return all(self.collective_rpc("pin_lora", args=(lora_id,)))
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters in host memory."""
+        of_workers: list[set[int]] = self.collective_rpc("list_loras")
+        return set.intersection(*of_workers)
 
     @also_from_vllm
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -299,6 +336,23 @@ class LLM(PoolingMethods, RefusesMethods):
     def close(self) -> None:
         """Free all memory and threads. A second call does nothing."""
         self._session.close()
+
+    def _list_of_adapters(self, lora_request: Any, num_prompts: int) -> list[Any]:
+        listed = None if isinstance(lora_request, LoRARequest) else as_list(lora_request)
+        if listed is None:
+            return [lora_request] * num_prompts
+        if len(listed) != num_prompts:
+            raise InvalidRequest(
+                f"There are {num_prompts} prompts but {len(listed)} lora_requests. Give one for all, or one per prompt."
+            )
+        return listed
+
+    def _add_adapters(self, adapters: Sequence[LoRARequest | None]) -> None:
+        """Load adapters before their requests, as many as host memory has room for, so that errors come at once."""
+        distinct = {adapter.lora_int_id: adapter for adapter in adapters if adapter is not None}
+        if distinct:
+            for adapter in list(distinct.values())[: self._config.lora.num_on_host]:
+                self.add_lora(adapter)
 
     def __enter__(self) -> Self:
         return self

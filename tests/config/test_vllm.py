@@ -422,13 +422,13 @@ def test_arguments_of_methods_are_harmless_or_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("cls", "method", "argument"),
     [
-        (LLM, "generate", "lora_request"),
-        (LLM, "chat", "lora_request"),
-        (LLM, "beam_search", "lora_request"),
+        (LLM, "generate", "trace_headers"),
+        (LLM, "chat", "trace_headers"),
+        (LLM, "beam_search", "trace_headers"),
         (LLM, "reset_prefix_cache", "reset_connector"),
         (LLM, "start_profile", "delay_iterations"),
-        (AsyncEngine, "generate", "lora_request"),
-        (AsyncEngine, "abort", "lora_request"),
+        (AsyncEngine, "generate", "trace_headers"),
+        (AsyncEngine, "abort", "trace_headers"),
         (AsyncEngine, "reset_prefix_cache", "reset_connector"),
         (AsyncEngine, "shutdown", "timeout"),
     ],

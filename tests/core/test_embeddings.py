@@ -59,10 +59,7 @@ def cosines(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 _FAMILIES = [
-    family
-    if family in ("Mistral", "Bert")
-    else pytest.param(family, marks=pytest.mark.slow)
-    for family in MODELS
+    family if family in ("Mistral", "Bert") else pytest.param(family, marks=pytest.mark.slow) for family in MODELS
 ]
 
 

@@ -389,22 +389,6 @@ RUNNING = {
 }
 
 REFUSED = {
-    "LoRA adapters": [
-        """
-        from vllm import LLM
-        LLM(model="demo", enable_lora=True, max_lora_rank=64)
-        """,
-        """
-        from vllm import LLM, SamplingParams
-        from vllm.lora.request import LoRARequest
-        adapter = LoRARequest("sql", 1, "/adapters/sql")
-        LLM(model="demo").generate("Hello", SamplingParams(max_tokens=1), lora_request=adapter)
-        """,
-        """
-        from vllm import LLM
-        LLM(model="demo").list_loras()
-        """,
-    ],
     "sleep mode": [
         """
         from vllm import LLM
@@ -530,7 +514,6 @@ COMMANDS = {
     "vllm complete --quick Hello": "asks for the HTTP server",
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
     "vllm bench latency --model demo --nnodes 2": "expert parallelism, several nodes and external load balancers",
-    "vllm bench throughput --model demo --enable-lora": "asks for LoRA adapters",
     "vllm bench serve --help": "Measure a running server",
     "vllm bench throughput --model demo --dataset-name sharegpt": "asks for benchmarks on datasets",
     "vllm bench latency --model demo --request-rate 4": "asks for server benchmarks",

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, InvalidRequest
 if TYPE_CHECKING:
     from penstock.cli.results import ResultWriter
     from penstock.cli.work import Work
+    from penstock.contract.lora import LoRARequest
     from penstock.engine.input_processor import AcceptedRequest
     from penstock.engine.session import Session
 
@@ -49,14 +50,16 @@ def generate(
     grammar: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Constrain to this grammar: Lark or GBNF")
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA adapter of all requests; needs --enable-lora")
+    ] = None,
     model: options.Model = "demo",
     *,
     engine: dict[str, Any],
 ) -> None:
     """Generate text that continues a prompt.
 
-    One prompt's output is streamed. A JSONL line is a request: Penstock's format ("prompt" or "messages",
-    parameters) or OpenAI's. Partial results are in OUTPUT.partial.
+    A JSONL line is a request in Penstock's or OpenAI's format. OUTPUT.partial has partial results.
     """
     sampling = {
         "max_tokens": max_tokens,
@@ -76,7 +79,21 @@ def generate(
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     if resume and output is None:
         raise ConfigError("--resume has no meaning without --output. Give the output file of the run to go on with.")
-    _run(work, model, engine, output, as_json=as_json, is_strict=input is None or strict, resumes=resume)
+    adapter = _adapter_of(lora_modules or [])
+    _run(work, model, engine, output, adapter, as_json=as_json, is_strict=input is None or strict, resumes=resume)
+
+
+def _adapter_of(lora_modules: list[str]) -> LoRARequest | None:
+    """The adapter of the command's requests."""
+    from penstock.engine.lora_modules import read_lora_modules
+
+    adapters = read_lora_modules(lora_modules)
+    if len(adapters) > 1:
+        raise ConfigError(
+            f"--lora-modules is given {len(adapters)} times, and the requests of a command have one adapter. Run the "
+            "command for each."
+        )
+    return adapters[0] if adapters else None
 
 
 def _structured_outputs(
@@ -116,6 +133,7 @@ def _run(
     model: str,
     engine: dict[str, Any],
     output: Path | None,
+    adapter: LoRARequest | None,
     *,
     as_json: bool,
     is_strict: bool,
@@ -140,7 +158,7 @@ def _run(
         writer, answered = None, set[int]()
         out = None if as_json else standard_output(as_json=False)
         if as_json:
-            hashes = request_hashes(work, config)
+            hashes = request_hashes(work, config, adapter)
             sink = stack.enter_context(open_results(output, resumes=resumes))
             if output is not None and isinstance(sink, PartialFile) and resumes:
                 answered = take_answers(output, sink, work, hashes)
@@ -151,7 +169,9 @@ def _run(
 
             session = stack.enter_context(closing(Session(config)))
             begin_collection()
-            requests, refused = accept_all(session, work, answered)
+            if adapter is not None:
+                session.collective_rpc("add_lora", None, (adapter,), None)
+            requests, refused = accept_all(session, work, answered, adapter)
             if is_strict:
                 raise_refusals(refused, len(work))
         if writer is not None:

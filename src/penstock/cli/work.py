@@ -11,6 +11,7 @@ from penstock.cli.results import OwnFormat, ResultFormat
 from penstock.config import vllm
 from penstock.config.checks import did_you_mean
 from penstock.contract import SamplingParams
+from penstock.contract.lora import LoRARequest
 from penstock.engine.conversation import render_prompt
 from penstock.engine.input_processor import AcceptedRequest, located
 from penstock.engine.session import Session
@@ -48,7 +49,7 @@ class Work(NamedTuple):
     error: InvalidRequest | None = None
     priority: Any = 0
 
-    def accepted(self, session: Session, number: int) -> AcceptedRequest:
+    def accepted(self, session: Session, number: int, adapter: LoRARequest | None = None) -> AcceptedRequest:
         """Let the engine check the request. Raises InvalidRequest. number: index of the request."""
         if self.error is not None:
             raise self.error
@@ -57,20 +58,28 @@ class Work(NamedTuple):
             if isinstance(prompt, Messages):
                 rendered = render_prompt(session.tokenizer, prompt.messages, **prompt.options)
                 prompt = {**rendered, "cache_salt": prompt.cache_salt}
-        return session.accept(prompt, self.sampling_params, self.where, priority=self.priority, number=number)
+        return session.accept(
+            prompt, self.sampling_params, self.where, priority=self.priority, number=number, lora_request=adapter
+        )
 
 
 def accept_all(
-    session: Session, work: Sequence[Work], answered: Collection[int] = ()
+    session: Session,
+    work: Sequence[Work],
+    answered: Collection[int] = (),
+    adapter: LoRARequest | None = None,
 ) -> tuple[dict[int, AcceptedRequest], dict[int, InvalidRequest]]:
-    """Return the accepted requests, and the errors of the others, by index; without those in `answered`."""
+    """Return the accepted requests, and the errors of the others, by index; without those in `answered`.
+
+    adapter: of all requests.
+    """
     accepted: dict[int, AcceptedRequest] = {}
     refused: dict[int, InvalidRequest] = {}
     for index, item in enumerate(work):
         if index in answered:
             continue
         try:
-            accepted[index] = item.accepted(session, index)
+            accepted[index] = item.accepted(session, index, adapter)
         except InvalidRequest as error:
             refused[index] = error
     return accepted, refused

@@ -5,6 +5,7 @@ from penstock.config.device import DeviceConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.graphs import GraphConfig
 from penstock.config.load import LoadConfig
+from penstock.config.lora import LoRAConfig
 from penstock.config.model import ModelConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
@@ -18,6 +19,7 @@ __all__ = [
     "DeviceConfig",
     "EngineConfig",
     "GraphConfig",
+    "LoRAConfig",
     "LoadConfig",
     "ModelConfig",
     "ParallelConfig",

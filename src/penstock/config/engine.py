@@ -15,6 +15,7 @@ from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
 from penstock.config.graphs import GraphConfig
 from penstock.config.load import LoadConfig
+from penstock.config.lora import LoRAConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
@@ -52,6 +53,7 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     replaces_lost_core: bool = False
 
     def __post_init__(self) -> None:
@@ -100,10 +102,15 @@ class EngineConfig:
         )
 
     def _check_pooling(self) -> None:
-        """Refuse parallelism that pooling models do not have."""
+        """Refuse what pooling models do not have."""
         pooling, parallel = self.model.pooling, self.parallel
         if pooling is None:
             return
+        if self.lora.enable_lora:
+            raise ConfigError(
+                f"enable_lora=True is not valid for {self.model.model}, which pools (runner='pooling'). Leave it out, or "
+                "merge the adapter into a checkpoint."
+            )
         for name, is_refused in (
             ("pipeline_parallel_size", True),
             ("decode_context_parallel_size", not pooling.is_pooled_in_chunks),
@@ -191,6 +198,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "profiler": ProfilerConfig,
     "graphs": GraphConfig,
     "structured": StructuredOutputsConfig,
+    "lora": LoRAConfig,
 }
 
 

@@ -18,6 +18,7 @@ import msgspec
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
+from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
 from penstock.engine.conversation import Message, render_prompt
 from penstock.engine.core_client import CoreClient, check_timeout
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 # Threads that tokenise and check what would take an event loop too long.
 _NUM_INTAKE_THREADS = 2
+# Poll interval while an adapter is loaded.
+_LOADING_POLL_S = 0.005
 
 
 class AsyncEngine(RefusesMethods):
@@ -92,6 +95,7 @@ class AsyncEngine(RefusesMethods):
     ) -> None:
         refuse_at_exit()
         check_async_engine(config)
+        self.has_adapters = config.lora.enable_lora
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged tokenizer is found before the weights are loaded, or while a process starts to load them.
         # A front end has no callers that ask for a tokenizer of Transformers.
@@ -122,6 +126,7 @@ class AsyncEngine(RefusesMethods):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -130,6 +135,7 @@ class AsyncEngine(RefusesMethods):
         prompt: as one of `LLM.generate`; or a stream of its parts, each of which is answered before the next is read.
         sampling_params: None takes those of `get_default_sampling_params`.
         request_id: None makes one up; two requests that run at once cannot share one.
+        lora_request: its adapter, which is loaded while other requests run. Needs an engine with enable_lora=True.
         priority: lower runs first, under the "priority" policy.
         output_kind: whether each output has everything so far or only what is new, or only the final one comes;
             None takes `SamplingParams.output_kind`. A reader that is slower than the engine gets the tokens of several
@@ -146,12 +152,12 @@ class AsyncEngine(RefusesMethods):
         if output_kind is not None:
             params = msgspec.structs.replace(params, output_kind=output_kind)
         if isinstance(prompt, AsyncIterable):
-            parts = self._generate_in_turns(prompt, params, request_id, priority)
+            parts = self._generate_in_turns(prompt, params, request_id, priority, lora_request)
             async with aclosing(parts):
                 async for output in parts:
                     yield output
             return
-        stream = await self._open(prompt, params, request_id, priority)
+        stream = await self._open(prompt, params, request_id, priority, lora_request)
         try:
             while not stream.is_over:
                 yield await stream.next()
@@ -186,6 +192,7 @@ class AsyncEngine(RefusesMethods):
         sampling_params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AdmittedRequest:
         """Submit a prompt, and wait until the core has admitted it; its outputs are read from the result.
@@ -196,7 +203,7 @@ class AsyncEngine(RefusesMethods):
         params = self._default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, PoolingParams):
             check_is_params(params)
-        stream = await self._open(prompt, params, request_id, priority)
+        stream = await self._open(prompt, params, request_id, priority, lora_request)
         try:
             await stream.admission()
         except BaseException:
@@ -210,6 +217,7 @@ class AsyncEngine(RefusesMethods):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
         chat_template: str | Path | None = None,
@@ -234,7 +242,14 @@ class AsyncEngine(RefusesMethods):
             ),
             is_quick=False,
         )
-        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, output_kind=output_kind)
+        outputs = self.generate(
+            prompt,
+            sampling_params,
+            request_id,
+            lora_request=lora_request,
+            priority=priority,
+            output_kind=output_kind,
+        )
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -285,6 +300,40 @@ class AsyncEngine(RefusesMethods):
             "collective_rpc", lambda: call(method, timeout, args, kwargs, unique_reply_rank)
         )
         return answers
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter while requests run; False if there is one of its id already.
+
+        With `load_inplace` it replaces that one, between two steps; requests that run with it go on with the new
+        weights. Raises CheckpointError or UnsupportedFeature for one that cannot be loaded, InvalidRequest without
+        room for it.
+        """
+        lora_id = lora_request.lora_int_id
+        is_new = lora_id not in await self.list_loras()
+        if is_new:
+            await self.collective_rpc("prefetch_lora", args=(lora_request,))
+            while any(status.get(lora_id) == "" for status in await self.collective_rpc("lora_status")):
+                await asyncio.sleep(_LOADING_POLL_S)
+        return any(await self.collective_rpc("add_lora", args=(lora_request,))) or is_new
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter; False for an unknown id. Requests that run keep it until they end."""
+        return all(await self.collective_rpc("remove_lora", args=(lora_id,)))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory and in its slot on the device; False for an unknown id."""
+        return all(await self.collective_rpc("pin_lora", args=(lora_id,)))
+
+    async def list_loras(self) -> set[int]:
+        """Ids of the adapters in host memory."""
+        of_workers: list[set[int]] = await self.collective_rpc("list_loras")
+        return set.intersection(*of_workers)
+
+    async def known_loras(self) -> list[LoRARequest]:
+        """Adapters that requests may use by their ids, loaded or not; without the tensors of those in memory."""
+        of_cores: list[list[LoRARequest]] = await self.collective_rpc("known_loras")
+        known = {adapter.lora_int_id: adapter for of_core in of_cores for adapter in of_core}
+        return [known[lora_id] for lora_id in sorted(known)]
 
     async def get_metrics(self) -> list[Metric]:
         """Metrics of this engine since its start, read after the current step; see `LLM.get_metrics`."""
@@ -359,6 +408,7 @@ class AsyncEngine(RefusesMethods):
         params: SamplingParams,
         request_id: str | None,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         name = _checked_id(request_id)
 
@@ -368,7 +418,9 @@ class AsyncEngine(RefusesMethods):
 
         def run_turn(prompt_token_ids: list[int], turn: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
             prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
-            return self.generate(prompt, turn, name, priority=priority, output_kind=params.output_kind)
+            return self.generate(
+                prompt, turn, name, lora_request=lora_request, priority=priority, output_kind=params.output_kind
+            )
 
         return generate_in_turns(inputs, params, encode_part, run_turn)
 
@@ -394,17 +446,27 @@ class AsyncEngine(RefusesMethods):
         return future.result()
 
     async def _open(
-        self, prompt: Prompt, params: SamplingParams | PoolingParams, request_id: str | None, priority: int
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        priority: int,
+        lora_request: LoRARequest | None,
     ) -> OutputStream:
         """Check the request and submit it to the core's thread."""
         self._thread.check_running()
+        if isinstance(lora_request, LoRARequest) and (lora_request.tensors is not None or lora_request.load_inplace):
+            # A request carries the path of an adapter, and nothing else of it.
+            await self.add_lora(lora_request)
         name = _checked_id(request_id)
         processor = self._input_processor
         is_quick = processor.is_quick(prompt, params)
         # The seed follows the order of arrival, not the timing of the intake threads.
         number = None if is_quick else processor.take_number()
         accepted = await self._prepare(
-            lambda: processor.process(prompt, params, request_id=name, priority=priority, number=number),
+            lambda: processor.process(
+                prompt, params, request_id=name, priority=priority, number=number, lora_request=lora_request
+            ),
             is_quick=is_quick,
         )
         kind = RequestOutputKind.FINAL_ONLY if isinstance(params, PoolingParams) else params.output_kind

@@ -7,7 +7,7 @@ of the beams comes from the prefix cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
+from penstock.contract.lora import LoRARequest
 from penstock.contract.named_parameters import NamedParameters
 from penstock.engine.messages import EngineRequest
 from penstock.engine.outputs import Logprob
@@ -84,8 +85,16 @@ class BeamSearchOutput(msgspec.Struct, kw_only=True):
     sequences: list[BeamSearchSequence]
 
 
-def beam_search(session: Session, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+def beam_search(
+    session: Session,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
+    adapters: Sequence[LoRARequest | None],
+    add_adapters: Callable[[Sequence[LoRARequest | None]], None],
+) -> list[BeamSearchOutput]:
     """Search for the likeliest continuations of each prompt.
+
+    adapters: of each prompt. add_adapters: loads them, once the prompts are checked.
 
     A finished sequence is set aside and its beam given to the next best, until `max_tokens` or the context's end.
     Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt, PenstockError when a step fails.
@@ -94,7 +103,9 @@ def beam_search(session: Session, prompts: Sequence[Prompt], params: BeamSearchP
         raise check.invalid("params", params, "BeamSearchParams")
     several = len(prompts) > 1
     names = [f"prompts[{index}]" if several else "" for index in range(len(prompts))]
-    searches = [_start(session, prompt, params, name) for prompt, name in zip(prompts, names, strict=True)]
+    starts = zip(prompts, names, adapters, strict=True)
+    searches = [_start(session, prompt, params, name, adapter) for prompt, name, adapter in starts]
+    add_adapters(adapters)
     while active := [search for search in searches if search.is_active]:
         _advance(session, active, params)
     return [search.output(session.tokenizer) for search in searches]
@@ -157,10 +168,12 @@ class _Search:
         return float(sequence.cum_logprob / length**self.params.length_penalty)
 
 
-def _start(session: Session, prompt: Prompt, params: BeamSearchParams, name: str) -> _Search:
+def _start(
+    session: Session, prompt: Prompt, params: BeamSearchParams, name: str, lora_request: LoRARequest | None
+) -> _Search:
     step_params = _step_params(params)
     try:
-        start = session.accept(prompt, step_params, name).request
+        start = session.accept(prompt, step_params, name, lora_request=lora_request).request
     except InvalidParameter as error:
         # `beam_width` is the only one of these parameters that the caller chose.
         raise InvalidParameter(f"beam_width={params.beam_width} needs twice as many logprobs. {error}") from error

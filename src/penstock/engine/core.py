@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.engine.adapters import ADAPTER, ADAPTER_METHODS, CoreAdapters
 from penstock.engine.core_client import CHANGE_WEIGHTS
 from penstock.engine.messages import EngineRequest
 from penstock.engine.metrics import SpecDecodeLog
@@ -29,6 +30,7 @@ from penstock.errors import (
     WorkerError,
 )
 from penstock.executor import Executor, StepHandle
+from penstock.scheduler.adapters import AdapterLimit
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
@@ -40,6 +42,8 @@ from penstock.worker.plugins import load_plugins
 logger = logging.getLogger(__name__)
 # Poll interval of a core whose requests all wait, in case a wake-up is missed.
 _LONGEST_WAIT_S = 0.1
+# Poll interval while adapters are loaded.
+_ADAPTER_WAIT_S = 0.002
 # Reason for which a request waits while its grammar is compiled.
 _GRAMMAR = "its grammar"
 
@@ -88,6 +92,7 @@ class EngineCore:
         # Notifies the driver of the core that workers were lost.
         self._loss_callback: Callable[[], None] = lambda: None
         self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
+        self._adapter_limit: AdapterLimit | None = None
         self.scheduler = Scheduler(
             config.scheduler,
             engine.kv_cache_config,
@@ -100,7 +105,14 @@ class EngineCore:
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
             max_concurrent_steps=self._max_in_flight,
             tell_ends=self._take_ends,
-            features=registered_step_features(),
+            features=[*registered_step_features(), *([self._make_adapter_limit] if config.lora.enable_lora else [])],
+        )
+        self._adapters = CoreAdapters(
+            config.lora,
+            self.scheduler,
+            self._adapter_limit,
+            lambda method, args=(): self._executor.collective_rpc(method, args=args),
+            loads_at_once=config.parallel.must_agree_on_time,
         )
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
@@ -114,6 +126,7 @@ class EngineCore:
         Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
         """
         self._require_alive()
+        parts = self._adapters.with_version(request.parts)
         self._recovery.note_request()
         self.scheduler.add_request(
             Request(
@@ -124,7 +137,7 @@ class EngineCore:
                 arrival_time=request.arrival_time,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                parts=request.parts,
+                parts=parts,
                 pooling_params=request.pooling_params,
                 output_token_ids=request.output_token_ids,
                 needs_tokens_on_host=request.needs_tokens_on_host,
@@ -133,12 +146,15 @@ class EngineCore:
         )
         try:
             is_ready = self._grammar.add(request)
+            has_adapter = self._adapters.is_loaded_for(request.req_id, parts)
         except Exception:
             # The caller gets the error as a refusal, so the request must not run.
             self.abort_requests([request.req_id])
             raise
         if not is_ready:
             self.scheduler.wait_for(request.req_id, _GRAMMAR)
+        if not has_adapter:
+            self.scheduler.wait_for(request.req_id, ADAPTER)
         self.wake()
         if self._admission_callback is not None:
             self._admission_callback(request.req_id, None)
@@ -217,7 +233,8 @@ class EngineCore:
     def wait_for_work(self) -> None:
         """Wait for `wake` if the last step had nothing to run, 0.1 s at most; otherwise return at once."""
         # An earlier `wake` is handled by the next step.
-        if self._has_to_wait and self._woken.wait(_LONGEST_WAIT_S):
+        wait_s = _ADAPTER_WAIT_S if self._adapters.are_loading else _LONGEST_WAIT_S
+        if self._has_to_wait and self._woken.wait(wait_s):
             self._woken.clear()
 
     def wake(self) -> None:
@@ -256,6 +273,7 @@ class EngineCore:
                 self.scheduler.ready(req_id, _GRAMMAR)
         except GrammarError as error:
             self._end_constrained(error, ())
+        self._take_adapters()
         if not self.scheduler.has_work():
             return None
         output = self.scheduler.schedule()
@@ -272,6 +290,19 @@ class EngineCore:
             logger.error("The failed step was %s", output.anon_repr())
             raise
         return output
+
+    def _take_adapters(self) -> None:
+        """Let requests run whose adapters are loaded, and end those whose adapters cannot be."""
+        ready, failed = self._adapters.take_ready()
+        for req_id in ready:
+            self.scheduler.ready(req_id, ADAPTER)
+        for req_id, reason in failed.items():
+            ended = self.scheduler.finish_requests([req_id], FinishReason.ERROR)
+            self._take_ends([msgspec.structs.replace(output, error=reason) for output in ended])
+
+    def _make_adapter_limit(self, scheduler: Scheduler) -> AdapterLimit:
+        self._adapter_limit = AdapterLimit(scheduler, self.config.lora.max_loras)
+        return self._adapter_limit
 
     def _read_constrained_steps(self, executed: SchedulerOutput) -> None:
         """Read the steps in flight up to the last one that shares a constrained request with an executed step."""
@@ -356,6 +387,11 @@ class EngineCore:
         if self._has_lost_workers:
             self._recover_lost()
         engine = self._require_alive()
+        if method in ADAPTER_METHODS:
+            if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
+                # Workers hold the adapters of requests until a step tells them that these have ended.
+                self._outputs += self.step()
+            return self._adapters.call(str(method), args, kwargs or {})
         try:
             answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
         except WaitTimeout as error:
@@ -460,6 +496,7 @@ class EngineCore:
             self.close()
             raise
         engine.executor.on_loss(self._note_loss)
+        self._adapters.workers_replaced()
 
     @property
     def _executor(self) -> Executor:

@@ -63,6 +63,7 @@ def input_processor_for(
         policy=config.scheduler.policy,
         engine=config.parallel.data_parallel_rank or 0,
         front_end=front_end,
+        has_adapters=config.lora.enable_lora,
     )
 
 

@@ -17,13 +17,14 @@ import msgspec
 
 from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
 from penstock.contract import Parts, PoolingParams, SamplingParams
+from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.messages import EngineRequest
 from penstock.engine.params_processor import ParamsProcessor
 from penstock.engine.pooling_inputs import PoolingInputs, text_parameters_refused
 from penstock.engine.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
-from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest, UnsupportedParameter
 
 logger = logging.getLogger(__name__)
 # Total number of values in sampling parameters whose check takes milliseconds.
@@ -47,7 +48,7 @@ class InputProcessor:
     """Creates the requests of one engine.
 
     max_model_len, vocab_size: limits of the core. sampling, structured: limits of requests; None takes the defaults.
-    policy: scheduling policy; only "priority" allows priorities.
+    policy: scheduling policy; only "priority" allows priorities. has_adapters: whether requests may have LoRA adapters.
     engine: data parallel rank among engines of the same seed behind an external load balancer; front_end: number among
         the front ends of one broker. Both are mixed into the seeds.
 
@@ -67,12 +68,14 @@ class InputProcessor:
         policy: str = "fcfs",
         engine: int = 0,
         front_end: int = 0,
+        has_adapters: bool = False,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._policy = policy
+        self._has_adapters = has_adapters
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
         if front_end:
             self._seed += f" from {front_end}"
@@ -101,12 +104,14 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         number: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AcceptedRequest:
         """Check a prompt and its parameters, and create the request.
 
         where: name in errors, such as "prompts[3]". request_id: None numbers the requests.
         priority: lower runs first, under the "priority" policy.
         number: input of the seed of a request without one; None takes the number of requests accepted before it.
+        lora_request: its adapter; None for none.
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
         with located(where):
@@ -121,6 +126,10 @@ class InputProcessor:
                     "runner='pooling' for embeddings."
                 )
             request, text = self._process(prompt, sampling_params, request_id, priority, number)
+            part = self._adapter_of(lora_request)
+        if part is not None:
+            parts = Parts({**(request.parts or {}), part.feature: part})
+            request = msgspec.structs.replace(request, parts=parts)
         return AcceptedRequest(request, text, where)
 
     @property
@@ -229,6 +238,18 @@ class InputProcessor:
             pooling_params=params,
         )
         return request, text if isinstance(text, str) else None
+
+    def _adapter_of(self, lora_request: Any) -> AdapterPart | None:
+        if lora_request is None:
+            return None
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidParameter(f"lora_request={shown(lora_request)} is not valid. Allowed: a LoRARequest, or None.")
+        if not self._has_adapters:
+            raise UnsupportedParameter(
+                f"lora_request={lora_request.lora_name!r} asks for an adapter, and this engine was started without. "
+                "Start it with enable_lora=True."
+            )
+        return lora_request.part
 
     def _encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
         """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""

@@ -198,6 +198,7 @@ def _plan_memory(
         requested_kv_cache=cache.kv_cache_memory_bytes,
         logits_processors=_plan_processors(config, limits),
         receive_buffer=receive_buffer,
+        adapters=model.adapters,
     )
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict
 
-import msgspec
-
 from penstock.config import vllm
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
@@ -57,17 +55,6 @@ class PromptDict(TypedDict, total=False):
     prompt_token_ids: TokenIds
     cache_salt: str | None
     parts: Mapping[str, Any] | None
-
-
-class LoRARequest(msgspec.Struct, frozen=True):
-    """LoRA adapter of a request, with vLLM's fields. Engines refuse it, since adapters are not supported yet.
-
-    lora_name: display name. lora_int_id: number, from 1 on. lora_path: folder with the adapter in PEFT's format.
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str = ""
 
 
 Prompt: TypeAlias = str | TokenIds | PromptDict | TextPair

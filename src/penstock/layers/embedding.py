@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.kernels.embedding import embedding, rows_of_share
+from penstock.kernels.native import NATIVE
 from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
+from penstock.layers.adapters import EmbeddingAdapters
 from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
 from penstock.parallel import ParallelState, rows_of_vocabulary
@@ -22,24 +24,31 @@ class VocabEmbedding(nn.Module):
     """weight: [V, D], a row per token; empty while a tied output projection keeps it in another layout.
 
     vocab_size: over all ranks; rows are sharded, and all-reduced.
-    compute_dtype: dtype of the output rows, where the weight has a narrower one.
+    compute_dtype: dtype of the output rows, where the weight has a narrower one. adapters: LoRA adapters; None without.
     """
 
     shares_weight = False
     compute_dtype: torch.dtype | None = None
+    adapters: EmbeddingAdapters | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelState) -> None:
         super().__init__()
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self._group = parallel.tensor
         self._share = rows_of_vocabulary(vocab_size, parallel.tensor)
         self.weight = new_parameter(self._share.size, hidden_size)
         self.lookup: RowLookup | None = None
 
     def forward(self, input_ids_T: Tensor) -> Tensor:
-        return self._rows(input_ids_T) if self._group.size == 1 else self._rows_of_all_ranks(input_ids_T)
+        rows_TD = self._rows(input_ids_T) if self._group.size == 1 else self._rows_of_all_ranks(input_ids_T)
+        return rows_TD if self.adapters is None else self.adapters.add_to(rows_TD, input_ids_T)
 
     def slots(self) -> dict[str, WeightSlot]:
         return {"weight": rows_of_rank(self.weight, self._share)}
+
+    def loaded_weight(self) -> Tensor | None:
+        """The weight as it was loaded, [V, D]; None where a tied output projection keeps it."""
+        return self.weight if self.lookup is None else None
 
     def _rows_of_all_ranks(self, input_ids_T: Tensor) -> Tensor:
         share = self._share
@@ -98,7 +107,7 @@ class LMHead(ColumnParallelLinear):
         """
         if self._group.size > 1:
             return self._greedy_of_ranks(hidden_LD)
-        chosen = self.method.argmax(self, hidden_LD)
+        chosen = self._argmax_of_rank(hidden_LD)
         return None if chosen is None else ChosenTokens(*chosen[:2])
 
     def _greedy_of_ranks(self, hidden_LD: Tensor) -> ChosenTokens:
@@ -111,12 +120,22 @@ class LMHead(ColumnParallelLinear):
         return merge_largest(values_LS, group.all_gather(token_ids_L.unsqueeze(-1), dim=-1))
 
     def _largest_of_rank(self, hidden_LD: Tensor) -> LargestLogits:
-        chosen = self.method.argmax(self, hidden_LD, with_largest=True)
+        chosen = self._argmax_of_rank(hidden_LD, with_largest=True)
         if chosen is None:
             return largest_logits(self._logits_of_rank(hidden_LD))
         token_ids_L, _, values_L = chosen
         assert values_L is not None, "called with with_largest"
         return LargestLogits(values_L, token_ids_L)
+
+    def _argmax_of_rank(
+        self, hidden_LD: Tensor, *, with_largest: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """`LinearMethod.argmax`, of logits with the requests' adapters."""
+        if self.adapters is None or not self.adapters.are_routed:
+            return self.method.argmax(self, hidden_LD, with_largest=with_largest)
+        if NATIVE is None or not NATIVE.runs(hidden_LD):
+            return None
+        return NATIVE.argmax(self._logits_of_rank(hidden_LD), with_largest=with_largest)
 
     def _logits_of_rank(self, hidden_LD: Tensor) -> Tensor:
         return super().forward(hidden_LD).to(torch.float32)

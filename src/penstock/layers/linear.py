@@ -18,6 +18,7 @@ from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE, NativeKernels, describe_bfloat16_products
 from penstock.kernels.triton import triton_runs
+from penstock.layers.adapters import LinearAdapters
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
 from penstock.parallel.scattered_rows import ScatteredRows
@@ -51,6 +52,10 @@ class LinearMethod(ABC):
         None where there is no fused kernel. The layer has no bias. with_largest: return the maxima too, float32 [L].
         """
         return None
+
+    def loaded_weight(self, layer: LinearLayer) -> Tensor | None:
+        """The layer's weight as it was loaded, [O, I]; None for a quantised one."""
+        return layer.weight
 
 
 class PlainMethod(LinearMethod):
@@ -101,6 +106,9 @@ class PackedMethod(LinearMethod):
     def row_lookup(self, packed_OI: Tensor) -> RowLookup | None:
         """Return a lookup of the weight's rows in packed form, if possible."""
         return None
+
+    def loaded_weight(self, layer: LinearLayer) -> Tensor | None:
+        return layer.weight if self.packed_OI is None else self.unpack(self.packed_OI, layer.output_size)
 
     @abstractmethod
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
@@ -228,6 +236,21 @@ def restore_weights(model: nn.Module) -> None:
             module.method = PlainMethod()
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterPlace:
+    """Place of an adapter's matrices in a layer: of a whole layer, or of one shard of a fused one.
+
+    first_output, num_outputs: the layer's outputs that they change. shape: of the whole weight, over all ranks.
+    input_part, output_part: this rank's part of A's columns (dimension 1) and B's rows (dimension 0); None for all.
+    """
+
+    first_output: int
+    num_outputs: int
+    shape: tuple[int, int]
+    input_part: Part | None = None
+    output_part: Part | None = None
+
+
 def weights_size_bytes(model: nn.Module) -> int:
     """Bytes of all weights and buffers, in their present layout."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -245,7 +268,8 @@ class LinearLayer(nn.Module):
     weight has a narrower one. cpu_arithmetic: as in `ModelConfig`. tied_to: embeddings with the same weight, which can
     look up rows in packed form; in a tuple, since a module's attributes become its children. keeps_precision: the
     weight is never quantised, and its products are computed in float32. has_massive_inputs: trained models have inputs
-    here that are hundreds of times the mean, so that errors of their weights count most.
+    here that are hundreds of times the mean, so that errors of their weights count most. adapters:
+    LoRA adapters; None without.
     """
 
     weight: nn.Parameter
@@ -256,6 +280,7 @@ class LinearLayer(nn.Module):
     cpu_arithmetic: str = "float32"
     tied_to: tuple[RowReader, ...] = ()
     has_massive_inputs = False
+    adapters: LinearAdapters | None = None
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -266,7 +291,16 @@ class LinearLayer(nn.Module):
         self.bias = new_parameter(output_size) if bias else None
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return self.method.apply(self, x_TI)
+        out_TO = self.method.apply(self, x_TI)
+        return out_TO if self.adapters is None else self.adapters.add_to(out_TO, x_TI)
+
+    def loaded_weight(self) -> Tensor | None:
+        """The weight as it was loaded, [O, I]; None for a quantised one."""
+        return self.method.loaded_weight(self)
+
+    def adapter_place(self, shard: Shard | None) -> AdapterPlace:
+        """Place of an adapter of this layer, or of one of its shards."""
+        return AdapterPlace(0, self.output_size, (self.output_size, self.input_size))
 
     def drop_weight(self, lookup: RowLookup | None) -> None:
         """Free the weight, which the method keeps packed; `lookup` reads rows of the packed form."""
@@ -300,6 +334,11 @@ class ColumnParallelLinear(LinearLayer):
     def slots(self) -> dict[str, WeightSlot]:
         return {name: rows_of_rank(target, self._share) for name, target in self.named_parameters(recurse=False)}
 
+    def adapter_place(self, shard: Shard | None) -> AdapterPlace:
+        share = self._share
+        shape = share.whole, self.input_size
+        return AdapterPlace(0, self.output_size, shape, output_part=_part(0, share))
+
 
 class RowParallelLinear(LinearLayer):
     """A layer whose input features are split over the ranks; the partial products are all-reduced.
@@ -327,6 +366,10 @@ class RowParallelLinear(LinearLayer):
             slots["bias"] = WeightSlot((self.output_size,), self.bias, None if self._group.rank == 0 else Part(0, ()))
         return slots
 
+    def adapter_place(self, shard: Shard | None) -> AdapterPlace:
+        shape = self.output_size, self._share.whole
+        return AdapterPlace(0, self.output_size, shape, input_part=_part(1, self._share))
+
 
 class MergedColumnParallelLinear(LinearLayer):
     """Several projections of one input fused into one product, outputs side by side.
@@ -351,20 +394,35 @@ class MergedColumnParallelLinear(LinearLayer):
 
     def slots(self) -> dict[str, WeightSlot]:
         """Slots of tensors that hold all shards, each whole, side by side."""
+        num_rows, part = self._rows_of_all()
+        parameters = self.named_parameters(recurse=False)
+        return {name: WeightSlot((num_rows, *target.shape[1:]), target, part) for name, target in parameters}
+
+    def adapter_place(self, shard: Shard | None) -> AdapterPlace:
+        if shard is None:
+            num_rows, part = self._rows_of_all()
+            return AdapterPlace(0, self.output_size, (num_rows, self.input_size), output_part=part)
+        share, shape = self.output_shares[shard], (self.output_shares[shard].whole, self.input_size)
+        return AdapterPlace(self._offset(shard), share.size, shape, output_part=_part(0, share))
+
+    def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
+        share, offset = self.output_shares[shard], self._offset(shard)
+        parameters = self.named_parameters(recurse=False)
+        return {name: rows_of_rank(parameter.narrow(0, offset, share.size), share) for name, parameter in parameters}
+
+    def _offset(self, shard: Shard) -> int:
+        """First output of a shard on this rank."""
+        names = list(self.output_shares)
+        return sum(self.output_shares[name].size for name in names[: names.index(shard)])
+
+    def _rows_of_all(self) -> tuple[int, Part | None]:
+        """Rows of a tensor with all shards side by side, and this rank's part of them."""
         rows, begin = [], 0
         for share in self.output_shares.values():
             rows.append(Share(begin + share.start, share.size, share.whole))
             begin += share.whole
         is_all = all(share.size == share.whole for share in rows)
-        part = None if is_all else Part(0, tuple(rows))
-        parameters = self.named_parameters(recurse=False)
-        return {name: WeightSlot((begin, *target.shape[1:]), target, part) for name, target in parameters}
-
-    def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
-        names, share = list(self.output_shares), self.output_shares[shard]
-        offset = sum(self.output_shares[name].size for name in names[: names.index(shard)])
-        parameters = self.named_parameters(recurse=False)
-        return {name: rows_of_rank(parameter.narrow(0, offset, share.size), share) for name, parameter in parameters}
+        return begin, None if is_all else Part(0, tuple(rows))
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):

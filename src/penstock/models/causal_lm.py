@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.sampling import ChosenTokens
+from penstock.layers.adapters import AdapterRouting
+from penstock.layers.embedding import LMHead
 from penstock.layers.linear import restore_weights
-from penstock.layers.weights import WeightSlot
+from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.weights import load_into_slots
 
 
@@ -22,7 +24,10 @@ class CausalLM(nn.Module, ABC):
     """Constructed with a `ModelConfig` and a `ParallelState`.
 
     ignorable: regular expressions for checkpoint tensors that the model has no slot for.
+    adapters: routing of rows to LoRA adapters; None without adapters.
     """
+
+    adapters: AdapterRouting | None = None
 
     ignorable: ClassVar[tuple[str, ...]] = ()
 
@@ -52,6 +57,17 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         """Slots of all required checkpoint tensors by name."""
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        """Modules that LoRA adapters may change, by their names in Transformers, each with its shard.
+
+        Others among them are ignored. None for those of other pipeline stages. Empty for a model without support.
+        """
+        return {}
+
+    def is_in_head(self, module: nn.Module) -> bool:
+        """Whether the module computes logits, from the logits rows alone."""
+        return isinstance(module, LMHead)
 
     def tied_weights(self) -> Mapping[str, str]:
         """Tied weights: checkpoint name of each, and the name of the weight it is tied to."""

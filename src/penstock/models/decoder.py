@@ -26,7 +26,7 @@ from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, SplitWholeQueryKeyNorm, WholeQueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
-from penstock.layers.weights import WeightSlot
+from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import (
@@ -36,6 +36,7 @@ from penstock.models.weights import (
     WeightTable,
     elsewhere,
     expand_table,
+    modules_of_table,
     names_elsewhere,
 )
 from penstock.parallel import ParallelState, layers_of_stage
@@ -378,6 +379,9 @@ class DecoderForCausalLM(CausalLM):
 
     def names_elsewhere(self) -> Sequence[str]:
         return names_elsewhere(self, self._table(), self.config.num_layers)
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        return modules_of_table(self, self.weight_table, self.config.num_layers)
 
     def tied_weights(self) -> Mapping[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}

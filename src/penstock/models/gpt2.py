@@ -20,10 +20,18 @@ from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
-from penstock.layers.weights import WeightSlot
+from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
-from penstock.models.weights import Elsewhere, Into, WeightTable, elsewhere, expand_table, names_elsewhere
+from penstock.models.weights import (
+    Elsewhere,
+    Into,
+    WeightTable,
+    elsewhere,
+    expand_table,
+    modules_of_table,
+    names_elsewhere,
+)
 from penstock.parallel import ParallelState, layers_of_stage
 from penstock.parallel.context_share import context_share
 
@@ -188,6 +196,10 @@ class GPT2LMHeadModel(CausalLM):
 
     def names_elsewhere(self) -> Sequence[str]:
         return names_elsewhere(self, self._table(), self.config.num_layers)
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        table = {name: into for name, into in _WEIGHTS.items() if into.module != "wpe"}
+        return modules_of_table(self, table, self.config.num_layers)
 
     def tied_weights(self) -> Mapping[str, str]:
         return {"lm_head.weight": "transformer.wte.weight"} if self.config.tie_word_embeddings else {}

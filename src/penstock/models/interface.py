@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from penstock.attention import NO_INPUTS, ForwardContext
 from penstock.kernels.sampling import ChosenTokens
+from penstock.layers.adapters import AdapterRouting
 
 
 class ModelInputs(NamedTuple):
@@ -28,9 +30,20 @@ class ModelInputs(NamedTuple):
     def run(self, model: LanguageModel, context: ForwardContext) -> Tensor:
         """Return the model's hidden states."""
         hidden = () if self.hidden is None else (self.hidden,)
-        if self.named:
-            context = replace(context, inputs=self.named)
-        return model(self.tokens, self.positions, context, *hidden)
+        if not self.named:
+            return model(self.tokens, self.positions, context, *hidden)
+        context = replace(context, inputs=self.named)
+        with routed(model, self.named, None if context.last is None else context.last.rows):
+            return model(self.tokens, self.positions, context, *hidden)
+
+
+def routed(model: object, named: Mapping[str, Tensor], last_rows: Tensor | None = None) -> AbstractContextManager[None]:
+    """Route the rows of calls of the model's parts to their requests' adapters.
+
+    named: step inputs of these rows. last_rows: the rows to which a forward pass narrows after its last attention.
+    """
+    routing: AdapterRouting | None = getattr(model, "adapters", None) if named else None
+    return nullcontext() if routing is None else routing.of_rows(named, last_rows)
 
 
 class LanguageModel(Protocol):

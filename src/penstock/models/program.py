@@ -16,8 +16,9 @@ from penstock.kernels.native.attention import NO_REQUESTS, StepRequests
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
+from penstock.layers.adapters import HEAD_SLOTS
 from penstock.models.causal_lm import CausalLM
-from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.models.interface import LanguageModel, ModelInputs, routed
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class _Forward:
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
         """Trace; returns cells of the results. Raises Untraceable."""
         aux = AuxHiddenStates(sorted(self.aux))
-        hidden = _run(trace, model, replace(context, aux=aux), self.shapes)
+        hidden, _ = _run(trace, model, replace(context, aux=aux), self.shapes)
         return trace.result(hidden), list(_cells(aux))
 
 
@@ -158,9 +159,11 @@ class _Greedy:
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
         """Trace; returns cells of the hidden states. Raises Untraceable."""
         aux = AuxHiddenStates(self.states_before or ())
-        hidden = _run(trace, model, replace(context, aux=aux), self.shapes)
+        hidden, named = _run(trace, model, replace(context, aux=aux), self.shapes)
         wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(aux)]
-        chosen = model.compute_greedy(hidden)
+        of_head = {HEAD_SLOTS: context.asked_for(named[HEAD_SLOTS])} if HEAD_SLOTS in named else {}
+        with routed(model, of_head):
+            chosen = model.compute_greedy(hidden)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
             raise Untraceable("the model has no greedy kernel")
         return None, wanted
@@ -175,11 +178,14 @@ def _cells(aux: AuxHiddenStates) -> Iterator[Cell]:
     return (cell for state in aux.states if (cell := getattr(state, "cell", None)))
 
 
-def _run(trace: Trace, model: LanguageModel, context: ForwardContext, shapes: Sequence[_Shape]) -> Tensor:
+def _run(
+    trace: Trace, model: LanguageModel, context: ForwardContext, shapes: Sequence[_Shape]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Trace the model; returns its hidden states, and the further step inputs by name."""
     named: dict[str, Tensor] = {shape.name: shape.stand_in(trace) for shape in shapes}
     tokens = named.pop(_TOKEN_IDS) if _TOKEN_IDS in named else named.pop(_EMBEDDINGS)
     positions, hidden = named.pop(_POSITIONS), named.pop(_HIDDEN, None)
-    return ModelInputs(tokens, positions, named, hidden).run(model, context)
+    return ModelInputs(tokens, positions, named, hidden).run(model, context), named
 
 
 def _by_name(inputs: ModelInputs) -> dict[str, Tensor]:

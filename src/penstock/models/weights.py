@@ -64,6 +64,20 @@ def _module(model: nn.Module, into: Into, layer: int) -> nn.Module | None:
     return module
 
 
+def modules_of_table(
+    model: nn.Module, table: WeightTable, num_layers: int
+) -> dict[str, tuple[nn.Module | None, Shard | None]]:
+    """Return the modules of a table and their shards, by the names of the checkpoint's modules.
+
+    None for modules of other pipeline stages.
+    """
+    return {
+        pattern.replace("*", str(layer)): (_module(model, into, layer), into.shard)
+        for pattern, into in table.items()
+        for layer in (range(num_layers) if "*" in pattern else (0,))
+    }
+
+
 def expand_table(model: nn.Module, table: WeightTable, num_layers: int) -> dict[str, WeightSlot]:
     """Return the slots of this stage's checkpoint tensors by name."""
     slots: dict[str, WeightSlot] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.attention import AuxHiddenStates, ForwardContext
 from penstock.kernels.native.program_step import BoundChoices
-from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.models.interface import LanguageModel, ModelInputs, routed
 from penstock.models.program import ModelPrograms
 from penstock.runner.batch_layout import BatchPlan
 from penstock.runner.frame import Frame
@@ -76,7 +76,8 @@ class ForwardExecutable(Executable):
         if wants.logits_rows:
             rows = hidden if context.last is not None else frame.batch.layout.of_logits_rows(hidden)
             if wants.greedy:
-                frame.chosen = model.compute_greedy(rows)
+                with routed(model, frame.logits_inputs):
+                    frame.chosen = model.compute_greedy(rows)
             if frame.chosen is None:
                 frame.hidden = rows
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.contract import SchedulerOutput
 from penstock.kernels.sampling import ChosenTokens
+from penstock.layers.adapters import HEAD_SLOTS
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.batch_layout import BatchPlan, Planner
 from penstock.runner.input_batch import BatchBuilder, InputBatch
@@ -98,6 +99,12 @@ class Frame:
     def req_ids(self) -> list[str]:
         """Request ids in batch order."""
         return self.batch.layout.req_ids if self.has_tokens else []
+
+    @property
+    def logits_inputs(self) -> Mapping[str, Tensor]:
+        """Step inputs of the logits rows, for the LM head."""
+        slots = self.inputs.named.get(HEAD_SLOTS)
+        return {} if slots is None else {HEAD_SLOTS: self.batch.layout.of_logits_rows(slots)}
 
     def run(self) -> None:
         """Run the forward pass."""

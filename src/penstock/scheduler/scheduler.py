@@ -296,6 +296,22 @@ class Scheduler:
             self._in_flight.rewind_between_steps(request)
         self._in_flight.rewind_waiting()
 
+    def change_parts(self, change: Callable[[Parts], Parts | None]) -> None:
+        """Change the parts of unfinished requests between two steps; None keeps them.
+
+        Changed requests are preempted, and find only cached prefixes of their new parts.
+        """
+        for request in list(self._requests.by_id.values()):
+            parts = None if request.parts is None else change(request.parts)
+            if parts is None:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self._in_flight.rewind_between_steps(request)
+            elif self.kv_cache.holds(request):
+                self._in_flight.note_loaded(request, 0)
+            request.parts = parts
+            request.block_hashes.clear()
+
     def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
@@ -441,15 +457,26 @@ class Scheduler:
         return new_block_ids
 
     def _schedule_waiting(self, step: StepBuilder) -> None:
+        for feature in self._features:
+            feature.begin_admission(self._requests.running)
         while step.token_budget > 0 and not step.is_full and len(self._requests.running) < self._max_num_seqs:
             request = self._requests.waiting.peek()
             if request is None:
                 return
+            if self._features and self._is_skipped(request):
+                continue
             try:
                 if not self._admit(request, step) and not self._take_reserved_blocks(request):
                     return
             except Exception as error:
                 self._break_off(request, error)
+
+    def _is_skipped(self, request: Request) -> bool:
+        """Whether a feature skips the first waiting request, which then waits until the feature is ready for it."""
+        reason = next((why for feature in self._features if (why := feature.skips(request)) is not None), None)
+        if reason is not None:
+            self._requests.wait_for(request.req_id, reason, is_there=False)
+        return reason is not None
 
     def _take_reserved_blocks(self, request: Request) -> bool:
         """Free the reserved blocks of the newest other waiting request if nothing runs; whether there was one."""

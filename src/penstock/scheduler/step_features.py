@@ -27,6 +27,16 @@ class StepFeature(ABC):
         """
         return True
 
+    def begin_admission(self, running: Sequence[Request]) -> None:  # noqa: B027
+        """Note the running requests of a step, before waiting ones are admitted to it."""
+
+    def skips(self, request: Request) -> str | None:
+        """Reason for which a waiting request is skipped, until the feature calls `ready` with it; None admits it.
+
+        Requests after it go on.
+        """
+        return None
+
     @abstractmethod
     def part_of_step(self, message: SchedulerOutput) -> Part | None:
         """Return the feature's part of a step's message before its launch; None without one."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config.checks import check_seconds
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.contract.lora import LoRARequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +19,7 @@ class ServerOptions:
 
     served_model_name: name that requests may give as `model`; the first one is in the responses. By default that of the
         model.
+    lora_modules: LoRA adapter that requests may give as `model`, as name=path; needs enable_lora.
     api_keys: key of a client, sent as `Authorization: Bearer KEY` or `x-api-key: KEY`; empty lets every client in.
     enable_admin: serve the routes that change the engine; needs admin_api_key.
     admin_api_key: key of these routes.
@@ -48,6 +52,7 @@ class ServerOptions:
     """
 
     served_model_name: tuple[str, ...]
+    lora_modules: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     enable_admin: bool = False
     admin_api_key: str | None = None
@@ -76,7 +81,19 @@ class ServerOptions:
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 256 * 2**20
 
+    @property
+    def adapters(self) -> list[LoRARequest]:
+        """Adapters of `lora_modules`, numbered from 1 on."""
+        if not self.lora_modules:
+            return []
+        from penstock.engine.lora_modules import read_lora_modules
+
+        return read_lora_modules(self.lora_modules)
+
     def __post_init__(self) -> None:
+        twice = {adapter.lora_name for adapter in self.adapters}.intersection(self.served_model_name)
+        if twice:
+            raise ConfigError(f"lora_modules has {twice.pop()!r}, which is the model's name. Give another name.")
         if not self.served_model_name or not all(self.served_model_name):
             raise ConfigError("served_model_name is empty. Give at least one name.")
         if not all(self.api_keys):

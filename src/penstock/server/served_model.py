@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, TypeVar
 
 from penstock.contract import SamplingParams
+from penstock.contract.lora import LoRARequest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.conversation import Message, render_prompt
 from penstock.engine.prompts import PromptDict
 from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
+from penstock.errors import ConfigError
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
+from penstock.server.served_adapters import ServedAdapters
 from penstock.server.start_checks import check_parsers, template_source
 
 _Result = TypeVar("_Result")
@@ -24,6 +28,7 @@ class ServedModel:
     Raises ConfigError for options that do not fit the model.
 
     default_params: sampling parameters of fields that a request leaves out. max_model_len: longest context in tokens.
+    adapter: LoRA adapter that a request has named as its model.
     """
 
     def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
@@ -33,6 +38,10 @@ class ServedModel:
         self.default_params: SamplingParams = engine.get_default_sampling_params()
         self.tokenizer: Tokenizer = engine.own_tokenizer
         self.max_model_len = engine.max_model_len
+        self.adapters = ServedAdapters(engine, options.adapters)
+        self.adapter: LoRARequest | None = None
+        if options.lora_modules and not engine.has_adapters:
+            raise ConfigError("lora_modules needs an engine with adapters. Give enable_lora too.")
         check_parsers(options, self.tokenizer)
         self._template = template_source(options, self.tokenizer)
         self._knows_developer = self._mentions_developer()
@@ -42,12 +51,26 @@ class ServedModel:
         """Name in responses."""
         return self.names[0]
 
-    def check_name(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served; None takes the one that is."""
-        if name is not None and name not in self.names:
-            served = ", ".join(map(repr, self.names))
+    @property
+    def base_name(self) -> str:
+        """Name of the model itself."""
+        return self.options.served_model_name[0]
+
+    async def named(self, name: str | None) -> ServedModel:
+        """The model, or the model with an adapter, that a request names; None takes the model.
+
+        Raises ApiError for a name that is not served.
+        """
+        if name is None or name in self.names:
+            return self
+        adapter = await self.adapters.find(name)
+        if adapter is None:
+            served = ", ".join(map(repr, [*self.names, *(one.lora_name for one in await self.adapters.all())]))
             message = f"The model {name!r} is not served here. Allowed: {served}."
             raise ApiError(404, message, param="model", code="model_not_found")
+        adapted = copy(self)
+        adapted.adapter, adapted.names = adapter, (name,)
+        return adapted
 
     async def render(
         self,

@@ -226,9 +226,6 @@ class Missing:
 MISSING = (
     Missing("sleep mode", ("sleep", "wake_up"), "Close the engine and create it again."),
     Missing(
-        "LoRA adapters", ("add_lora", "remove_lora", "pin_lora", "list_loras"), "Merge the adapter into a checkpoint."
-    ),
-    Missing(
         "weight transfer",
         ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
         "Save a checkpoint, and call reload_weights with its folder.",

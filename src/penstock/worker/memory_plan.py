@@ -54,7 +54,7 @@ class MemoryPlan:
     sampling: peak of logits, sampling and log-probabilities. runner_state: per-slot tables. graphs: memory pool of the
     CUDA graphs.
     logits_processors: tensors of custom logits processors.
-    receive_buffer: hidden states received from the previous pipeline stage.
+    receive_buffer: hidden states received from the previous pipeline stage. adapters: LoRA adapters on the device.
     requested_kv_cache: kv_cache_memory_bytes, which overrides the remaining memory.
     """
 
@@ -69,6 +69,7 @@ class MemoryPlan:
     requested_kv_cache: int | None = None
     logits_processors: int = 0
     receive_buffer: int = 0
+    adapters: int = 0
     graphs: int = 0
     is_default_fraction: bool = False
 
@@ -93,7 +94,8 @@ class MemoryPlan:
     def without_kv_cache(self) -> int:
         """Memory of the engine without its KV cache."""
         step = self.activations + self.sampling + self.graphs
-        return self.process + self.weights + step + self.runner_state + self.logits_processors + self.receive_buffer
+        more = self.runner_state + self.logits_processors + self.receive_buffer + self.adapters
+        return self.process + self.weights + step + more
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -118,6 +120,7 @@ class MemoryPlan:
             *([("- CUDA graphs", self.graphs)] if self.graphs else []),
             *([("- custom logits processors", self.logits_processors)] if self.logits_processors else []),
             *([("- received hidden states", self.receive_buffer)] if self.receive_buffer else []),
+            *([("- LoRA adapters", self.adapters)] if self.adapters else []),
             ("= left for the KV cache", self.left_for_kv_cache),
         ]
         if self.requested_kv_cache is not None:

@@ -8,6 +8,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.device import Device, DtypeChoice, MemorySnapshot
+from penstock.lora.tables import adapter_bytes
 from penstock.models.attention_layers import most_query_heads
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
@@ -74,6 +75,7 @@ def plan_memory(
             dtype.torch_dtype,
             num_noted_before(weights.speculator.aux_layers, layers_of_target(weights.model, parallel)),
         ),
+        adapters=adapter_bytes(weights.model, config.lora, device.kind, dtype.torch_dtype),
     )
     logger.debug("Memory plan:\n%s", plan.table())
     # A replacement of a lost core is not checked: other engines may have taken free memory since the first start.

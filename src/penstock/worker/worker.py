@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,19 +14,23 @@ import torch
 from penstock.config import EngineConfig
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract.lora import LoRARequest
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels
 from penstock.loader.loader import find_stored_dtype
+from penstock.lora.manager import AdapterManager
+from penstock.lora.tables import AdapterTables
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.parallel import ParallelState
+from penstock.runner.adapter_slots import adapter_owners
 from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step, warm_up_decodes
 from penstock.runner.encoder_inputs import encoder_inputs
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.pooling_states import pooling_states
-from penstock.runner.slot_owners import registered_slot_owners
+from penstock.runner.slot_owners import SlotOwner, SlotOwnerFactory, registered_slot_owners
 from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
 from penstock.worker.base import WorkerBase
 from penstock.worker.capabilities import check_options
@@ -69,6 +74,7 @@ class Worker(WorkerBase):
         self._weights: Weights | None = None
         self._runner: ModelRunner | None = None
         self._pages: PagePrefaulting | None = None
+        self._adapters: AdapterManager | None = None
         if config.speculative.method is not None:
             self.num_speculative_tokens = config.speculative.num_speculative_tokens
 
@@ -112,7 +118,12 @@ class Worker(WorkerBase):
             agreement=self.parallel.agreement,
             speculator=weights.speculator,
             stage=self._stage(),
-            owners=[*registered_slot_owners(), pooling_states, encoder_inputs],
+            owners=[
+                *registered_slot_owners(),
+                pooling_states,
+                encoder_inputs,
+                *self._adapter_owners(max_model_len),
+            ],
             output_head=self.config.model.output_head,
         )
         for group in self._runner.kv_cache.groups:
@@ -188,6 +199,33 @@ class Worker(WorkerBase):
         """
         self._next_config = updated_config(self._next_config, overrides)
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; False if there is one of its id already, which `load_inplace` replaces.
+
+        Raises CheckpointError or UnsupportedFeature for an adapter that cannot be loaded, InvalidRequest without room.
+        """
+        return self.adapters.add(lora_request)
+
+    def prefetch_lora(self, lora_request: LoRARequest) -> None:
+        """Start loading an adapter while steps run; `lora_status` tells when it is there."""
+        self.adapters.prefetch(lora_request)
+
+    def lora_status(self) -> dict[int, str | None]:
+        """Adapters by id: None for loaded ones, "" for those that load, or the error of those that failed."""
+        return self.adapters.status()
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
+        return self.adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory and in its slot; False for an unknown id. Raises InvalidRequest without a slot."""
+        return self.adapters.pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters in host memory."""
+        return self.adapters.ids()
+
     @changes_model
     def reload_weights(self, weights_path: str | None = None) -> None:
         """Replace the weights by those of a folder or hub id (None: of the same one again), between two steps.
@@ -202,6 +240,8 @@ class Worker(WorkerBase):
         weights.reload(self.config, new, None if self._runner is None else self._runner.limits.max_model_len)
         if self._runner is not None:
             self._runner.replace_model(weights.language_model)
+        if self._adapters is not None:
+            self._adapters.tables.attach(weights.model)
         self.config = self._next_config = new
         _give_back(device)
         logger.info("Weights reloaded from %s", new.model.folder)
@@ -226,7 +266,9 @@ class Worker(WorkerBase):
         self._profiler.shutdown()
         if self._pages is not None:
             self._pages.close()
-        self._runner = self._pages = self._weights = None
+        if self._adapters is not None:
+            self._adapters.close()
+        self._runner = self._pages = self._weights = self._adapters = None
         device, self._device = self._device, None
         if device is None:
             gc.collect()
@@ -250,6 +292,24 @@ class Worker(WorkerBase):
     @property
     def runner(self) -> ModelRunner:
         return self._required(self._runner, "initialize_from_config")
+
+    @property
+    def adapters(self) -> AdapterManager:
+        """Adapters of this rank. Raises ConfigError unless they are enabled."""
+        if not self.config.lora.enable_lora:
+            raise ConfigError("LoRA adapters are not enabled. Start the engine with enable_lora=True.")
+        return self._required(self._adapters, "initialize_from_config")
+
+    def _adapter_owners(self, max_model_len: int) -> list[SlotOwnerFactory]:
+        """Slot owners of the requests' adapters; none unless these are enabled."""
+        config = self.config.lora
+        if not config.enable_lora:
+            return []
+        dtype = self.dtype.torch_dtype
+        tables = AdapterTables(self.weights.model, config, self.device.torch_device, dtype)
+        self._adapters = AdapterManager(config, tables)
+        owners = adapter_owners(self.device, self._limits(max_model_len).max_num_reqs + 1, self._adapters)
+        return [partial(_given, owner) for owner in owners]
 
     def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:
@@ -286,6 +346,10 @@ class Worker(WorkerBase):
             max_drafts=self.num_speculative_tokens,
             max_concurrent_steps=self.config.max_concurrent_batches,
         )
+
+
+def _given(owner: SlotOwner, *_of_runner: object) -> SlotOwner:
+    return owner
 
 
 def _give_back(device: Device) -> None:

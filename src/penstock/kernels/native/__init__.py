@@ -79,6 +79,7 @@ class NativeKernels:
         self._activate = self.operation("activate")
         self._concatenate = self.operation("concatenate")
         self._argmax = self.operation("argmax")
+        self.adapters = self.operation("adapters")
 
     @property
     def has_bfloat16_products(self) -> bool:

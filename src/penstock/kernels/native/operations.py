@@ -72,6 +72,14 @@ class NativeOperation:
         self._run(num_rows, torch.get_num_threads(), out, width, ids_T, 0, 0, 0, *arguments)
         return out
 
+    def add_to(self, out: Tensor, x: Tensor, ids_T: Tensor, *arguments: Any) -> Tensor:
+        """Change rows in place by other rows and an id of each, int32 and contiguous; returns `out`."""
+        if type(x) is TracedTensor:
+            return x.origin.add_to(self, out, x, ids_T, arguments)
+        strides = _row_stride(x), _row_stride(out)
+        self._run(x.shape[0], torch.get_num_threads(), x, strides[0], out, strides[1], ids_T, *arguments)
+        return out
+
     def choose(self, x: Tensor, *arguments: Any, with_largest: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Choose a token for each row, int64 [T], and whether the row has none, bool [T]; optionally its value.
 

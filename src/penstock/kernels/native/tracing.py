@@ -211,6 +211,16 @@ class Trace:
         self._record(operation.type, (None, None, out), arguments, input=number, reads_last=ids_T.is_last)
         return self.stand_in(Role.ROWS, out)
 
+    def add_to(
+        self, operation: NativeOperation, out: Tensor, x: Tensor, ids_T: Tensor, arguments: Sequence[Argument]
+    ) -> Tensor:
+        """Record an operation that changes rows in place, by other rows and a step input."""
+        type_ = self._of(operation)
+        number, is_last = self._input_of(ids_T, type_), self._is_last
+        cells = self._cell(x), None, self._cell(out)
+        self._record(type_, cells, arguments, input=number, reads_last=is_last)
+        return out
+
     def choose(
         self, operation: NativeOperation, x: TracedTensor, arguments: Sequence[Argument], *, with_largest: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:

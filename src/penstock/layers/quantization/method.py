@@ -62,6 +62,9 @@ class QuantizedMethod(PackedMethod):
         assert self.shape is not None, "unpack before pack"
         return self._products.unpack(packed_OI, self.shape).dequantize()
 
+    def loaded_weight(self, layer: LinearLayer) -> Tensor | None:
+        return None
+
     def row_lookup(self, packed_OI: Tensor) -> RowLookup:
         assert self.shape is not None, "row_lookup before pack"
         return _QuantizedRows(self._products, self.shape, packed_OI)

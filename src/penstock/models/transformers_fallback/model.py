@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.errors import UnsupportedModel
-from penstock.layers.linear import restore_weights
-from penstock.layers.weights import WeightSlot
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.linear import LinearLayer, restore_weights
+from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.attention_layers import attention_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.models.transformers_fallback.buffers import (
@@ -84,6 +85,19 @@ class TransformersForCausalLM(CausalLM):
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return self._names.slots(self._tensors())
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        parts = (f"{self._backbone_name}.", self.backbone), ("", self.head.model)
+        embedding = self.backbone.get_input_embeddings()  # type: ignore[operator]
+        return {
+            prefix + name: (module, None)
+            for prefix, part in parts
+            for name, module in part.named_modules()
+            if isinstance(module, LinearLayer) or (isinstance(module, VocabEmbedding) and module is embedding)
+        }
+
+    def is_in_head(self, module: nn.Module) -> bool:
+        return any(module is part for part in self.head.modules())
 
     def tied_weights(self) -> Mapping[str, str]:
         return self._tied

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.contract import SampledOutput
+from penstock.layers.adapters import HEAD_SLOTS
+from penstock.models.interface import routed
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.frame import Frame, WantedOutputs
 from penstock.runner.output_heads.base import HeadParts, OutputHead
@@ -42,7 +44,9 @@ class Generation(OutputHead):
             return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
         layout, step = frame.batch.layout, frame.batch.step
         req_ids = layout.req_ids
-        prompt_logprobs = self._prompt_logprobs.compute(frame.wants.prompt_rows, frame.model, frame.all_hidden)
+        prompt_logprobs = self._prompt_logprobs.compute(
+            frame.wants.prompt_rows, frame.model, frame.all_hidden, frame.inputs.named.get(HEAD_SLOTS)
+        )
         sampled = self._sample(frame)
         outcome, on_host = step.outcome(sampled.sampled_token_ids, sampled.failures)
         tells = self._stage.has_others and bool(sampling_requests(layout, self._requests))
@@ -78,7 +82,9 @@ class Generation(OutputHead):
         if frame.chosen is not None:
             return SamplerOutput(*frame.chosen, None, {})
         assert frame.hidden is not None, "a frame has either chosen tokens or hidden states"
-        return self._sampler.sample(frame.model.compute_logits(frame.hidden), frame.batch.logits_rows)
+        with routed(frame.model, frame.logits_inputs):
+            logits = frame.model.compute_logits(frame.hidden)
+        return self._sampler.sample(logits, frame.batch.logits_rows)
 
 
 def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, str]:

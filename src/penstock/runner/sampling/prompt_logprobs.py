@@ -18,7 +18,8 @@ from penstock.contract import LogprobsLists, NewRequestData
 from penstock.device import Device
 from penstock.device.base import PendingCopy, wait_until
 from penstock.kernels.sampling import LogprobsTensors, top_logprobs
-from penstock.models.interface import LanguageModel
+from penstock.layers.adapters import HEAD_SLOTS
+from penstock.models.interface import LanguageModel, routed
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import count
@@ -127,9 +128,16 @@ class PromptLogprobs(SlotOwner):
         )
 
     def compute(
-        self, rows: PromptRows | None, model: LanguageModel, hidden: Tensor | None
+        self,
+        rows: PromptRows | None,
+        model: LanguageModel,
+        hidden: Tensor | None,
+        head_slots: Tensor | None = None,
     ) -> PendingPromptLogprobs | None:
-        """Start computing and copying prompt log-probabilities. hidden: [tokens of the step, hidden size]."""
+        """Start computing and copying prompt log-probabilities. hidden: [tokens of the step, hidden size].
+
+        head_slots: adapter slots of the step's tokens for the LM head; None for none.
+        """
         if rows is None or hidden is None:
             return None
         hidden_indices = self._device.upload(rows.hidden_indices)
@@ -145,7 +153,9 @@ class PromptLogprobs(SlotOwner):
             results = self._new_results(stop - start, width)
             for first in range(start, stop, rows_per_part):
                 part = slice(first, min(first + rows_per_part, stop))
-                logits = model.compute_logits(hidden.index_select(0, hidden_indices[part]))
+                indices = hidden_indices[part]
+                with routed(model, {} if head_slots is None else {HEAD_SLOTS: head_slots.index_select(0, indices)}):
+                    logits = model.compute_logits(hidden.index_select(0, indices))
                 found = top_logprobs(logits, targets[part], rows.num_logprobs)
                 del logits
                 for result, values in zip(results, found, strict=True):

@@ -16,7 +16,7 @@ from penstock.server.http.errors import ApiError
 # Paths for probes, which have no key.
 PUBLIC_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
-ADMIN_PATHS = frozenset(("/reset_prefix_cache",))
+ADMIN_PATHS = frozenset(("/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 
 
 class ApiKeys:

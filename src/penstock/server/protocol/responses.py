@@ -161,6 +161,14 @@ class PrefixCacheReset(BaseModel):
     reset: bool
 
 
+class AdapterLoaded(BaseModel):
+    loaded: str
+
+
+class AdapterUnloaded(BaseModel):
+    unloaded: str
+
+
 class TokenCount(BaseModel):
     input_tokens: int
 

@@ -14,6 +14,7 @@ from typing import Self, TypeAlias
 import msgspec
 
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
+from penstock.contract.lora import LoRARequest
 from penstock.engine.async_engine import AdmittedRequest, AsyncEngine
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt
@@ -47,7 +48,7 @@ class Generation:
     """Outputs of an HTTP request's prompts, as an async context manager.
 
     output_kind: DELTA for streams, FINAL_ONLY for whole answers. timeout_s: deadline, after which the requests are
-    aborted; their outputs end with finish_reason "abort".
+    aborted; their outputs end with finish_reason "abort". lora_request: adapter of all prompts.
 
     `start` returns once the engine has admitted all prompts. Leaving the context aborts what still runs.
     """
@@ -59,11 +60,13 @@ class Generation:
         *,
         output_kind: RequestOutputKind,
         timeout_s: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self._engine = engine
         self._submissions = submissions
         self._kind = output_kind
         self._timeout_s = timeout_s
+        self._lora_request = lora_request
         self._admitted: dict[int, AdmittedRequest] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._abort: asyncio.Task[None] | None = None
@@ -132,7 +135,11 @@ class Generation:
         if isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=self._kind)
         self._admitted[index] = await self._engine.submit(
-            submission.prompt, params, submission.request_id, priority=submission.priority
+            submission.prompt,
+            params,
+            submission.request_id,
+            lora_request=self._lora_request,
+            priority=submission.priority,
         )
 
     async def _one(self) -> AsyncGenerator[Numbered, None]:

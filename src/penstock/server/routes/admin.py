@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.server.http.errors import json_response
-from penstock.server.protocol.responses import PrefixCacheReset, errors
+from penstock.server.http.errors import json_response, refusals
+from penstock.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from penstock.server.protocol.responses import AdapterLoaded, AdapterUnloaded, PrefixCacheReset, errors
 from penstock.server.routes.common import served_model
 
 router = APIRouter()
@@ -16,3 +17,20 @@ router = APIRouter()
 async def reset_prefix_cache(http: Request) -> Response:
     """Clear the prefix cache; `reset` is false, and nothing is done, while requests hold blocks."""
     return json_response({"reset": await served_model(http).engine.reset_prefix_cache()})
+
+
+@router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterLoaded}, **errors(400, 401, 500, 503)})
+async def load_lora_adapter(request: LoadAdapterRequest, http: Request) -> Response:
+    """Load a LoRA adapter, which requests select by its name as `model`."""
+    with refusals(type(request).model_fields):
+        adapters = served_model(http).adapters
+        await adapters.load(request.lora_name, request.lora_path, load_inplace=request.load_inplace)
+    return json_response({"loaded": request.lora_name})
+
+
+@router.post("/v1/unload_lora_adapter", responses={200: {"model": AdapterUnloaded}, **errors(400, 401, 404, 500, 503)})
+async def unload_lora_adapter(request: UnloadAdapterRequest, http: Request) -> Response:
+    """Unload a LoRA adapter; running requests keep it until they end."""
+    with refusals(type(request).model_fields):
+        await served_model(http).adapters.unload(request.lora_name)
+    return json_response({"unloaded": request.lora_name})

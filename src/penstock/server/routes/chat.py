@@ -33,14 +33,14 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=CHAT_RESPONSES)
 async def create_chat_completion(request: ChatCompletionRequest, http: Request) -> Response:
     """Answer a conversation."""
-    model = served_model(http)
-    model.check_name(request.model)
+    model = await served_model(http).named(request.model)
     id = response_id("chatcmpl", request)
     with refusals(type(request).model_fields, chat_client_names(request)):
         task = await prepare_chat(model, request, id)
         choices = _Choices(model, request, task, id)
         return await answer(
             http,
+            model,
             [task.submission],
             is_stream=request.stream,
             timeout_s=request.timeout,

@@ -51,6 +51,7 @@ def logprobs_format(model: ServedModel, request: SamplingFields, most: int | Non
 
 async def answer(
     http: Request,
+    model: ServedModel,
     submissions: Sequence[Submission],
     *,
     is_stream: bool,
@@ -61,16 +62,18 @@ async def answer(
 ) -> Response:
     """Generate, and respond with a stream or a whole answer.
 
-    timeout_s: as in `Generation`. whole: body of a whole answer, from the last outputs. events: events of a stream.
+    model: the one that the request names. timeout_s: as in `Generation`. whole: body of a whole answer, from the last
+    outputs. events: events of a stream.
     error_event: as in `EventStream`.
     Raises InvalidRequest, Overloaded and other refusals of the engine.
     """
-    model = served_model(http)
     if model.options.log_prompts:
         for submission in submissions:
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
-    generation = Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s)
+    generation = Generation(
+        model.engine, submissions, output_kind=kind, timeout_s=timeout_s, lora_request=model.adapter
+    )
     if not is_stream:
         async with generation:
             return json_response(await whole(await while_connected(http.receive, _finals(generation))))

@@ -30,8 +30,7 @@ router = APIRouter()
 @router.post("/v1/completions", responses=COMPLETION_RESPONSES)
 async def create_completion(request: CompletionRequest, http: Request) -> Response:
     """Continue one or several prompts."""
-    model = served_model(http)
-    model.check_name(request.model)
+    model = await served_model(http).named(request.model)
     id = response_id("cmpl", request)
     with refusals(type(request).model_fields, client_names(request)):
         params = _params(request, model.default_params)
@@ -42,6 +41,7 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
         choices = _Choices(model, request, params, id)
         return await answer(
             http,
+            model,
             submissions,
             is_stream=request.stream,
             timeout_s=request.timeout,

@@ -22,8 +22,7 @@ router = APIRouter()
 @router.post("/v1/messages", responses=MESSAGES_RESPONSES)
 async def create_message(request: MessagesRequest, http: Request) -> Response:
     """Answer a conversation."""
-    model = served_model(http)
-    model.check_name(request.model)
+    model = await served_model(http).named(request.model)
     chat, names = chat_request(request, has_reasoning=model.options.reasoning_parser is not None)
     id = f"msg_{uuid.uuid4().hex}"
     with refusals(type(request).model_fields, names):
@@ -31,6 +30,7 @@ async def create_message(request: MessagesRequest, http: Request) -> Response:
         writer = MessageWriter(task, id, model.name)
         return await answer(
             http,
+            model,
             [task.submission],
             is_stream=request.stream,
             timeout_s=request.timeout,
@@ -43,8 +43,7 @@ async def create_message(request: MessagesRequest, http: Request) -> Response:
 @router.post("/v1/messages/count_tokens", responses=COUNT_RESPONSES)
 async def count_tokens(request: CountTokensRequest, http: Request) -> Response:
     """Number of tokens of a conversation's prompt."""
-    model = served_model(http)
-    model.check_name(request.model)
+    model = await served_model(http).named(request.model)
     chat, names = chat_request(request, has_reasoning=model.options.reasoning_parser is not None)
     with refusals(type(request).model_fields, names):
         prompt = await render_request(model, chat)

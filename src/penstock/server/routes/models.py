@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock import __version__
+from penstock.contract.lora import LoRARequest
 from penstock.server.http.errors import json_response
 from penstock.server.protocol.responses import ModelCard, ModelList, Version, errors
 from penstock.server.routes.common import served_model
@@ -20,17 +21,17 @@ _STARTED = int(time.time())
 
 @router.get("/v1/models", responses={200: {"model": ModelList}, **errors(401)})
 async def list_models(http: Request) -> Response:
-    """Names of the served model."""
+    """Names of the served model, and of its LoRA adapters."""
     model = served_model(http)
-    return json_response({"object": "list", "data": [_card(model, name) for name in model.names]})
+    adapters = [_adapter_card(model, adapter) for adapter in await model.adapters.all()]
+    return json_response({"object": "list", "data": [*(_card(model, name) for name in model.names), *adapters]})
 
 
 @router.get("/v1/models/{id:path}", responses={200: {"model": ModelCard}, **errors(401, 404)})
 async def retrieve_model(id: str, http: Request) -> Response:
-    """One name of the served model."""
-    model = served_model(http)
-    model.check_name(id)
-    return json_response(_card(model, id))
+    """One name of the served model, or a LoRA adapter."""
+    model = await served_model(http).named(id)
+    return json_response(_card(model, id) if model.adapter is None else _adapter_card(model, model.adapter))
 
 
 @router.get("/version", responses={200: {"model": Version}})
@@ -49,3 +50,7 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
+
+
+def _adapter_card(model: ServedModel, adapter: LoRARequest) -> dict[str, Any]:
+    return {**_card(model, adapter.lora_name), "root": adapter.lora_path, "parent": model.base_name}

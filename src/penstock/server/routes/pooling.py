@@ -31,7 +31,7 @@ _ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
 async def create_embedding(request: protocol.EmbeddingRequest, http: Request) -> Response:
     """Embed one or several texts."""
     with refusals(type(request).model_fields):
-        pooling = _pooling(http, request, "embed")
+        pooling = await _pooling(http, request, "embed")
         prompts = [named_prompt(pooling, prompt, request.prompt_name) for prompt in _prompts(request)]
         activation = request.normalize if request.use_activation is None else request.use_activation
         params = _params(request, "embed", dimensions=request.dimensions, use_activation=activation)
@@ -47,7 +47,7 @@ async def create_embedding(request: protocol.EmbeddingRequest, http: Request) ->
 async def create_pooling(request: protocol.PoolingRequest, http: Request) -> Response:
     """Pool one or several texts by any of the model's tasks."""
     with refusals(type(request).model_fields):
-        pooling = _pooling(http, request, request.task)
+        pooling = await _pooling(http, request, request.task)
         params = _params(request, request.task or pooling.tasks[0], dimensions=request.dimensions)
         id, outputs = await _run(http, request, "pool", _prompts(request), params)
         data = [
@@ -61,7 +61,7 @@ async def create_pooling(request: protocol.PoolingRequest, http: Request) -> Res
 async def classify(request: protocol.ClassifyRequest, http: Request) -> Response:
     """Classify one or several texts: the likeliest label, and a probability per class."""
     with refusals(type(request).model_fields):
-        pooling = _pooling(http, request, "classify")
+        pooling = await _pooling(http, request, "classify")
         id, outputs = await _run(http, request, "classify", _prompts(request), _params(request, "classify"))
         data = [_classified(index, pooled_array(one), pooling) for index, one in enumerate(outputs)]
         return _listed(http, id, data, outputs)
@@ -106,9 +106,8 @@ async def rerank(request: protocol.RerankRequest, http: Request) -> Response:
         return json_response(body)
 
 
-def _pooling(http: Request, request: protocol.PoolingFields, *tasks: str | None) -> PoolingConfig:
-    model = served_model(http)
-    model.check_name(request.model)
+async def _pooling(http: Request, request: protocol.PoolingFields, *tasks: str | None) -> PoolingConfig:
+    model = await served_model(http).named(request.model)
     return check_task(model.engine.model_config, *tasks)
 
 
@@ -147,7 +146,8 @@ async def _scores(
     template: str | None,
 ) -> tuple[str, list[float], list[RequestOutput]]:
     """Name of the response, score of each pair, and the engine's outputs."""
-    pooling, model = _pooling(http, request, "score", "embed"), served_model(http)
+    pooling = await _pooling(http, request, "score", "embed")
+    model = served_model(http)
     if template is not None and not model.options.trust_request_chat_template:
         message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
         raise ApiError(400, message, param="chat_template")

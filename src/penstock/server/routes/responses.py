@@ -28,8 +28,7 @@ _STORED_ERRORS = errors(400, 401, 404, 500)
 @router.post("/v1/responses", responses=RESPONSES_RESPONSES)
 async def create_response(request: ResponsesRequest, http: Request) -> Response:
     """Answer an input, which may go on with a stored response."""
-    model = served_model(http)
-    model.check_name(request.model)
+    model = await served_model(http).named(request.model)
     store = _store(http)
     history = await _history(store, request.previous_response_id)
     items = input_items(request.input)
@@ -48,6 +47,7 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
         writer = ResponseWriter(task, base, logprobs_format(model, chat, params.logprobs), on_end)
         return await answer(
             http,
+            model,
             [task.submission],
             is_stream=request.stream,
             timeout_s=request.timeout,

@@ -23,8 +23,7 @@ _ERRORS = errors(400, 401, 404, 408, 413, 500)
 @router.post("/tokenize", responses={200: {"model": TokenizeResponse}, **_ERRORS})
 async def tokenize(request: TokenizeRequest, http: Request) -> Response:
     """Token ids of a text or of a conversation, as a request with it would have them."""
-    model = served_model(http)
-    model.check_name(request.model)
+    model = await served_model(http).named(request.model)
     with refusals(type(request).model_fields):
         text, adds_special = request.prompt, True
         if request.messages is not None:
@@ -41,8 +40,7 @@ async def tokenize(request: TokenizeRequest, http: Request) -> Response:
 @router.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **_ERRORS})
 async def detokenize(request: DetokenizeRequest, http: Request) -> Response:
     """Text of token ids, special tokens included."""
-    model = served_model(http)
-    model.check_name(request.model)
+    model = await served_model(http).named(request.model)
     with refusals(type(request).model_fields):
         text = await model.decode(request.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})

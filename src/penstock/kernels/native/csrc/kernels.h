@@ -201,6 +201,31 @@ struct AllowArgs {
   int num_threads;
 };
 
+// Output features of a panel of an adapter's matrix, for every instruction set.
+constexpr int kAdapterPanel = 16;
+
+// out[m] += scaling * B (A x[m]) for the adapter in slot slots[m]; other numbers than 0 to num_slots - 1 stand for none.
+//
+// A layer's outputs are one or several pieces, each with a low-rank product of its own. Matrices lie in panels of
+// kAdapterPanel outputs, [panel][inner dimension][kAdapterPanel]: A of [rank][in_features], B of [outputs][rank].
+struct AdapterArgs {
+  const float* x;  // with a: rows of in_features; without: of A x, for all pieces
+  int64_t x_stride;
+  float* out;
+  int64_t out_stride;
+  const int32_t* slots;   // [rows]
+  const void* a;          // [num_slots][num_pieces][max_rank * in_features], or nullptr
+  const void* b;          // [num_slots][b_size]
+  const int64_t* ranks;   // [num_slots][num_pieces]; 0 for none
+  const float* scalings;  // [num_slots][num_pieces]
+  const int64_t* pieces;  // [num_pieces]: first output, number of outputs, offset within b_size
+  int64_t num_slots, num_pieces, in_features;
+  int64_t max_rank;  // a multiple of kAdapterPanel
+  int64_t b_size, rows;
+  WeightType weight_type;
+  int num_threads;
+};
+
 struct Kernels {
   const char* name;
   // Whether the CPU has an instruction for products of bfloat16 pairs.
@@ -223,6 +248,7 @@ struct Kernels {
   void (*allow_by_bits)(const AllowArgs&);
   void (*layer_norm)(const LayerNormArgs&);
   void (*activate)(const ActivationArgs&);
+  bool (*adapters)(const AdapterArgs&);  // false as above
 };
 
 // nullptr where the library was built for another architecture.

@@ -6,6 +6,7 @@
 #include "pairs.h"
 #include "elementwise.inl"
 #include "linear.inl"
+#include "adapters.inl"
 #include "greedy.inl"
 #include "sampling.inl"
 #include "masking.inl"
@@ -21,7 +22,7 @@ namespace PENSTOCK_NAMESPACE {
 static const Kernels kTable = {
     PENSTOCK_NAME, kHasPairProducts, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
     rows,          lookup,           rms_norm, gate_and_mul, rotary,        argmax, draw,   allow_by_bits,
-    layer_norm,    activate,
+    layer_norm,    activate,         adapters,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

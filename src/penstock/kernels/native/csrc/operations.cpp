@@ -194,6 +194,12 @@ Result greedy(const Operation& operation, const Call& call) {
   return with_memory(call.kernels->greedy(a));
 }
 
+Result adapters(const Operation& operation, const Call& call) {
+  AdapterArgs a = of_product(operation.get<AdapterArgs>(), call);
+  a.slots = static_cast<const int32_t*>(call.input);
+  return with_memory(call.kernels->adapters(a));
+}
+
 Result argmax(const Operation&, const Call& call) {
   ArgmaxArgs a = of_rows(ArgmaxArgs{}, call);
   a.size = call.x.stride;
@@ -429,6 +435,12 @@ const OperationType kTypes[] = {
     {"greedy", kRows, kRead, kNone, kMakeAny, kNoInput, true, greedy,
      {PACKED(LinearArgs, weight), FIELD(LinearArgs, in_features), FIELD(LinearArgs, out_features),
       FIELD(LinearArgs, weight_type)},
+     nullptr},
+    {"adapters", kRows, kRead, kNone, kChange, kInt32, false, adapters,
+     {FIELD(AdapterArgs, a), FIELD(AdapterArgs, b), FIELD(AdapterArgs, ranks), FIELD(AdapterArgs, scalings),
+      FIELD(AdapterArgs, pieces), FIELD(AdapterArgs, num_slots), FIELD(AdapterArgs, num_pieces),
+      FIELD(AdapterArgs, in_features), FIELD(AdapterArgs, max_rank), FIELD(AdapterArgs, b_size),
+      FIELD(AdapterArgs, weight_type)},
      nullptr},
     {"argmax", kRows, kRead, kNone, kMakeAny, kNoInput, true, argmax, {}, nullptr},
     {"all_reduce", kRows, kChange, kNone, kNone, kNoInput, false, all_reduce, {RANKS(RanksArguments)},

@@ -1,0 +1,74 @@
+"""LoRA adapters in messages: the adapter that a caller names, and the part of a request that refers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.contract.parts import Part, register_part
+from penstock.errors import InvalidParameter
+
+_MAX_ID = 2**31 - 1
+
+
+class LoRARequest(msgspec.Struct, frozen=True, eq=False):
+    """LoRA adapter in PEFT's format, of a folder or in memory.
+
+    lora_name: display name. lora_int_id: number of the adapter in its engine, from 1 on.
+    lora_path: folder with `adapter_config.json` and the adapter's weights.
+    tensors, peft_config: the weights by their names in `adapter_model.safetensors`, and the contents of
+        `adapter_config.json`; instead of a folder.
+    load_inplace: load it again if the engine has an adapter of this number already.
+
+    Raises InvalidParameter for fields that are missing or contradict each other.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    tensors: Mapping[str, Any] | None = None
+    peft_config: Mapping[str, Any] | None = None
+    load_inplace: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise InvalidParameter(f"lora_name={self.lora_name!r} is not valid. Allowed: a text that is not empty.")
+        if type(self.lora_int_id) is not int or not 1 <= self.lora_int_id <= _MAX_ID:
+            raise InvalidParameter(f"lora_int_id={self.lora_int_id!r} is not valid. Allowed: integers from 1 on.")
+        if (self.tensors is None) != (self.peft_config is None):
+            raise InvalidParameter(
+                f"The adapter {self.lora_name!r} needs both tensors and peft_config, or neither and lora_path."
+            )
+        if (self.tensors is None) == (not self.lora_path):
+            raise InvalidParameter(
+                f"The adapter {self.lora_name!r} has {'no' if self.tensors is None else 'a'} lora_path and "
+                f"{'no' if self.tensors is None else 'also'} tensors. Give lora_path, or tensors and peft_config."
+            )
+
+    @property
+    def part(self) -> AdapterPart:
+        """The part of requests with this adapter."""
+        return AdapterPart(lora_int_id=self.lora_int_id, lora_name=self.lora_name, lora_path=self.lora_path)
+
+
+@register_part
+class AdapterPart(Part, frozen=True, kw_only=True):
+    """The adapter of a request.
+
+    lora_path: "" for an adapter in memory. version: number of times that the engine core had loaded other weights under
+    this id; it keeps cached prefixes of different weights apart.
+    """
+
+    feature = "lora"
+    lora_int_id: int
+    lora_name: str
+    lora_path: str = ""
+    version: int = 0
+
+    def anon_repr(self) -> str:
+        return f"AdapterPart({self.lora_int_id})"
+
+    def block_keys(self) -> tuple[str, ...]:
+        return (f"{self.lora_int_id}.{self.version}",)

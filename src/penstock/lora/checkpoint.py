@@ -1,0 +1,132 @@
+"""Adapter checkpoints in PEFT's format: low-rank matrices by module.
+
+Suffixes: R rank, I input features, O output features, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.json_file import read_json_object
+from penstock.contract.lora import LoRARequest
+from penstock.errors import CheckpointError
+from penstock.loader.pytorch_bin import iterate_pytorch_bins
+from penstock.loader.safetensors import iterate_safetensors
+from penstock.loader.weight_files import WeightFiles
+from penstock.lora.peft_config import PeftConfig
+
+_WEIGHTS = "adapter_model.safetensors"
+_OLD_WEIGHTS = "adapter_model.bin"
+_CONFIG = "adapter_config.json"
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\."
+    r"(?:lora_(?P<matrix>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
+)
+_FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NAMES_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Matrices of a module: scaling * b @ a is added to its weight.
+
+    a: [R, I], or [R, V] of an embedding. b: [O, R], or [D, R]. base: the module's own weight, which PEFT saves with
+    adapters of embeddings and LM heads; None if it is not there.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    is_embedding: bool
+    base: Tensor | None = None
+
+
+def read_adapter(request: LoRARequest, max_rank: int) -> dict[str, LowRank]:
+    """Read an adapter's matrices by the names of their modules in Transformers.
+
+    Raises CheckpointError for missing or damaged files, unknown or incomplete tensors and ranks above `max_rank`, and
+    UnsupportedFeature for fields of its configuration that are not implemented.
+    """
+    name = request.lora_name
+    if request.tensors is None:
+        fields, tensors = _read_folder(name, Path(request.lora_path).expanduser())
+    else:
+        fields, tensors = request.peft_config or {}, request.tensors.items()
+    config = PeftConfig.read(name, fields)
+    matrices = _by_module(name, tensors)
+    if not matrices:
+        raise CheckpointError(f"The adapter {name!r} has no tensors.")
+    return {module: _low_rank(name, module, found, config, max_rank) for module, found in matrices.items()}
+
+
+def _read_folder(name: str, folder: Path) -> tuple[Mapping[str, Any], Iterable[tuple[str, Tensor]]]:
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(
+            f"The adapter {name!r} has no {_CONFIG} in {folder}. lora_path must be a folder in PEFT's format."
+        )
+    fields = read_json_object(folder / _CONFIG, CheckpointError)
+    if (folder / _WEIGHTS).is_file():
+        return fields, iterate_safetensors(WeightFiles((folder / _WEIGHTS,)))
+    if (folder / _OLD_WEIGHTS).is_file():
+        return fields, iterate_pytorch_bins(WeightFiles((folder / _OLD_WEIGHTS,)))
+    raise CheckpointError(f"The adapter {name!r} has neither {_WEIGHTS} nor {_OLD_WEIGHTS} in {folder}.")
+
+
+def _by_module(name: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Sort tensors by module and kind: "A", "B" (of an embedding "embedding A" …), and "base"."""
+    found: dict[str, dict[str, Tensor]] = {}
+    unknown = []
+    for tensor_name, tensor in tensors:
+        match = _NAME.fullmatch(tensor_name)
+        if match is None:
+            unknown.append(tensor_name)
+            continue
+        kind = match["matrix"] or ("base" if match["base"] else f"embedding {match['embedding']}")
+        if tensor.dim() != 2 or tensor.dtype not in _FLOAT_DTYPES:
+            raise CheckpointError(
+                f"The adapter {name!r} has {tensor_name} as {list(tensor.shape)} in {tensor.dtype}. Allowed: matrices "
+                "in float32, bfloat16 or float16."
+            )
+        found.setdefault(match["module"], {})[kind] = tensor
+    if unknown:
+        raise CheckpointError(
+            f"The adapter {name!r} has {len(unknown)} tensors that are no LoRA matrices: {some_of(unknown)}. Train it "
+            "without them, or merge it into a checkpoint."
+        )
+    return found
+
+
+def _low_rank(name: str, module: str, matrices: Mapping[str, Tensor], config: PeftConfig, max_rank: int) -> LowRank:
+    is_embedding = "embedding A" in matrices or "embedding B" in matrices
+    kinds = ("embedding A", "embedding B") if is_embedding else ("A", "B")
+    if set(matrices) - {"base"} != set(kinds):
+        raise CheckpointError(
+            f"The adapter {name!r} has only {', '.join(sorted(matrices))} of the matrices of {module}. "
+            f"Needed: {' and '.join(kinds)}."
+        )
+    a, b = (matrices[kind] for kind in kinds)
+    rank = config.rank_of(module)
+    if a.shape[0] != rank or b.shape[1] != rank:
+        raise CheckpointError(
+            f"The adapter {name!r} has matrices of {list(a.shape)} and {list(b.shape)} for {module}, which do not have "
+            f"the rank {rank} of its adapter_config.json (r, rank_pattern)."
+        )
+    if rank > max_rank:
+        raise CheckpointError(
+            f"The adapter {name!r} has rank {rank} for {module}, but this engine was started for {max_rank}. Start it "
+            f"with max_lora_rank={rank}."
+        )
+    return LowRank(a, b, config.scaling_of(module), is_embedding, matrices.get("base"))
+
+
+def some_of(names: list[str]) -> str:
+    """The first names of a list, for errors."""
+    more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -1,0 +1,114 @@
+"""Adapters of one rank: loading in the background, host cache, and slots on the device."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from penstock.config import LoRAConfig
+from penstock.contract.lora import AdapterPart, LoRARequest
+from penstock.errors import InvalidRequest
+from penstock.lora.cache import AdapterCache
+from penstock.lora.checkpoint import read_adapter
+from penstock.lora.tables import AdapterTables, PackedModelAdapter
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterManager:
+    """Adapters that requests of one rank may use."""
+
+    def __init__(self, config: LoRAConfig, tables: AdapterTables) -> None:
+        self.tables = tables
+        self._max_rank = config.max_lora_rank
+        self._cache: AdapterCache[Future[PackedModelAdapter]] = AdapterCache(config.num_on_host, config.max_loras)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
+
+    def add(self, request: LoRARequest) -> bool:
+        """Load an adapter; False if there is one of this id, which `load_inplace` replaces.
+
+        Raises CheckpointError or UnsupportedFeature for an adapter that cannot be loaded, InvalidRequest without room.
+        """
+        known = self._cache.get(request.lora_int_id)
+        if known is not None and not request.load_inplace:
+            known.result()
+            return False
+        loaded = self._load(request)
+        done: Future[PackedModelAdapter] = Future()
+        done.set_result(loaded)
+        self._cache.put(request.lora_int_id, done)
+        slot = self._cache.slots.get(request.lora_int_id)
+        if slot is not None:
+            self.tables.write(slot, loaded)
+        return True
+
+    def prefetch(self, request: LoRARequest) -> None:
+        """Start loading an adapter in the background, unless it is there. Raises InvalidRequest without room."""
+        if self._cache.get(request.lora_int_id) is None:
+            self._cache.put(request.lora_int_id, self._reader.submit(self._load, request))
+
+    def status(self) -> dict[int, str | None]:
+        """Adapters by id: None for loaded ones, "" for those that load, and the error of those that cannot be loaded.
+
+        Failed adapters are forgotten.
+        """
+        found: dict[int, str | None] = {}
+        for lora_id in sorted(self._cache.ids):
+            loading = self._cache.get(lora_id)
+            assert loading is not None, "it is in the cache"
+            if not loading.done():
+                found[lora_id] = ""
+                continue
+            error = loading.exception()
+            found[lora_id] = None if error is None else f"{type(error).__name__}: {error}"
+            if error is not None:
+                self._cache.remove(lora_id)
+        return found
+
+    def remove(self, lora_id: int) -> bool:
+        """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
+        return self._cache.remove(lora_id)
+
+    def pin(self, lora_id: int) -> bool:
+        """Keep an adapter in memory and in its slot; False for an unknown id."""
+        return self._cache.pin(lora_id)
+
+    def ids(self) -> set[int]:
+        """Adapters in host memory."""
+        return self._cache.ids
+
+    def acquire(self, part: AdapterPart) -> tuple[int, PackedModelAdapter]:
+        """Return the slot of a request's adapter, loading it where needed, and the adapter; `release` follows."""
+        lora_id = part.lora_int_id
+        if self._cache.get(lora_id) is None:
+            if not part.lora_path:
+                raise InvalidRequest(
+                    f"The adapter {part.lora_name!r} ({lora_id}) was removed or has made room for others, and it has "
+                    "no lora_path. Add it again, or pin it."
+                )
+            # Other adapters have taken its place in host memory since the request was admitted.
+            self.prefetch(LoRARequest(part.lora_name, lora_id, part.lora_path))
+        loading = self._cache.get(lora_id)
+        assert loading is not None, "it was put there"
+        try:
+            loaded = loading.result()
+        except Exception:
+            self._cache.remove(lora_id)
+            raise
+        slot, is_new = self._cache.acquire(lora_id)
+        if is_new:
+            self.tables.write(slot, loaded)
+        return slot, loaded
+
+    def release(self, lora_id: int) -> None:
+        """Note that a request does not use its adapter any more."""
+        self._cache.release(lora_id)
+
+    def close(self) -> None:
+        """End the thread that loads."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, request: LoRARequest) -> PackedModelAdapter:
+        packed = self.tables.pack(request.lora_name, read_adapter(request, self._max_rank))
+        logger.info("Adapter %s (%d) loaded", request.lora_name, request.lora_int_id)
+        return packed

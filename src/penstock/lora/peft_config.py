@@ -1,0 +1,113 @@
+"""PEFT's `LoraConfig`: every field is implemented, has no effect on inference, or is refused by its name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import CheckpointError, UnsupportedFeature
+
+# Fields that decide which modules a new adapter gets and how it is trained; its tensors show the result.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "arrow_config_path",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_dropout",
+        "megatron_core",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+    }
+)
+_IMPLEMENTED = frozenset({"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"})
+# Initialisations that leave the base model's weights as they are.
+_PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+# Remedies for refused fields; others have the general one.
+_INSTEAD = {
+    "target_parameters": "Adapters of parameters, such as those of experts, are not supported. Train linear modules.",
+    "modules_to_save": "It replaces whole modules. Merge the adapter into a checkpoint.",
+    "init_lora_weights": "It changes the base model. Save it with path_initial_model_for_weight_conversion.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """Ranks and scaling of an adapter."""
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    uses_rslora: bool
+
+    @classmethod
+    def read(cls, name: str, fields: Mapping[str, Any]) -> PeftConfig:
+        """Read the fields of `adapter_config.json`. name: of the adapter, for errors.
+
+        Raises UnsupportedFeature for a field that would change the model's outputs and is not implemented,
+        CheckpointError for a missing or invalid one.
+        """
+        if fields.get("peft_type", "LORA") != "LORA":
+            raise UnsupportedFeature(
+                f"The adapter {name!r} has peft_type={fields['peft_type']!r}. Allowed: 'LORA'. Merge it into a "
+                "checkpoint."
+            )
+        for field, value in fields.items():
+            _check_field(name, field, value)
+        rank, alpha = fields.get("r"), fields.get("lora_alpha")
+        if not _is_positive(rank, int) or not _is_positive(alpha, int, float):
+            raise CheckpointError(
+                f"The adapter {name!r} has r={rank!r} and lora_alpha={alpha!r} in its adapter_config.json. Allowed: "
+                "positive numbers."
+            )
+        patterns = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
+        for field, pattern in zip(("rank_pattern", "alpha_pattern"), patterns, strict=True):
+            if not isinstance(pattern, Mapping) or not all(_is_positive(one, int, float) for one in pattern.values()):
+                raise CheckpointError(f"The adapter {name!r} has {field}={pattern!r}. Allowed: numbers by module name.")
+        return cls(int(rank), float(alpha), *patterns, bool(fields.get("use_rslora")))  # type: ignore[arg-type]
+
+    def rank_of(self, module: str) -> int:
+        """Rank of a module's adapter."""
+        return int(self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.rank))
+
+    def scaling_of(self, module: str) -> float:
+        """Factor on a module's product."""
+        alpha = float(self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.alpha))
+        rank = self.rank_of(module)
+        return alpha / math.sqrt(rank) if self.uses_rslora else alpha / rank
+
+
+def _check_field(name: str, field: str, value: Any) -> None:
+    if field in _IMPLEMENTED:
+        return
+    if field == "init_lora_weights":
+        if value in _PLAIN_INITIALISATIONS:
+            return
+    elif field in _WITHOUT_EFFECT or not value or (field == "bias" and value == "none"):
+        return
+    instead = _INSTEAD.get(field, "Merge the adapter into a checkpoint.")
+    raise UnsupportedFeature(f"The adapter {name!r} has {field}={value!r}, which is not supported. {instead}")
+
+
+def _is_positive(value: Any, *types: type) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool) and float(value) > 0  # type: ignore[arg-type]
+
+
+def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
+    """The first pattern that matches the end of a module's name, as PEFT chooses it."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)

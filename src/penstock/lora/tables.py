@@ -1,0 +1,230 @@
+"""Adapter tables of a model's layers: which matrices of an adapter go where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config import LoRAConfig
+from penstock.errors import CheckpointError, UnsupportedFeature
+from penstock.kernels.adapters import AdapterTable, PackedAdapter, Piece, TableShape, adapter_table, table_bytes
+from penstock.layers.adapters import ADAPTER_SLOTS, HEAD_SLOTS, AdapterRouting, EmbeddingAdapters, LinearAdapters
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.linear import AdapterPlace, LinearLayer
+from penstock.lora.checkpoint import LowRank, some_of
+from penstock.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer with adapters. name: of one of its modules in Transformers. places: of each piece."""
+
+    name: str
+    places: tuple[AdapterPlace, ...]
+    adapters: LinearAdapters | EmbeddingAdapters
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModelAdapter:
+    """An adapter of a model, in the layout of its tables.
+
+    pieces: by number of the layer. embedding_a: A^T of the embedding's adapter, [V, R]. has_head: it changes the LM
+    head.
+    """
+
+    pieces: Mapping[int, Sequence[PackedAdapter | None]]
+    embedding_a: Tensor | None
+    has_head: bool
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether it changes the embedding."""
+        return self.embedding_a is not None
+
+
+class AdapterTables:
+    """Tables of all layers of a model that adapters may change.
+
+    compute_dtype: of the model's rows. Raises UnsupportedFeature for a model without such layers.
+    """
+
+    def __init__(self, model: nn.Module, config: LoRAConfig, device: torch.device, compute_dtype: torch.dtype) -> None:
+        self._max_rank, self._num_slots = config.max_lora_rank, config.max_loras
+        self._dtype = compute_dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype)
+        self._device, self._compute_dtype = device, compute_dtype
+        self._routing = AdapterRouting()
+        self._layers: list[_Layer] = []
+        self._modules: list[LinearLayer | VocabEmbedding] = []
+        # Number of the layer, and of the piece, by module name; None on another pipeline stage.
+        self._places: dict[str, tuple[int, int] | None] = {}
+        self._head: set[int] = set()
+        self._embedding: int | None = None
+        for names in _by_module(model):
+            self._add(model, names)
+        self.attach(model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of an adapter in the table of the embedding; 0 without an embedding on this rank."""
+        return 0 if self._embedding is None else self._layers[self._embedding].places[0].shape[1]
+
+    def attach(self, model: nn.Module) -> None:
+        """Apply the tables in a model of the same shape, such as one that replaces the present one."""
+        modules = _modules(model)
+        self._modules.clear()
+        for layer in self._layers:
+            module, _ = modules[layer.name]
+            assert isinstance(module, (LinearLayer, VocabEmbedding)), "the model has the same shape"
+            self._modules.append(module)
+            module.adapters = layer.adapters
+        model.adapters = self._routing  # type: ignore[assignment]
+
+    def pack(self, name: str, matrices: Mapping[str, LowRank]) -> PackedModelAdapter:
+        """Convert this rank's part of an adapter. Raises CheckpointError, naming them, for matrices without a place."""
+        unknown = [module for module in matrices if module not in self._places]
+        if unknown:
+            raise CheckpointError(
+                f"The adapter {name!r} has weights of {len(unknown)} modules that adapters of this model cannot "
+                f"change: {some_of(unknown)}. Allowed: linear layers and the token embedding, such as "
+                f"{some_of(list(self._places)[-3:])}."
+            )
+        pieces: dict[int, list[PackedAdapter | None]] = {}
+        embedding_a: Tensor | None = None
+        for module, low_rank in matrices.items():
+            where = self._places[module]
+            if where is None:
+                continue
+            number, piece = where
+            layer = self._layers[number]
+            place = layer.places[piece]
+            _check_shapes(name, module, low_rank, place, is_embedding=number == self._embedding)
+            if low_rank.base is not None:
+                _check_base(name, module, low_rank.base, self._modules[number], place)
+            a_RI, b_OR = low_rank.a, low_rank.b
+            if number == self._embedding:
+                embedding_a = a_RI.to(self._dtype).t().contiguous()
+                packed = layer.adapters.table.pack(None, b_OR, low_rank.scaling)
+            else:
+                a_RI = a_RI if place.input_part is None else place.input_part.of(a_RI)
+                b_OR = b_OR if place.output_part is None else place.output_part.of(b_OR)
+                packed = layer.adapters.table.pack(a_RI, b_OR, low_rank.scaling)
+            pieces.setdefault(number, [None] * len(layer.places))[piece] = packed
+        return PackedModelAdapter(pieces, embedding_a, not self._head.isdisjoint(pieces))
+
+    def write(self, slot: int, adapter: PackedModelAdapter) -> None:
+        """Put an adapter into a slot of every table."""
+        for number, layer in enumerate(self._layers):
+            layer.adapters.table.write(slot, adapter.pieces.get(number) or [None] * len(layer.places))
+        if adapter.embedding_a is not None and self._embedding is not None:
+            adapters = self._layers[self._embedding].adapters
+            assert isinstance(adapters, EmbeddingAdapters), "it is the embedding's"
+            rows_VR = adapters.rows_XR[slot * self.vocab_size : (slot + 1) * self.vocab_size]
+            rows_VR[:, : adapter.embedding_a.shape[1]].copy_(adapter.embedding_a)
+
+    def _add(self, model: nn.Module, names: Mapping[str, str | None]) -> None:
+        """Add the layer of these module names, each with its shard."""
+        name = next(iter(names))
+        module, _ = _modules(model)[name]
+        if module is None:
+            self._places.update(dict.fromkeys(names))
+            return
+        number = len(self._layers)
+        if isinstance(module, VocabEmbedding):
+            shape = module.hidden_size, module.vocab_size
+            layer = _Layer(name, (AdapterPlace(0, module.hidden_size, shape),), self._embedding_adapters(*shape))
+            self._embedding = number
+        else:
+            assert isinstance(module, LinearLayer), f"{name} is a {type(module).__name__}"
+            places = tuple(module.adapter_place(shard) for shard in names.values())
+            is_head = isinstance(model, CausalLM) and model.is_in_head(module)
+            if is_head:
+                self._head.add(number)
+            table = self._table(module.input_size, *places)
+            adapters = LinearAdapters(self._routing, table, HEAD_SLOTS if is_head else ADAPTER_SLOTS)
+            layer = _Layer(name, places, adapters)
+        self._layers.append(layer)
+        self._places.update({name: (number, piece) for piece, name in enumerate(names)})
+
+    def _table(self, in_features: int | None, *places: AdapterPlace) -> AdapterTable:
+        pieces = tuple(Piece(place.first_output, place.num_outputs) for place in places)
+        shape = TableShape(self._num_slots, self._max_rank, in_features, pieces)
+        return adapter_table(shape, self._dtype, self._device, self._compute_dtype)
+
+    def _embedding_adapters(self, hidden_size: int, vocab_size: int) -> EmbeddingAdapters:
+        size = self._num_slots * vocab_size, self._max_rank
+        rows_XR = torch.zeros(*size, dtype=self._dtype, device=self._device)
+        return EmbeddingAdapters(
+            self._routing, rows_XR, self._table(None, AdapterPlace(0, hidden_size, (hidden_size, vocab_size)))
+        )
+
+
+def adapter_bytes(model: nn.Module, config: LoRAConfig, kind: str, compute_dtype: torch.dtype) -> int:
+    """Bytes of a model's adapters on the device: those in slots, and on a CPU those in host memory too.
+
+    The model may be on the meta device. kind: of the device. Raises UnsupportedFeature as `AdapterTables`.
+    """
+    if not config.enable_lora:
+        return 0
+    dtype = compute_dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype)
+    num_bytes, modules = 0, _modules(model)
+    for names in _by_module(model):
+        module, _ = modules[next(iter(names))]
+        if isinstance(module, VocabEmbedding):
+            num_inputs, pieces = module.vocab_size, [Piece(0, module.hidden_size)]
+        elif isinstance(module, LinearLayer):
+            places = [module.adapter_place(shard) for shard in names.values()]
+            num_inputs, pieces = module.input_size, [Piece(place.first_output, place.num_outputs) for place in places]
+        else:
+            continue
+        num_bytes += table_bytes(TableShape(1, config.max_lora_rank, num_inputs, tuple(pieces)), dtype)
+    return num_bytes * (config.max_loras + (config.num_on_host if kind == "cpu" else 0))
+
+
+def _modules(model: nn.Module) -> Mapping[str, tuple[nn.Module | None, str | None]]:
+    modules = model.modules_with_adapters() if isinstance(model, CausalLM) else {}
+    if not modules:
+        raise UnsupportedFeature(
+            f"enable_lora: {type(model).__name__} has no layers that adapters may change. Merge the adapter into a "
+            "checkpoint."
+        )
+    return modules
+
+
+def _by_module(model: nn.Module) -> list[dict[str, str | None]]:
+    """Names of each module's shards; modules of other stages by themselves."""
+    found: dict[object, dict[str, str | None]] = {}
+    for name, (module, shard) in _modules(model).items():
+        if module is None or isinstance(module, (LinearLayer, VocabEmbedding)):
+            found.setdefault(name if module is None else id(module), {})[name] = shard
+    return list(found.values())
+
+
+def _check_base(name: str, module: str, base: Tensor, layer: LinearLayer | VocabEmbedding, place: AdapterPlace) -> None:
+    """Raise CheckpointError for an adapter that comes with another weight of its module than the model's."""
+    own = layer.loaded_weight()
+    whole, part = place.shape, place.output_part or place.input_part
+    if isinstance(layer, VocabEmbedding):
+        whole, part = place.shape[::-1], layer.slots()["weight"].part
+    is_same = tuple(base.shape) == tuple(whole)
+    if is_same and own is not None:
+        is_same = torch.equal(own, (base if part is None else part.of(base)).to(own))
+    if not is_same:
+        raise CheckpointError(
+            f"The adapter {name!r} has another {module}.base_layer.weight than the model. Take the model that it was "
+            "trained on, or save it with save_embedding_layers=False."
+        )
+
+
+def _check_shapes(name: str, module: str, low_rank: LowRank, place: AdapterPlace, *, is_embedding: bool) -> None:
+    if low_rank.is_embedding is not is_embedding:
+        kind = "an embedding" if is_embedding else "a linear layer"
+        raise CheckpointError(f"The adapter {name!r} has other matrices for {module} than those of {kind}.")
+    shape = low_rank.b.shape[0], low_rank.a.shape[1]
+    if shape != place.shape:
+        raise CheckpointError(
+            f"The adapter {name!r} changes {module} as a weight of {list(shape)}, but it has {list(place.shape)}. Take "
+            "an adapter of this model."
+        )

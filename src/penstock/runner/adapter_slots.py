@@ -1,0 +1,109 @@
+"""Adapters of requests by slot, and the step inputs by which layers choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.contract import NewRequestData, part_of
+from penstock.contract.lora import AdapterPart
+from penstock.device import Device
+from penstock.layers.adapters import ADAPTER_SLOTS, ADAPTER_TOKENS, HEAD_SLOTS
+from penstock.lora.manager import AdapterManager
+from penstock.runner.slot_owners import SlotOwner, StepInput
+
+if TYPE_CHECKING:
+    from penstock.runner.frame import Frame
+
+_NONE = -1
+
+
+class AdapterSlots(SlotOwner):
+    """Adapter slot of each request."""
+
+    step_inputs = (StepInput(ADAPTER_SLOTS, torch.int32, padding=_NONE),)
+
+    def __init__(self, device: Device, num_slots: int, manager: AdapterManager) -> None:
+        self.device, self.manager = device, manager
+        self.adapter_slots = np.full(num_slots, _NONE, dtype=np.int32)
+        # Slots of adapters that change the LM head, and the embedding.
+        self.head_slots, self.embedding_slots = (np.full(num_slots, _NONE, dtype=np.int32) for _ in range(2))
+        self._ids: dict[int, int] = {}
+
+    def add(self, slot: int, request: NewRequestData) -> None:
+        part = part_of(request.parts, AdapterPart)
+        if part is None:
+            return
+        adapter_slot, adapter = self.manager.acquire(part)
+        self._ids[slot] = part.lora_int_id
+        self.adapter_slots[slot] = adapter_slot
+        self.head_slots[slot] = adapter_slot if adapter.has_head else _NONE
+        self.embedding_slots[slot] = adapter_slot if adapter.has_embedding else _NONE
+
+    def remove(self, slot: int) -> None:
+        lora_id = self._ids.pop(slot, None)
+        if lora_id is not None:
+            self.manager.release(lora_id)
+            self.adapter_slots[slot] = self.head_slots[slot] = self.embedding_slots[slot] = _NONE
+
+    def has_work(self, slots_np: np.ndarray) -> bool:
+        return bool((self.adapter_slots[slots_np] != _NONE).any())
+
+    def fill(self, frame: Frame) -> None:
+        fill_slots(frame, self.device, ADAPTER_SLOTS, self.adapter_slots)
+
+
+class HeadSlots(SlotOwner):
+    """Adapter slot of each request whose adapter changes the LM head."""
+
+    step_inputs = (StepInput(HEAD_SLOTS, torch.int32, padding=_NONE),)
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots = slots
+
+    def has_work(self, slots_np: np.ndarray) -> bool:
+        return bool((self._slots.head_slots[slots_np] != _NONE).any())
+
+    def fill(self, frame: Frame) -> None:
+        fill_slots(frame, self._slots.device, HEAD_SLOTS, self._slots.head_slots)
+
+
+class AdapterTokens(SlotOwner):
+    """Row of each token in the table of the embedding's adapters."""
+
+    step_inputs = (StepInput(ADAPTER_TOKENS, torch.int32),)
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots = slots
+
+    def has_work(self, slots_np: np.ndarray) -> bool:
+        return bool((self._slots.embedding_slots[slots_np] != _NONE).any())
+
+    def fill(self, frame: Frame) -> None:
+        num_tokens = frame.batch.layout.plan.num_tokens
+        rows_T = frame.inputs.named[ADAPTER_TOKENS][:num_tokens]
+        # Requests without such an adapter look up rows of slot 0, which the products ignore.
+        first_rows = self._slots.embedding_slots.clip(min=0) * self._slots.manager.tables.vocab_size
+        rows_T.copy_(self._slots.device.upload(_by_token(frame, first_rows.astype(np.int32))))
+        rows_T.add_(frame.batch.input_ids[:num_tokens])
+
+
+def adapter_owners(device: Device, num_slots: int, manager: AdapterManager) -> Sequence[SlotOwner]:
+    """Owners of the adapters of a runner's requests."""
+    slots = AdapterSlots(device, num_slots, manager)
+    return slots, HeadSlots(slots), AdapterTokens(slots)
+
+
+def fill_slots(frame: Frame, device: Device, name: str, slots_np: np.ndarray) -> None:
+    """Write the adapter slots of a frame's tokens; a repeated frame has them already."""
+    if not frame.is_repeated:
+        rows = _by_token(frame, slots_np)
+        device.write(frame.inputs.named[name][: len(rows)], rows)
+
+
+def _by_token(frame: Frame, slots_np: np.ndarray) -> np.ndarray:
+    layout = frame.batch.layout
+    return np.repeat(slots_np[layout.slots_np], layout.counts_np)

@@ -1,0 +1,94 @@
+"""Limit of different LoRA adapters among running requests: each needs a slot on the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.contract import Part, SchedulerOutput, part_of
+from penstock.contract.lora import AdapterPart
+from penstock.errors import InvalidRequest
+from penstock.scheduler.request import Request
+from penstock.scheduler.step_features import StepFeature
+
+if TYPE_CHECKING:
+    from penstock.scheduler.scheduler import Scheduler
+
+_SLOT = "a slot for its adapter"
+
+
+class AdapterLimit(StepFeature):
+    """Skips waiting requests whose adapter has no slot; others go on.
+
+    The oldest skipped request gets the slot of one adapter: later requests of that adapter wait, so that it becomes
+    free once those that run have ended. So no request is starved, whatever arrives after it.
+    """
+
+    def __init__(self, scheduler: Scheduler, max_loras: int) -> None:
+        self._scheduler = scheduler
+        self._max_loras = max_loras
+        self._pinned: set[int] = set()
+        # Skipped requests, in the order in which they were skipped.
+        self._skipped: list[Request] = []
+        # Running requests by adapter; pinned adapters have slots without any.
+        self._users: Counter[int] = Counter()
+        # Adapter whose slot the oldest skipped request gets.
+        self._leaving: int | None = None
+
+    def set_pinned(self, lora_ids: set[int]) -> None:
+        """Set the pinned adapters, which keep their slots."""
+        self._pinned = set(lora_ids)
+
+    def request_added(self, request: Request) -> None:
+        lora_id = _adapter_of(request)
+        if lora_id is not None and lora_id not in self._pinned and len(self._pinned) >= self._max_loras:
+            raise InvalidRequest(
+                f"The adapter {lora_id} cannot run: all of max_loras={self._max_loras} slots have pinned adapters. "
+                "Start the engine with more, or remove one of them."
+            )
+
+    def begin_admission(self, running: Sequence[Request]) -> None:
+        self._users = Counter(lora_id for request in running if (lora_id := _adapter_of(request)) is not None)
+        self._skipped = [request for request in self._skipped if self._scheduler.holds(request.req_id)]
+        if not self._skipped:
+            self._leaving = None
+        elif len(self._slots) < self._max_loras or any(_adapter_of(one) in self._slots for one in self._skipped):
+            skipped, self._skipped = self._skipped, []
+            self._leaving = None
+            for request in skipped:
+                self._scheduler.ready(request.req_id, _SLOT)
+
+    def skips(self, request: Request) -> str | None:
+        lora_id = _adapter_of(request)
+        if lora_id is None:
+            return None
+        has_slot = lora_id in self._slots or len(self._slots) < self._max_loras
+        if has_slot and not (lora_id == self._leaving and self._is_after_skipped(request)):
+            self._users[lora_id] += 1
+            return None
+        self._skipped.append(request)
+        if self._leaving is None:
+            others = self._slots - self._pinned
+            self._leaving = min(others, key=lambda one: (self._users[one], one)) if others else None
+        return _SLOT
+
+    def part_of_step(self, message: SchedulerOutput) -> Part | None:
+        return None
+
+    @property
+    def _slots(self) -> set[int]:
+        """Adapters with slots."""
+        return {lora_id for lora_id, count in self._users.items() if count} | self._pinned
+
+    def _is_after_skipped(self, request: Request) -> bool:
+        return any(_order(request) > _order(one) for one in self._skipped if _adapter_of(one) != self._leaving)
+
+
+def _adapter_of(request: Request) -> int | None:
+    part = part_of(request.parts, AdapterPart)
+    return None if part is None else part.lora_int_id
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.priority, request.order

@@ -1,0 +1,339 @@
+"""LoRA adapters in whole engines, compared with PEFT on Transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from penstock.contract.lora import LoRARequest
+from penstock.engine.core import EngineCore
+from penstock.layers.linear import LinearLayer
+from support.adapters import VARIANTS, make_adapters, parts_of, request_of, with_adapter
+from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
+from support.engines import Result, add, finish, greedy, make_core, random_prompts
+from support.transformers_models import FAMILIES, tiny_transformers_model
+
+NUM_TOKENS = 10
+PROMPTS = random_prompts((5, 37, 1, 40, 13, 22, 9, 30, 17), VOCAB_SIZE, seed=3)
+# Requests of 8 adapters and of none.
+ADAPTERS = [1, 0, 2, 3, 4, 5, 6, 7, 8]
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 4,
+    "enable_lora": True,
+    "max_loras": 8,
+    "max_lora_rank": 16,
+}
+
+
+@dataclass
+class Adapted:
+    """A model with its adapters, and PEFT's results: greedy tokens, and all log-probabilities of each."""
+
+    folder: Path
+    model: PreTrainedModel
+    requests: list[LoRARequest | None]
+
+    def expected(self, prompt: Sequence[int], number: int) -> tuple[list[int], list[torch.Tensor]]:
+        request = self.requests[number]
+        model = self.model if request is None else with_adapter(self.model, Path(request.lora_path))
+        tokens, rows = list(prompt), []
+        for _ in range(NUM_TOKENS):
+            rows.append(oracle_logits(model, tokens)[-1].log_softmax(-1))
+            tokens.append(int(rows[-1].argmax()))
+        if request is not None:
+            model.unload()
+        return tokens[len(prompt) :], rows
+
+
+@contextmanager
+def adapted(
+    folder: Path, family: str = "llama", variants: Sequence[dict[str, Any]] = VARIANTS, **options: Any
+) -> Iterator[Adapted]:
+    model = tiny_model(family, **options)
+    save_checkpoint(model, folder / "model")
+    folders = make_adapters(model, folder, variants)
+    yield Adapted(folder / "model", model, [None, *(request_of(n + 1, path) for n, path in enumerate(folders))])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    with adapted(tmp_path_factory.mktemp("llama")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Adapted) -> list[tuple[list[int], list[torch.Tensor]]]:
+    return [llama.expected(prompt, number) for prompt, number in zip(PROMPTS, ADAPTERS, strict=True)]
+
+
+def run(
+    core: EngineCore, model: Adapted, prompts: Sequence[Sequence[int]] = PROMPTS, adapters: Sequence[int] = ADAPTERS
+) -> list[Result]:
+    for index, (prompt, number) in enumerate(zip(prompts, adapters, strict=True)):
+        add(core, f"r{index}", prompt, greedy(NUM_TOKENS, logprobs=2), parts=parts_of(model.requests[number]))
+    results: dict[str, Result] = {}
+    finish(core, results)
+    return [results[f"r{index}"] for index in range(len(prompts))]
+
+
+def assert_same(results: Sequence[Result], expected: Sequence[tuple[list[int], list[torch.Tensor]]]) -> None:
+    for result, (tokens, rows) in zip(results, expected, strict=True):
+        assert result.error is None
+        assert result.tokens == tokens
+        for logprobs, row in zip(result.logprobs, rows, strict=True):
+            for token, logprob in logprobs.items():
+                assert abs(logprob - float(row[token])) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"kv_cache_memory_bytes": 68_000},
+        {"max_loras": 2},
+        {"max_loras": 1, "max_cpu_loras": 3},
+        {"async_scheduling": True},
+    ],
+    ids=["all-at-once", "chunked", "preempted", "two-slots", "one-slot", "async"],
+)
+def test_mixed_batches_give_the_tokens_and_log_probabilities_of_peft(
+    llama: Adapted, expected: list[tuple[list[int], list[torch.Tensor]]], options: dict[str, Any]
+) -> None:
+    core = make_core(llama.folder, **{**OPTIONS, **options})
+    results = run(core, llama)
+    num_preemptions = core.scheduler.num_preemptions
+    core.close()
+    assert_same(results, expected)
+    if "kv_cache_memory_bytes" in options:
+        assert num_preemptions > 0
+
+
+def test_requests_alone_have_the_bits_of_a_mixed_batch(llama: Adapted) -> None:
+    core = make_core(llama.folder, **OPTIONS, enable_prefix_caching=False)
+    together = run(core, llama)
+    alone = [run(core, llama, [prompt], [number])[0] for prompt, number in zip(PROMPTS, ADAPTERS, strict=True)]
+    core.close()
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs == other.logprobs
+
+
+def test_cached_prefixes_are_shared_by_requests_of_one_adapter_alone(llama: Adapted) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    run(core, llama, [PROMPTS[1]], [1])
+    found = [run(core, llama, [PROMPTS[1]], [number])[0] for number in (1, 2, 0)]
+    core.close()
+    assert [result.num_cached_tokens for result in found] == [36, 0, 0]
+    assert_same(found, [llama.expected(PROMPTS[1], number) for number in (1, 2, 0)])
+
+
+def test_a_step_without_adapters_is_that_of_an_engine_without(llama: Adapted) -> None:
+    results = []
+    for options in (OPTIONS, {**OPTIONS, "enable_lora": False}):
+        core = make_core(llama.folder, **options)
+        results.append(run(core, llama, adapters=[0] * len(PROMPTS)))
+        core.close()
+    for one, other in zip(*results, strict=True):
+        assert one.logprobs == other.logprobs
+
+
+@pytest.mark.one_path(reason="recorded programs belong to the fast paths")
+def test_steps_are_one_call_and_loading_records_nothing_anew(llama: Adapted) -> None:
+    core = make_core(llama.folder, **{**OPTIONS, "max_loras": 2}, enable_prefix_caching=False)
+    run(core, llama)
+    programs = core._executor._wrapper.worker.runner.kv_cache.programs  # type: ignore[attr-defined, union-attr]
+    before = dict(programs._recorded)
+    assert all(program is not None and program.num_segments == 1 for program in before.values())
+    run(core, llama)
+    core.collective_rpc("add_lora", args=(request_of(2, Path(llama.requests[2].lora_path), load_inplace=True),))
+    run(core, llama)
+    assert programs._recorded == before
+    core.close()
+
+
+def in_memory(number: int, folder: Path, **fields: Any) -> LoRARequest:
+    """The adapter of a folder as tensors."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return LoRARequest(f"adapter{number}", number, tensors=tensors, peft_config=config, **fields)
+
+
+def test_adapters_in_memory_replace_one_another_between_two_steps(llama: Adapted) -> None:
+    folders = [Path(llama.requests[number].lora_path) for number in (2, 3)]
+    core = make_core(llama.folder, **OPTIONS)
+    results = []
+    for folder in folders:
+        adapter = in_memory(1, folder, load_inplace=True)
+        core.collective_rpc("add_lora", args=(adapter,))
+        model = replace(llama, requests=[None, adapter])
+        results += run(core, model, [PROMPTS[1]], [1])
+    core.close()
+    assert_same(results, [llama.expected(PROMPTS[1], number) for number in (2, 3)])
+    assert results[1].num_cached_tokens == 0
+
+
+def test_a_replaced_adapter_serves_the_rest_of_running_requests(llama: Adapted) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    first, second = (Path(llama.requests[number].lora_path) for number in (2, 3))
+    adapter = request_of(1, first)
+    add(core, "r", PROMPTS[1], greedy(6), parts=parts_of(adapter))
+    results: dict[str, Result] = {}
+    while len(results.setdefault("r", Result()).tokens) < 3:
+        for output in core.step():
+            results["r"].take(output)
+    core.collective_rpc("add_lora", args=(LoRARequest("adapter1", 1, str(second), load_inplace=True),))
+    finish(core, results)
+    core.close()
+    tokens = results["r"].tokens
+    assert tokens[:3] == llama.expected(PROMPTS[1], 2)[0][:3]
+    assert tokens[3:] == llama.expected([*PROMPTS[1], *tokens[:3]], 3)[0][:3]
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+@pytest.mark.one_case_quick
+def test_ranks_share_adapters(
+    llama: Adapted, expected: list[tuple[list[int], list[torch.Tensor]]], options: dict[str, Any]
+) -> None:
+    core = make_core(llama.folder, **{**OPTIONS, **options})
+    results = run(core, llama)
+    core.close()
+    assert_same(results, expected)
+
+
+def test_adapters_are_applied_to_quantised_layers(llama: Adapted, tmp_path: Path) -> None:
+    core = make_core(llama.folder, **OPTIONS, quantization="int8", enable_prefix_caching=False)
+    (weights,) = core.collective_rpc(_dequantised)
+    plain = run(core, llama, adapters=[0] * len(PROMPTS))
+    results = run(core, llama)
+    core.close()
+    model = tiny_model("llama")
+    model.load_state_dict(weights, strict=False)
+    quantised = replace(llama, model=model)
+    for found, number in ((plain[0], 0), (results[0], 1), (results[4], 4), (results[5], 5)):
+        prompt = PROMPTS[0] if number < 2 else PROMPTS[ADAPTERS.index(number)]
+        _, rows = quantised.expected(prompt, number)
+        # Activations are rounded to int8 too.
+        for token, logprob in found.logprobs[0].items():
+            assert abs(logprob - float(rows[0][token])) < 0.1
+
+
+def _dequantised(worker: Any) -> dict[str, torch.Tensor]:
+    """Weights of all linear layers by their names in Transformers."""
+    model, weights = worker.get_model(), {}
+    for name, (module, shard) in model.modules_with_adapters().items():
+        if isinstance(module, LinearLayer):
+            place = module.adapter_place(shard)
+            whole = module.method.unpack(module.method.packed_OI, module.output_size)
+            weights[f"{name}.weight"] = whole[place.first_output : place.first_output + place.num_outputs].clone()
+    return weights
+
+
+FURTHER = {
+    "gpt2": [
+        {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+        {"r": 3, "target_modules": ["wte", "lm_head"]},
+    ],
+    "phi3": [{"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}],
+    "gemma3": [{"r": 4, "target_modules": ["q_proj", "embed_tokens", "down_proj"]}],
+}
+
+
+@pytest.mark.parametrize("family", FURTHER)
+@pytest.mark.one_case_quick
+def test_other_families_have_adapters(family: str, tmp_path: Path) -> None:
+    with adapted(tmp_path, family, FURTHER[family]) as model:
+        numbers = [0, *range(1, 1 + len(FURTHER[family]))]
+        core = make_core(model.folder, **OPTIONS)
+        results = run(core, model, PROMPTS[: len(numbers)], numbers)
+        core.close()
+        assert_same(results, [model.expected(*pair) for pair in zip(PROMPTS, numbers, strict=False)])
+
+
+def test_models_of_transformers_have_adapters(tmp_path: Path) -> None:
+    variants: list[dict[str, Any]] = [
+        {"r": 4, "target_modules": "all-linear"},
+        {"r": 6, "target_modules": ["embed_in", "embed_out", "query_key_value"]},
+    ]
+    class_name, options = FAMILIES["gpt-neox"]
+    model = tiny_transformers_model(class_name, **options)
+    save_checkpoint(model, tmp_path / "model")
+    folders = make_adapters(model, tmp_path, variants)
+    made = Adapted(tmp_path / "model", model, [None, *(request_of(n + 1, path) for n, path in enumerate(folders))])
+    core = make_core(made.folder, **OPTIONS)
+    results = run(core, made, PROMPTS[:3], [1, 0, 2])
+    core.close()
+    assert_same(results, [made.expected(prompt, number) for prompt, number in zip(PROMPTS, [1, 0, 2], strict=False)])
+
+
+def test_a_drafter_has_no_adapter_and_its_target_has(
+    llama: Adapted, expected: list[tuple[list[int], list[torch.Tensor]]]
+) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    core = make_core(llama.folder, **OPTIONS, speculative_config=drafts)
+    results = run(core, llama)
+    core.close()
+    assert_same(results, expected)
+
+
+def test_prompts_have_the_log_probabilities_of_their_adapters(llama: Adapted) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    for index, number in enumerate((0, 4, 7)):
+        params = greedy(1, prompt_logprobs=1)
+        add(core, f"r{index}", PROMPTS[5], params, parts=parts_of(llama.requests[number]))
+    results: dict[str, Result] = {}
+    finish(core, results)
+    core.close()
+    for index, number in enumerate((0, 4, 7)):
+        request = llama.requests[number]
+        model = llama.model if request is None else with_adapter(llama.model, Path(request.lora_path))
+        rows = oracle_logits(model, PROMPTS[5]).log_softmax(-1)
+        if request is not None:
+            model.unload()
+        found = results[f"r{index}"].prompt_logprobs
+        assert found is not None
+        for row, logprobs in zip(rows, found, strict=False):
+            for token, logprob in logprobs.items():
+                assert abs(logprob - float(row[token])) < 1e-4
+
+
+def test_an_adapter_that_cannot_be_loaded_ends_its_requests_alone(llama: Adapted, tmp_path: Path) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    model = replace(llama, requests=[None, llama.requests[1], request_of(2, tmp_path)])
+    results = run(core, model, PROMPTS[:3], [1, 2, 0])
+    core.close()
+    assert "no adapter_config.json" in (results[1].error or "")
+    assert results[0].error is None
+    assert results[2].error is None
+
+
+@pytest.mark.one_path(reason="workers are replaced the same way")
+def test_new_workers_load_the_adapters_again(llama: Adapted) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    adapter = in_memory(1, Path(llama.requests[3].lora_path))
+    core.collective_rpc("add_lora", args=(adapter,))
+    core.collective_rpc("pin_lora", args=(1,))
+    numbers = [1, 2, 0]
+    model = replace(llama, requests=[None, adapter, llama.requests[2]])
+    for index, number in enumerate(numbers):
+        add(core, f"r{index}", PROMPTS[index], greedy(NUM_TOKENS), parts=parts_of(model.requests[number]))
+    results: dict[str, Result] = {}
+    for _ in range(30):
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+        if len(results.get("r0", Result()).tokens) > 3:
+            break
+    core._interrupted = "a test"
+    finish(core, results)
+    core.close()
+    for index, number in enumerate((3, 2, 0)):
+        assert results[f"r{index}"].tokens == llama.expected(PROMPTS[index], number)[0]

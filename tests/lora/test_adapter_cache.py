@@ -1,0 +1,113 @@
+"""The cache of adapters, by any order of calls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from penstock.errors import InvalidRequest
+from penstock.lora.cache import AdapterCache
+
+IDS = st.integers(1, 6)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Compares the cache with a model of it: which adapters may leave, and which must not."""
+
+    @initialize(num_slots=st.integers(1, 3), more=st.integers(0, 2))
+    def start(self, num_slots: int, more: int) -> None:
+        self.cache: AdapterCache[int] = AdapterCache(num_slots + more, num_slots)
+        self.values: dict[int, int] = {}
+        self.users: list[int] = []
+        self.pinned: set[int] = set()
+
+    def may_leave(self, ids: set[int]) -> set[int]:
+        return {one for one in ids if one not in self.pinned and one not in self.users}
+
+    @rule(lora_id=IDS, value=st.integers())
+    def put(self, lora_id: int, value: int) -> None:
+        before = set(self.values)
+        is_full = lora_id not in before and len(before) == self.cache.capacity
+        if is_full and not self.may_leave(before):
+            with pytest.raises(InvalidRequest, match="max_cpu_loras"):
+                self.cache.put(lora_id, value)
+            return
+        self.cache.put(lora_id, value)
+        left = before - self.cache.ids
+        assert len(left) == is_full
+        assert left <= self.may_leave(before)
+        self.values = {one: held for one, held in self.values.items() if one not in left} | {lora_id: value}
+
+    @rule(lora_id=IDS)
+    def remove(self, lora_id: int) -> None:
+        assert self.cache.remove(lora_id) is (lora_id in self.values)
+        self.values.pop(lora_id, None)
+        self.pinned.discard(lora_id)
+
+    @rule(lora_id=IDS)
+    def pin(self, lora_id: int) -> None:
+        if lora_id in self.values and len(self.pinned | {lora_id}) > self.cache.num_slots:
+            with pytest.raises(InvalidRequest, match="cannot be pinned"):
+                self.cache.pin(lora_id)
+            return
+        assert self.cache.pin(lora_id) is (lora_id in self.values)
+        if lora_id in self.values:
+            self.pinned.add(lora_id)
+
+    @rule(lora_id=IDS)
+    def acquire(self, lora_id: int) -> None:
+        if lora_id not in self.values:
+            return
+        before = self.cache.slots
+        if lora_id not in before and len(before) == self.cache.num_slots and not self.may_leave(set(before)):
+            with pytest.raises(InvalidRequest, match="max_loras"):
+                self.cache.acquire(lora_id)
+            return
+        slot, is_new = self.cache.acquire(lora_id)
+        assert is_new is (lora_id not in before)
+        assert is_new or slot == before[lora_id]
+        self.users.append(lora_id)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.users:
+            lora_id = data.draw(st.sampled_from(sorted(self.users)))
+            self.users.remove(lora_id)
+            self.cache.release(lora_id)
+
+    @invariant()
+    def holds_what_it_must(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        slots = self.cache.slots
+        assert self.cache.ids == set(self.values)
+        assert all(self.cache.get(one) == value for one, value in self.values.items() if one not in slots)
+        assert len(set(slots.values())) == len(slots) <= self.cache.num_slots
+        assert set(slots.values()) <= set(range(self.cache.num_slots))
+        assert set(self.users) <= set(slots)
+        assert set(slots) <= set(self.values) | set(self.users)
+
+
+TestCache = CacheMachine.TestCase
+
+
+def test_the_least_recently_used_adapter_makes_room() -> None:
+    cache: AdapterCache[str] = AdapterCache(2, 1)
+    cache.put(1, "a")
+    cache.put(2, "b")
+    cache.get(1)
+    cache.put(3, "c")
+    assert cache.ids == {1, 3}
+
+
+def test_a_removed_adapter_keeps_its_slot_while_a_request_uses_it() -> None:
+    cache: AdapterCache[str] = AdapterCache(2, 1)
+    cache.put(1, "a")
+    cache.acquire(1)
+    cache.remove(1)
+    cache.put(2, "b")
+    with pytest.raises(InvalidRequest, match="max_loras=1"):
+        cache.acquire(2)
+    cache.release(1)
+    assert cache.acquire(2) == (0, True)

@@ -1,0 +1,97 @@
+"""Errors of adapter checkpoints: nothing of an adapter is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config import LoRAConfig
+from penstock.contract.lora import LoRARequest
+from penstock.errors import CheckpointError, InvalidParameter
+from penstock.lora.checkpoint import read_adapter
+from penstock.lora.tables import AdapterTables
+from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
+from support.transformers_models import load
+
+CONFIG = {"r": 4, "lora_alpha": 8}
+Q = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> AdapterTables:
+    folder = tmp_path_factory.mktemp("model")
+    model = load(save_checkpoint(tiny_model("llama"), folder))
+    return AdapterTables(model, LoRAConfig(enable_lora=True), torch.device("cpu"), torch.float32)
+
+
+def tensors(**changes: Tensor | None) -> dict[str, Tensor]:
+    """Matrices of one projection; changes: by name, None leaves one out."""
+    found: dict[str, Any] = {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.ones(64, 4)}
+    found.update(changes)
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def read(given: dict[str, Tensor], max_rank: int = 16, **config: Any) -> Any:
+    return read_adapter(LoRARequest("a", 1, tensors=given, peft_config={**CONFIG, **config}), max_rank)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "rank-above-the-limit": (lambda: read(tensors(), max_rank=2), "rank 4 .*max_lora_rank=4"),
+    "rank-of-another-configuration": (lambda: read(tensors(), r=8), "do not have the rank 8"),
+    "incomplete": (lambda: read(tensors(**{f"{Q}.lora_B.weight": None})), "only A of the matrices"),
+    "unknown": (lambda: read(tensors(**{f"{Q}.lora_magnitude_vector": torch.ones(2, 2)})), "lora_magnitude_vector"),
+    "integers": (lambda: read(tensors(**{f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int8)})), "torch.int8"),
+    "empty": (lambda: read({}), "no tensors"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(case: str) -> None:
+    make, message = WRONG[case]
+    with pytest.raises(CheckpointError, match=message):
+        make()
+
+
+def test_a_module_that_the_model_lacks_is_an_error_that_names_it(tables: AdapterTables) -> None:
+    other = {name.replace("layers.1", "layers.7"): tensor for name, tensor in tensors().items()}
+    with pytest.raises(CheckpointError, match=r"1 modules .*model.layers.7.self_attn.q_proj"):
+        tables.pack("a", read({**tensors(), **other}))
+
+
+def test_a_norm_cannot_have_an_adapter(tables: AdapterTables) -> None:
+    other = {name.replace("layers.1.self_attn.q_proj", "norm"): tensor for name, tensor in tensors().items()}
+    with pytest.raises(CheckpointError, match="model.norm"):
+        tables.pack("a", read(other))
+
+
+def test_matrices_of_another_shape_are_an_error(tables: AdapterTables) -> None:
+    with pytest.raises(CheckpointError, match=r"\[64, 32\], but it has \[64, 64\]"):
+        tables.pack("a", read(tensors(**{f"{Q}.lora_A.weight": torch.ones(4, 32)})))
+
+
+def test_another_base_weight_than_the_models_is_an_error(tables: AdapterTables) -> None:
+    head = Q.replace("model.layers.1.self_attn.q_proj", "lm_head")
+    given = {name.replace(Q, head): tensor for name, tensor in tensors().items()}
+    given[f"{head}.lora_B.weight"] = torch.ones(VOCAB_SIZE, 4)
+    given[f"{head}.base_layer.weight"] = torch.ones(VOCAB_SIZE, 64)
+    with pytest.raises(CheckpointError, match="another lm_head.base_layer.weight"):
+        tables.pack("a", read(given))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"lora_name": "", "lora_int_id": 1, "lora_path": "x"},
+        {"lora_name": "a", "lora_int_id": 0, "lora_path": "x"},
+        {"lora_name": "a", "lora_int_id": 1},
+        {"lora_name": "a", "lora_int_id": 1, "lora_path": "x", "tensors": {}, "peft_config": {}},
+        {"lora_name": "a", "lora_int_id": 1, "tensors": {}},
+    ],
+)
+def test_an_adapter_needs_a_name_a_number_and_one_source(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter, match="lora"):
+        LoRARequest(**fields)

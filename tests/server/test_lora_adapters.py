@@ -1,0 +1,77 @@
+"""LoRA adapters over HTTP: `model` selects one, and administrators load and unload them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import NotFoundError
+from transformers import AutoModelForCausalLM
+
+from penstock import LLM, AsyncEngine, LoRARequest, SamplingParams
+from penstock.config import EngineConfig
+from support.adapters import make_adapters
+from support.servers import Served, serving
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
+VARIANTS = [{"r": 4, "target_modules": ["q_proj", "v_proj"]}, {"r": 8, "target_modules": ["down_proj"]}]
+ADMIN = {"Authorization": "Bearer boss"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    model = AutoModelForCausalLM.from_pretrained(EngineConfig.create("demo").model.folder, dtype="float32")
+    return make_adapters(model, tmp_path_factory.mktemp("adapters"), VARIANTS)
+
+
+@pytest.fixture(scope="module")
+def texts(folders: list[Path]) -> list[str]:
+    """Texts without an adapter and with each, by the offline engine."""
+    adapters = [None, *(LoRARequest(f"a{number}", number + 1, str(path)) for number, path in enumerate(folders))]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with LLM("demo", **OPTIONS) as llm:
+        outputs = llm.generate(["The king"] * 3, params, use_tqdm=False, lora_request=adapters)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[Path]) -> Iterator[Served]:
+    engine = AsyncEngine("demo", **OPTIONS)
+    with serving(engine, lora_modules=(f"first={folders[0]}",), enable_admin=True, admin_api_key="boss") as served:
+        yield served
+    engine.shutdown()
+
+
+def text_of(server: Served, model: str) -> str:
+    answer = server.client().completions.create(model=model, prompt="The king", temperature=0, max_tokens=12)
+    assert answer.model == model
+    return answer.choices[0].text
+
+
+def test_the_model_of_a_request_selects_an_adapter(server: Served, texts: list[str]) -> None:
+    assert len(set(texts)) == 3
+    names = [model.id for model in server.client().models.list()]
+    assert names[-1] == "first"
+    assert [text_of(server, name) for name in names] == texts[:2]
+    assert server.client().models.retrieve("first").model_extra["parent"] == names[0]
+
+
+def test_administrators_load_and_unload_adapters(server: Served, folders: list[Path], texts: list[str]) -> None:
+    body = {"lora_name": "second", "lora_path": str(folders[1])}
+    assert server.post("/v1/load_lora_adapter", body).status == 401
+    assert server.post("/v1/load_lora_adapter", body, **ADMIN).json == {"loaded": "second"}
+    assert text_of(server, "second") == texts[2]
+    assert server.post("/v1/load_lora_adapter", body, **ADMIN).status == 400
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}, **ADMIN).json == {"unloaded": "second"}
+    with pytest.raises(NotFoundError, match="'second' is not served"):
+        text_of(server, "second")
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}, **ADMIN).status == 404
+
+
+def test_an_adapter_that_cannot_be_loaded_is_refused_with_the_reason(server: Served, tmp_path: Path) -> None:
+    reply = server.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path)}, **ADMIN)
+    assert reply.status == 400
+    assert "adapter_config.json" in reply.error["message"]
+    assert "bad" not in [model.id for model in server.client().models.list()]
