@@ -108,8 +108,8 @@ class EngineConfig:
             return
         if self.lora.enable_lora:
             raise ConfigError(
-                f"enable_lora=True is not valid for {self.model.model}, which pools (runner='pooling'). Leave it out, or "
-                "merge the adapter into a checkpoint."
+                f"enable_lora=True is not valid for {self.model.model}, which pools (runner='pooling'). Leave it out, "
+                "or merge the adapter into a checkpoint."
             )
         for name, is_refused in (
             ("pipeline_parallel_size", True),
