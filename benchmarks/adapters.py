@@ -28,7 +28,7 @@ from benchmarks.ranks import CONFIGS
 from penstock.config import EngineConfig
 from penstock.contract import Parts, SamplingParams
 from penstock.contract.lora import LoRARequest
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 
 _NUM_REQUESTS, _PROMPT_LENGTH = 32, 16

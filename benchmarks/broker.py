@@ -20,10 +20,10 @@ from benchmarks.core_process import OPTIONS, stream
 from penstock import AsyncEngine
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
-from penstock.engine.broker import BrokerArguments, serve_fronts
-from penstock.engine.broker_connection import BrokerState, connect_to_broker
-from penstock.engine.child_process import ChildProcess
 from penstock.engine.messages import CoreMessage
+from penstock.engine.processes.broker import BrokerArguments, serve_fronts
+from penstock.engine.processes.broker_connection import BrokerState, connect_to_broker
+from penstock.engine.processes.child_process import ChildProcess
 from penstock.executor.processes import ProcessStarter
 
 

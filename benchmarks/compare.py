@@ -101,7 +101,7 @@ class EngineOf:
 def serve() -> None:
     """Serve in a checkout's process: print a line when ready, then one of JSON for every workload's name."""
     from penstock.config import EngineConfig
-    from penstock.engine.core import EngineCore
+    from penstock.engine.core.engine_core import EngineCore
 
     core = EngineCore(EngineConfig.create(sys.argv[1], device="cpu", **json.loads(sys.argv[2])))
     workloads = {workload.name: workload for workload in make_workloads()}

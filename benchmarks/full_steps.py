@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 
 EVERY_STAGE = {

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.machine import described, machine, save
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.session import Session
 from penstock.runner.executables import GreedyProgram
 from penstock.runner.model_runner import ModelRunner

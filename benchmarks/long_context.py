@@ -39,7 +39,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.contract.kv_cache import head_elements
 from penstock.device.base import TORCH_DTYPES
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.layers.linear import weights_size_bytes
 

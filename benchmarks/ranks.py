@@ -32,7 +32,7 @@ from benchmarks.peers.shapes import SHAPES
 from penstock.config import EngineConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 

@@ -21,7 +21,7 @@ from benchmarks.machine import described, machine
 from benchmarks.peers.shapes import SHAPES
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 
 CONFIG = {

@@ -29,7 +29,7 @@ import numpy as np
 
 from penstock.config import ModelConfig
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import Matcher, MatcherError
 from penstock.structured.llguidance_backend import LLGuidanceBackend

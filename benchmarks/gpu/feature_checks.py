@@ -17,7 +17,7 @@ _TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "worker")]
 
 from penstock import LLM  # noqa: E402
-from penstock.engine.core import EngineCore  # noqa: E402
+from penstock.engine.core.engine_core import EngineCore  # noqa: E402
 from support.checkpoints import VOCAB_SIZE  # noqa: E402
 from support.engines import Result, make_core, random_prompts  # noqa: E402
 

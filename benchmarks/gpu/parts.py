@@ -19,7 +19,7 @@ from benchmarks.gpu.products import products
 from benchmarks.gpu.shapes import SHAPES, Shape
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

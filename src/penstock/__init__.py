@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from penstock.contract.lora import LoRARequest
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
-    from penstock.engine.outputs import CompletionOutput, RequestOutput
-    from penstock.engine.pooling_outputs import (
+    from penstock.engine.inputs.prompts import PromptDict
+    from penstock.engine.inputs.streaming_input import StreamingInput
+    from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+    from penstock.engine.output.pooling_outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from penstock.engine.prompts import PromptDict
-    from penstock.engine.streaming_input import StreamingInput
     from penstock.llm import LLM
 
 __version__ = "0.1.0"
@@ -65,24 +65,24 @@ _HOMES = {
     "AsyncEngine": "penstock.engine.async_engine",
     "BeamSearchOutput": "penstock.engine.beam_search",
     "BeamSearchParams": "penstock.engine.beam_search",
-    "ClassificationOutput": "penstock.engine.pooling_outputs",
-    "ClassificationRequestOutput": "penstock.engine.pooling_outputs",
-    "CompletionOutput": "penstock.engine.outputs",
-    "EmbeddingOutput": "penstock.engine.pooling_outputs",
-    "EmbeddingRequestOutput": "penstock.engine.pooling_outputs",
+    "ClassificationOutput": "penstock.engine.output.pooling_outputs",
+    "ClassificationRequestOutput": "penstock.engine.output.pooling_outputs",
+    "CompletionOutput": "penstock.engine.output.outputs",
+    "EmbeddingOutput": "penstock.engine.output.pooling_outputs",
+    "EmbeddingRequestOutput": "penstock.engine.output.pooling_outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
     "LoRARequest": "penstock.contract.lora",
-    "PoolingOutput": "penstock.engine.pooling_outputs",
+    "PoolingOutput": "penstock.engine.output.pooling_outputs",
     "PoolingParams": "penstock.contract",
-    "PoolingRequestOutput": "penstock.engine.pooling_outputs",
-    "PromptDict": "penstock.engine.prompts",
-    "RequestOutput": "penstock.engine.outputs",
+    "PoolingRequestOutput": "penstock.engine.output.pooling_outputs",
+    "PromptDict": "penstock.engine.inputs.prompts",
+    "RequestOutput": "penstock.engine.output.outputs",
     "RequestOutputKind": "penstock.contract",
     "SamplingParams": "penstock.contract",
-    "ScoringOutput": "penstock.engine.pooling_outputs",
-    "ScoringRequestOutput": "penstock.engine.pooling_outputs",
-    "StreamingInput": "penstock.engine.streaming_input",
+    "ScoringOutput": "penstock.engine.output.pooling_outputs",
+    "ScoringRequestOutput": "penstock.engine.output.pooling_outputs",
+    "StreamingInput": "penstock.engine.inputs.streaming_input",
     "StructuredOutputsParams": "penstock.contract",
 }
 

@@ -13,15 +13,15 @@ from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from penstock.engine.conversation import Message, list_of_conversations, render_prompt
-from penstock.engine.core_client import check_timeout
-from penstock.engine.input_processor import located
-from penstock.engine.metrics import Metric
+from penstock.engine.core.core_client import check_timeout
+from penstock.engine.inputs.conversation import Message, list_of_conversations, render_prompt
+from penstock.engine.inputs.input_processor import located
+from penstock.engine.inputs.pooling_prompts import refuse_generation
+from penstock.engine.inputs.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.offline_pooling import PoolingMethods
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.pooling_prompts import refuse_generation
-from penstock.engine.prompts import Prompts, as_list, list_of_prompts
+from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
+from penstock.engine.statistics.metrics import Metric
 from penstock.errors import InvalidRequest, UnsupportedFeature
 from penstock.observability.logging import configure_logging
 from penstock.observability.progress_bar import progress_bar

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.cli.batch_results import BatchFormat, Endpoint
-from penstock.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from penstock.engine.text.tokenizer import load_tokenizer
 from support.fake_engine import FakeCore, install_fake_core, write_model
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -48,7 +48,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> list[FakeCore]:
-    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    monkeypatch.setitem(sys.modules, "penstock.engine.core.engine_core", None)
     install_fake_core(RememberedCore)
     RememberedCore.made = []
     return RememberedCore.made

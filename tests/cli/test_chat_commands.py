@@ -36,7 +36,7 @@ class RememberedCore(FakeCore):
         self.made.append(self)
 
     def _tokenizer(self) -> Any:
-        from penstock.engine.tokenizer import load_tokenizer
+        from penstock.engine.text.tokenizer import load_tokenizer
 
         assert self.config is not None
         return load_tokenizer(self.config.model.tokenizer_folder)
@@ -48,7 +48,7 @@ class RememberedCore(FakeCore):
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> list[RememberedCore]:
-    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    monkeypatch.setitem(sys.modules, "penstock.engine.core.engine_core", None)
     install_fake_core(RememberedCore)
     monkeypatch.setattr(RememberedCore, "context", 512)
     RememberedCore.made = []

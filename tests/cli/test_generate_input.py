@@ -38,7 +38,7 @@ class RememberedCore(FakeCore):
 
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> list[FakeCore]:
-    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    monkeypatch.setitem(sys.modules, "penstock.engine.core.engine_core", None)
     install_fake_core(RememberedCore)
     RememberedCore.made = []
     return RememberedCore.made

@@ -16,7 +16,7 @@ from tools.check_schemas import read
 
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.sampling_params import THINKING_BUDGET
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import PenstockError
 from penstock.scheduler.outputs import FinishReason
 from support.constraints import END, demo_backend, demo_tokenizer, encode

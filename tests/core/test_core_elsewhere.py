@@ -9,9 +9,9 @@ import pytest
 from penstock import LLM
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.core_group import CoreGroup
+from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.messages import EngineRequest
-from penstock.engine.prompts import Prompt
+from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
 from penstock.errors import ConfigError, ContextTooLong
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.contract import DraftTokenIds, GrammarOutput, SamplingParams, SchedulerOutput
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.model_runner import RunnerLimits
 from penstock.worker.worker import Worker

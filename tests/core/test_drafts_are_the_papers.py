@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.attention import AuxHiddenStates
 from penstock.config import LoadConfig, ModelConfig
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program_step import BoundChoices
 from penstock.kernels.sampling import draw_tokens_reference

@@ -94,7 +94,7 @@ def test_tokens_and_bits_are_those_of_the_plain_path(
     def behind_a_pipe(config: EngineConfig) -> BytesExecutor:
         return BytesExecutor(config)
 
-    monkeypatch.setattr("penstock.engine.startup.create_executor", behind_a_pipe)
+    monkeypatch.setattr("penstock.engine.core.startup.create_executor", behind_a_pipe)
     assert _serve(tmp_path, **options) == plain
     assert len(repeated) == 2 * in_process
     assert _serve(tmp_path, fast_paths="off", **options) == plain

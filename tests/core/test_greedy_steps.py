@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program_step import BoundChoices
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint

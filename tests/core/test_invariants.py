@@ -22,7 +22,7 @@ from penstock.contract import (
     decode,
     encode,
 )
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ContextTooLong, EngineDead, InvalidRequest, LifecycleError
 from penstock.executor import UniProcExecutor
 from penstock.scheduler.outputs import FinishReason
@@ -257,7 +257,7 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[RecordingExecutor]:
         made.append(RecordingExecutor(config))
         return made[-1]
 
-    monkeypatch.setattr("penstock.engine.startup.create_executor", record)
+    monkeypatch.setattr("penstock.engine.core.startup.create_executor", record)
     return made
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.plan import plan_engine
+from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.native import NATIVE
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint

@@ -17,9 +17,9 @@ import pytest
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.core_group import CoreGroup
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.prompts import Prompt
+from penstock.engine.inputs.prompts import Prompt
+from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
 from support.waiting import is_running, wait_until
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.contract import GrammarOutput, SchedulerOutput
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import EngineDead, WaitTimeout, WorkerError
 from penstock.worker.worker import Worker
 from penstock.worker.wrapper import loses_device

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.contract import SamplingParams, SchedulerOutput
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint
 from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo

@@ -10,7 +10,7 @@ import pytest
 
 from core.plugins import CIRCUMSTANCES, adapter, assert_equal, install_plugin, write_checkpoint
 from penstock.contract import Parts
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.worker.changes_model import keeps_model
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE

@@ -10,7 +10,7 @@ import pytest
 
 from core.plugins import assert_equal, connector, write_checkpoint
 from core.plugins.connector import STORE, ConnectorScheduler
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.plugins import install_plugin, mean_pooling, write_checkpoint
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, ContextTooLong, UnsupportedFeature
 from penstock.llm import LLM
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint

@@ -17,7 +17,7 @@ from penstock.contract import (
     SamplingParams,
     SchedulerOutput,
 )
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.session import Session
 from penstock.errors import WorkerError
 from penstock.executor import Executor
@@ -120,7 +120,7 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> list[PoolingExecutor]:
     made: list[PoolingExecutor] = []
     for name, value in {"made": made, "failing_step": None, "broken": set()}.items():
         monkeypatch.setattr(PoolingExecutor, name, value, raising=False)
-    monkeypatch.setattr("penstock.engine.startup.create_executor", PoolingExecutor)
+    monkeypatch.setattr("penstock.engine.core.startup.create_executor", PoolingExecutor)
     return made
 
 

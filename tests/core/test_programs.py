@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import PROGRAM_ROWS, NativeProgram
 from penstock.layers.mlp import GatedMLP

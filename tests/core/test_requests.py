@@ -11,7 +11,7 @@ import pytest
 
 from penstock import LLM, AsyncEngine, RequestOutput, RequestOutputKind, SamplingParams, StreamingInput
 from penstock.contract import SchedulerOutput
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import EngineDead
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
@@ -295,7 +295,7 @@ def test_what_one_request_makes_the_scheduler_raise_ends_no_other_stream(
     folder: Path, monkeypatch: pytest.MonkeyPatch, prompt: dict[str, Any]
 ) -> None:
     # Intake refuses this salt; here it stands for whatever intake does not know of.
-    monkeypatch.setattr("penstock.engine.input_processor.check_sendable", lambda fields: None)
+    monkeypatch.setattr("penstock.engine.inputs.input_processor.check_sendable", lambda fields: None)
 
     async def texts(engine: AsyncEngine, prompt: Any) -> RequestOutput:
         async for output in engine.generate(prompt, sampled()):

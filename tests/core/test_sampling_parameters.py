@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.scheduler.outputs import FinishReason
 from support import plain_sampling
 from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model

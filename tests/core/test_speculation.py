@@ -16,7 +16,7 @@ from penstock import LLM, AsyncEngine, StreamingInput
 from penstock.config import DeviceConfig
 from penstock.contract import RecurrentStateSpec, SampledOutput, SamplingParams, SchedulerOutput
 from penstock.device import create_device
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import UnsupportedFeature
 from penstock.executor import UniProcExecutor
 from penstock.kernels.bound_step import StepOutcome

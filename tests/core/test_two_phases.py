@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, SamplingParams, SchedulerOutput
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineDead, GrammarError
 from penstock.executor import Executor, StepHandle

@@ -15,11 +15,11 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, SamplingParams, SchedulerOutput
-from penstock.engine import core as core_module
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.core import EngineCore
-from penstock.engine.core_group import CoreGroup
+from penstock.engine.core import engine_core as core_module
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
+from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.checkpoints import tiny_checkpoint

@@ -69,7 +69,8 @@ def test_an_engine_starts_without_torchs_compiler(kernels: str, quantization: st
     LlamaConfig(**SMALL_LLAMA).save_pretrained(tmp_path)
     options = {"device": "cpu", "load_format": "dummy", "quantization": quantization, "num_threads": 1}
     code = (
-        "import sys; from penstock.config import EngineConfig; from penstock.engine.core import EngineCore; "
+        "import sys; from penstock.config import EngineConfig; "
+        "from penstock.engine.core.engine_core import EngineCore; "
         f"core = EngineCore(EngineConfig.create({str(tmp_path)!r}, kv_cache_memory_bytes=1 << 24, **{options})); "
         "print([name for name in ('sympy', 'torch._inductor') if name in sys.modules])"
     )

@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _fake_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    monkeypatch.setitem(sys.modules, "penstock.engine.core.engine_core", None)
     install_fake_core()
 
 

@@ -12,14 +12,14 @@ import pytest
 from penstock import LLM, AsyncEngine, EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.config.resolve import resolve_model_folder
-from penstock.engine.plan import plan_engine
+from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ModelNotFound
 from support.fake_engine import install_fake_core, write_model
 
 
 @pytest.fixture(autouse=True)
 def _fake_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "penstock.engine.core", None)
+    monkeypatch.setitem(sys.modules, "penstock.engine.core.engine_core", None)
     install_fake_core()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
-from penstock.engine.input_processor import AcceptedRequest
+from penstock.engine.inputs.input_processor import AcceptedRequest
 from penstock.engine.session import Session
 from penstock.errors import ContextTooLong, EngineDead, LifecycleError, TokenizerError
 from support.fake_engine import FakeCore, scripted, write_model, write_tokenizer

@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from penstock.config import EngineConfig
-from penstock.engine.core import EngineCore
-from penstock.engine.plan import plan_engine
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.planning.plan import plan_engine
 from penstock.errors import UnsupportedModel
 
 STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"

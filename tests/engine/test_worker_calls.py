@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine.plan import plan_engine
+from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature, WorkerError
 from penstock.kernels.native import NATIVE
 from penstock.layers.linear import weights_size_bytes

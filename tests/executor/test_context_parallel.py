@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, UnsupportedFeature
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of
 from support.checkpoints import tiny_checkpoint

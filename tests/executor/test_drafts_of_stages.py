@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import CheckpointError, UnsupportedArgument
 from penstock.executor import MultiprocessExecutor
 from support.arrangements import some_steps

@@ -20,9 +20,9 @@ import pytest
 from penstock import AsyncEngine, SamplingParams
 from penstock.config import EngineConfig
 from penstock.contract import SchedulerOutput
-from penstock.engine import restarts, startup
-from penstock.engine.core import EngineCore
-from penstock.engine.core_group import CoreGroup
+from penstock.engine.core import restarts, startup
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.processes.core_group import CoreGroup
 from penstock.errors import ConfigError, EngineDead, ModelNotFound, WaitTimeout, WorkerError
 from penstock.executor import MultiprocessExecutor
 from penstock.executor.progress import ProgressWatch, cpu_time

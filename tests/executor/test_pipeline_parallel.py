@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.executor import MultiprocessExecutor
 from penstock.parallel.connections import open_store

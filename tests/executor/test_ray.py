@@ -16,7 +16,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, LifecycleError, ModelError, WaitTimeout, WorkerError
 from penstock.executor import create_executor
 from penstock.executor.ray import RayExecutor

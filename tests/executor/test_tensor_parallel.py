@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock import LLM
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import EngineDead, UnsupportedFeature, WaitTimeout
 from penstock.executor import MultiprocessExecutor
 from penstock.kernels.native import NATIVE

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.engine.core import EngineCore
-from penstock.engine.startup import start_engine
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.core.startup import start_engine
 from penstock.errors import ConfigError, ModelError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import ranks
 from penstock.executor.base import describe_phases

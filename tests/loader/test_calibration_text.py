@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import ConfigError, TokenizerError
 from penstock.loader.calibration_text import read_calibration_text
 

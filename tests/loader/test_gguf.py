@@ -225,7 +225,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 
 def test_the_plan_counts_the_weights_as_they_are_held(tmp_path):
-    from penstock.engine.plan import plan_engine
+    from penstock.engine.planning.plan import plan_engine
 
     model = _tiny("llama")
     path = write_gguf(model, "llama", tmp_path / "tiny.gguf", Type.Q8_0)

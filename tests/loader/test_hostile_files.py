@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.config import LoadConfig, ModelConfig
-from penstock.engine.default_sampling import default_sampling_params
-from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.inputs.default_sampling import default_sampling_params
+from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, TokenizerError, UnsupportedModel
 from penstock.loader.calibration_text import read_calibration_text
 from penstock.loader.loader import load_model, materialise

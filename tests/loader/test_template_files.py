@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import InvalidRequest, TokenizerError
 from support.fake_engine import byte_level_tokenizer, gpt2_like, qwen2_like, write_tokenizer
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.config import LoadConfig, ModelConfig
-from penstock.engine.plan import plan_engine
+from penstock.engine.planning.plan import plan_engine
 from penstock.errors import CheckpointError
 from penstock.loader.loader import load_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.session import Session
 from penstock.errors import ConfigError, InvalidParameter, LogitsProcessorError, RemoteError
 from penstock.runner.sampling import LogitsProcessor, LogitsRows

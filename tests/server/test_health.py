@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.engine.broker_connection import BrokerState
 from penstock.engine.messages import BrokerStatus
+from penstock.engine.processes.broker_connection import BrokerState
 from penstock.server.processes.health import Health
 from support.broker_statuses import BUSY
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config.reasoning import ReasoningMarkers
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.structured_grammar import reasoning_tokens
+from penstock.engine.core.structured_grammar import reasoning_tokens
 from penstock.structured.reasoning import ReasoningBackend, ReasoningMatcher, after_last, other_spellings
 from support.constraints import (
     END,

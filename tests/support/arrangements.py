@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from support.engines import Result, add, greedy, random_prompts, run
 
 # A multiple of no number of workers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.messages import BrokerStatus
-from penstock.engine.metric_totals import StepTotals
+from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.scheduler.outputs import SchedulerStats
 
 BUSY = BrokerStatus(

@@ -10,11 +10,11 @@ from pathlib import Path
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.broker import BrokerArguments, serve_fronts
-from penstock.engine.broker_connection import BrokerState, connect_to_broker
-from penstock.engine.child_process import ChildProcess
 from penstock.engine.messages import BrokerStatus, CoreMessage
-from penstock.engine.supervised_process import Deliver, SupervisedProcess
+from penstock.engine.processes.broker import BrokerArguments, serve_fronts
+from penstock.engine.processes.broker_connection import BrokerState, connect_to_broker
+from penstock.engine.processes.child_process import ChildProcess
+from penstock.engine.processes.supervised_process import Deliver, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.executor.processes import ProcessStarter
 from support.fake_engine import FakeCore, load_fake_core

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.config.resolve import resolve_model_folder
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 from penstock.structured.compiler import GrammarCompiler
 from penstock.structured.llguidance_backend import LLGuidanceBackend

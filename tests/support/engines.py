@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists, SamplingParams
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.checkpoints import oracle_logits

@@ -15,8 +15,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists
 from penstock.engine.messages import EngineRequest
-from penstock.engine.step_phases import PhaseTimer
-from penstock.engine.tokenizer_files import _QWEN2_WORDS
+from penstock.engine.statistics.step_phases import PhaseTimer
+from penstock.engine.text.tokenizer_files import _QWEN2_WORDS
 from penstock.errors import ContextTooLong, PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 
@@ -159,9 +159,9 @@ def scripted(*token_ids: int) -> TokenSource:
 
 def install_fake_core(core_class: type[FakeCore] = FakeCore) -> None:
     """Install the fake core in this process's engines, without importing torch."""
-    module = types.ModuleType("penstock.engine.core")
+    module = types.ModuleType("penstock.engine.core.engine_core")
     module.EngineCore = core_class  # type: ignore[attr-defined]
-    sys.modules["penstock.engine.core"] = module
+    sys.modules["penstock.engine.core.engine_core"] = module
 
 
 def byte_level_tokenizer(*, adds_bos: bool = True, vocab_size: int = 380) -> tokenizers.Tokenizer:

@@ -23,7 +23,7 @@ from penstock import (
     StructuredOutputsParams,
 )
 from penstock.config import EngineConfig
-from penstock.engine.outputs import Logprob
+from penstock.engine.output.outputs import Logprob
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
 from support.arrangements import PARAMS, PROMPTS

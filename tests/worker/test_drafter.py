@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.core import EngineCore
-from penstock.engine.plan import plan_engine
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockError, UnsupportedFeature, UnsupportedModel
 from penstock.worker.drafter import _head
 from penstock.worker.worker import Worker

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, LifecycleError
 from penstock.worker.profiler import step_label
 from support.checkpoints import tiny_checkpoint

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import CheckpointError, ModelError, ModelNotFound, OutOfMemory
 from penstock.models.causal_lm import CausalLM
 from penstock.worker.worker import Worker

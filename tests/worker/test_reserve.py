@@ -84,7 +84,7 @@ def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path, m
 def planned_bytes(folder: Path, options: dict[str, Any]) -> int:
     """In a process of its own, since a process has chosen its kernels when it imports them."""
     code = (
-        "import json, sys\nfrom penstock.engine.plan import plan_engine\n"
+        "import json, sys\nfrom penstock.engine.planning.plan import plan_engine\n"
         "print(plan_engine(sys.argv[1], device='cpu', **json.loads(sys.argv[2])).engine_bytes)"
     )
     command = [sys.executable, "-c", code, str(folder), json.dumps(options)]

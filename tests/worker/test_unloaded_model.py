@@ -17,7 +17,7 @@ from penstock.contract import SamplingParams
 from penstock.device.cpu import CpuDevice
 from penstock.device.dtypes import has_native_kernels
 from penstock.engine.messages import EngineRequest
-from penstock.engine.plan import plan_engine
+from penstock.engine.planning.plan import plan_engine
 from penstock.errors import UnsupportedFeature
 from penstock.kernels import sampling
 from penstock.worker import unloaded_model

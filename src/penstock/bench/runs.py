@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from penstock.bench.workloads import Settings
 from penstock.contract import SamplingParams
-from penstock.engine.outputs import RequestOutput
+from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.errors import ContextTooLong, PenstockError
 from penstock.scheduler.acceptance import SpecDecodeMetrics

@@ -12,7 +12,7 @@ from penstock.cli.batch_results import BatchFormat, Endpoint
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field, with_parameters
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
-from penstock.engine.input_processor import located
+from penstock.engine.inputs.input_processor import located
 from penstock.errors import InvalidParameter, InvalidRequest
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from penstock.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestOutput
 
 # Log-probability of an impossible token, since JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0

@@ -98,7 +98,7 @@ def _measure(settings: Settings, model: str, engine: dict[str, Any], config: Eng
 def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
     """Bytes that a decode step reads, from the plan."""
     from penstock.bench.long_context import StepBytes
-    from penstock.engine.plan import plan_engine
+    from penstock.engine.planning.plan import plan_engine
 
     planned = plan_engine(model, **engine)
     return StepBytes(weights=planned.weights - planned.lookup_bytes, kv_per_token=planned.kv_bytes_per_token)

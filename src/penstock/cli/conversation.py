@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from penstock.contract import SamplingParams
-from penstock.engine.conversation import render_prompt
-from penstock.engine.input_processor import AcceptedRequest
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.prompts import PromptDict
+from penstock.engine.inputs.conversation import render_prompt
+from penstock.engine.inputs.input_processor import AcceptedRequest
+from penstock.engine.inputs.prompts import PromptDict
+from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.cli.results import ResultWriter
     from penstock.cli.work import Work
     from penstock.contract.lora import LoRARequest
-    from penstock.engine.input_processor import AcceptedRequest
+    from penstock.engine.inputs.input_processor import AcceptedRequest
     from penstock.engine.session import Session
 
 
@@ -85,7 +85,7 @@ def generate(
 
 def _adapter_of(lora_modules: list[str]) -> LoRARequest | None:
     """The adapter of the command's requests."""
-    from penstock.engine.lora_modules import read_lora_modules
+    from penstock.engine.inputs.lora_modules import read_lora_modules
 
     adapters = read_lora_modules(lora_modules)
     if len(adapters) > 1:

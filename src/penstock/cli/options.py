@@ -192,7 +192,7 @@ def with_defaults(flags: Mapping[str, Any], model: str, engine: Mapping[str, Any
     from penstock.config import ModelConfig
     from penstock.config.resolve import resolve_metadata_folder
     from penstock.contract import SamplingParams
-    from penstock.engine.default_sampling import read_default_sampling
+    from penstock.engine.inputs.default_sampling import read_default_sampling
 
     given = {name: value for name, value in flags.items() if value is not None}
     SamplingParams(**{**defaults, **given})

@@ -23,7 +23,7 @@ def plan(
     Reads config.json and the headers of the weight files, not the weights, and downloads only those of a hub id.
     Exit code 1 means that the engine could not start.
     """
-    from penstock.engine.plan import plan_engine
+    from penstock.engine.planning.plan import plan_engine
 
     planned = plan_engine(model, **engine)
     try:

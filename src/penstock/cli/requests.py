@@ -15,8 +15,8 @@ from penstock.cli.failures import file_named
 from penstock.cli.results import OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
-from penstock.engine.input_processor import located
-from penstock.engine.prompts import PROMPT_KEYS
+from penstock.engine.inputs.input_processor import located
+from penstock.engine.inputs.prompts import PROMPT_KEYS
 from penstock.errors import InvalidRequest
 
 STANDARD_INPUT = "-"

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.cli.output import standard_output, write
 from penstock.cli.output_file import PartialFile, output_file, partial_files
-from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.engine.output.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from penstock.errors import InvalidRequest
 
 

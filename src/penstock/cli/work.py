@@ -12,8 +12,8 @@ from penstock.config import vllm
 from penstock.config.checks import did_you_mean
 from penstock.contract import SamplingParams
 from penstock.contract.lora import LoRARequest
-from penstock.engine.conversation import render_prompt
-from penstock.engine.input_processor import AcceptedRequest, located
+from penstock.engine.inputs.conversation import render_prompt
+from penstock.engine.inputs.input_processor import AcceptedRequest, located
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 

@@ -20,24 +20,24 @@ from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
-from penstock.engine.conversation import Message, render_prompt
-from penstock.engine.core_client import CoreClient, check_timeout
-from penstock.engine.core_place import with_core_process
-from penstock.engine.core_thread import CoreThread
-from penstock.engine.default_sampling import default_sampling_params
+from penstock.engine.core.core_client import CoreClient, check_timeout
+from penstock.engine.core.core_place import with_core_process
+from penstock.engine.core.core_thread import CoreThread
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
-from penstock.engine.input_processor import AcceptedRequest
-from penstock.engine.metric_totals import RequestTotals
-from penstock.engine.metrics import Metric
-from penstock.engine.output_processor import OutputProcessor
-from penstock.engine.output_stream import OutputStream, StreamLock
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.params_processor import check_is_params
-from penstock.engine.pooling_outputs import PoolingOutput, PoolingRequestOutput, as_pooling
-from penstock.engine.pooling_prompts import check_is_pooling_params
-from penstock.engine.prompts import Prompt
-from penstock.engine.streaming_input import StreamingInput, generate_in_turns
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.inputs.conversation import Message, render_prompt
+from penstock.engine.inputs.default_sampling import default_sampling_params
+from penstock.engine.inputs.input_processor import AcceptedRequest
+from penstock.engine.inputs.params_processor import check_is_params
+from penstock.engine.inputs.pooling_prompts import check_is_pooling_params
+from penstock.engine.inputs.prompts import Prompt
+from penstock.engine.inputs.streaming_input import StreamingInput, generate_in_turns
+from penstock.engine.output.output_processor import OutputProcessor
+from penstock.engine.output.output_stream import OutputStream, StreamLock
+from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.output.pooling_outputs import PoolingOutput, PoolingRequestOutput, as_pooling
+from penstock.engine.statistics.metric_totals import RequestTotals
+from penstock.engine.statistics.metrics import Metric
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter, PenstockError, same_error
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging

@@ -17,11 +17,11 @@ from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
 from penstock.contract.lora import LoRARequest
 from penstock.contract.named_parameters import NamedParameters
+from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.messages import EngineRequest
-from penstock.engine.outputs import Logprob
-from penstock.engine.prompts import Prompt
+from penstock.engine.output.outputs import Logprob
 from penstock.engine.session import Session
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, PenstockError
 
 

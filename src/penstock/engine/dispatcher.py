@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from penstock.config import EngineConfig
-from penstock.engine.core_client import CoreClient
-from penstock.engine.input_processor import InputProcessor
+from penstock.engine.core.core_client import CoreClient
+from penstock.engine.inputs.input_processor import InputProcessor
 from penstock.engine.messages import EngineRequest
-from penstock.engine.metric_totals import RequestTotals
-from penstock.engine.metrics import EngineMetrics, Metric
-from penstock.engine.output_processor import FollowUp, Inbox, OutputProcessor, Progress
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.output.output_processor import FollowUp, Inbox, OutputProcessor, Progress
+from penstock.engine.statistics.metric_totals import RequestTotals
+from penstock.engine.statistics.metrics import EngineMetrics, Metric
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.worker.capabilities import check_options
@@ -28,11 +28,11 @@ def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: N
     """
     check_options(config)
     if config.parallel.has_core_process:
-        from penstock.engine.core_group import CoreGroup
+        from penstock.engine.processes.core_group import CoreGroup
 
         return CoreGroup(config, meanwhile=meanwhile)
     meanwhile()
-    from penstock.engine.core import EngineCore
+    from penstock.engine.core.engine_core import EngineCore
 
     return EngineCore(config)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from types import TracebackType
 
-from penstock.engine.core_client import CALL_TIMEOUT_S
+from penstock.engine.core.core_client import CALL_TIMEOUT_S
 from penstock.errors import LifecycleError, WaitTimeout
 
 _HANDOVER_S = 0.1

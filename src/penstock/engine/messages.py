@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.contract import Parts, PoolingParams, SamplingParams
-from penstock.engine.metric_totals import StepTotals
+from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.errors import ErrorData
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 

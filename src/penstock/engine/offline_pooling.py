@@ -9,10 +9,16 @@ from typing import Any, TypeVar
 
 from penstock.config.vllm import also_from_vllm
 from penstock.contract import PoolingParams
-from penstock.engine import pooling_outputs as outputs
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.pooling_prompts import check_is_pooling_params, check_task, named_prompt, score_prompts, texts_of
-from penstock.engine.prompts import Prompt, Prompts, as_list, list_of_prompts
+from penstock.engine.inputs.pooling_prompts import (
+    check_is_pooling_params,
+    check_task,
+    named_prompt,
+    score_prompts,
+    texts_of,
+)
+from penstock.engine.inputs.prompts import Prompt, Prompts, as_list, list_of_prompts
+from penstock.engine.output import pooling_outputs as outputs
+from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.observability.progress_bar import progress_bar

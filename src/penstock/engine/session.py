@@ -11,16 +11,16 @@ from typing import Any
 from penstock.config import EngineConfig
 from penstock.contract import PoolingParams, SamplingParams
 from penstock.contract.lora import LoRARequest
-from penstock.engine.core_client import CoreClient
-from penstock.engine.default_sampling import default_sampling_params
+from penstock.engine.core.core_client import CoreClient
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.guards import LimitedLock
-from penstock.engine.input_processor import AcceptedRequest, located
+from penstock.engine.inputs.default_sampling import default_sampling_params
+from penstock.engine.inputs.input_processor import AcceptedRequest, located
+from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
-from penstock.engine.metrics import Metric
-from penstock.engine.output_processor import Progress
-from penstock.engine.prompts import Prompt
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.output.output_processor import Progress
+from penstock.engine.statistics.metrics import Metric
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, WaitTimeout
 from penstock.executor.processes import refuse_at_exit
 

@@ -86,7 +86,7 @@ class ServerOptions:
         """Adapters of `lora_modules`, numbered from 1 on."""
         if not self.lora_modules:
             return []
-        from penstock.engine.lora_modules import read_lora_modules
+        from penstock.engine.inputs.lora_modules import read_lora_modules
 
         return read_lora_modules(self.lora_modules)
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from penstock.contract import SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.conversation import Message, render_prompt
-from penstock.engine.prompts import PromptDict
-from penstock.engine.tokenizer import LONG_TEXT, Tokenizer
+from penstock.engine.inputs.conversation import Message, render_prompt
+from penstock.engine.inputs.prompts import PromptDict
+from penstock.engine.text.tokenizer import LONG_TEXT, Tokenizer
 from penstock.errors import ConfigError
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.loader.chat_template import choose_template
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format

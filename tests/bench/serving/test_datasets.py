@@ -12,7 +12,7 @@ import pytest
 
 from penstock.bench.serving.datasets import DatasetSettings, SampleRequest, as_text, sample
 from penstock.config.resolve import resolve_metadata_folder
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
 
 

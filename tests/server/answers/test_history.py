@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.support.constraints import demo_tokenizer
 
-from penstock.engine.conversation import render_prompt
+from penstock.engine.inputs.conversation import render_prompt
 from penstock.errors import InvalidRequest
 from penstock.server.answers.history import template_messages
 

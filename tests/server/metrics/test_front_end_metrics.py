@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.engine.broker_connection import BrokerState
-from penstock.engine.metric_totals import RequestTotals
-from penstock.engine.metrics import Gauge, Histogram, Metric, Vector
-from penstock.engine.outputs import RequestMetrics
+from penstock.engine.output.outputs import RequestMetrics
+from penstock.engine.processes.broker_connection import BrokerState
+from penstock.engine.statistics.metric_totals import RequestTotals
+from penstock.engine.statistics.metrics import Gauge, Histogram, Metric, Vector
 from penstock.scheduler.outputs import FinishReason
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import HttpCounts

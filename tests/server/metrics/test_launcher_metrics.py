@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.engine.metric_totals import StepTotals
+from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.server.metrics import launcher_metrics
 from penstock.server.metrics.folder import SharedFile
 from penstock.server.metrics.launcher_metrics import LAUNCHER, LauncherMetrics, LauncherTotals

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from openai import BadRequestError, NotFoundError, RateLimitError
 
-from penstock.engine.step_phases import StepPhase
+from penstock.engine.statistics.step_phases import StepPhase
 from penstock.server.metrics.table import TABLE
 from support.scrapes import OPEN_METRICS, Scrape, scrape
 from support.server_process import ServerProcess

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError
 
 TokenizerLoader: TypeAlias = Callable[[], Tokenizer]

@@ -14,7 +14,7 @@ from penstock.bench.serving.http import Clock, HttpClient, raise_descriptor_limi
 from penstock.bench.serving.load import LoadSettings, PreparedRequest, run_load
 from penstock.bench.serving.outcome import Outcome
 from penstock.bench.serving.results import METRICS, details, summarize
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError
 
 
@@ -146,7 +146,7 @@ def _prepare(settings: ServeSettings, client: HttpClient, model: ServedModel, to
 def _load_tokenizer(name: str) -> Tokenizer:
     """Raises ConfigError if there is no such tokenizer here."""
     from penstock.config.resolve import resolve_metadata_folder
-    from penstock.engine.tokenizer import load_tokenizer
+    from penstock.engine.text.tokenizer import load_tokenizer
     from penstock.errors import ModelNotFound
 
     try:

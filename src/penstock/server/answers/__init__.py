@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.contract import StructuredOutputsParams
-    from penstock.engine.tokenizer import Tokenizer
+    from penstock.engine.text.tokenizer import Tokenizer
     from penstock.server.requests.answer import AnswerFormat
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.config.reasoning import CUSTOM, REASONING_PARSERS, ReasoningMarkers, reasoning_markers
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.structured_grammar import reasoning_tokens
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.core.structured_grammar import reasoning_tokens
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
 from penstock.server.answers.constraint import constraint
 from penstock.server.answers.reasoning import ReasoningParser

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError, InvalidParameter
 from penstock.server.answers.tool_format import ToolCallFormat, ToolFormat, mistral_call_id
 

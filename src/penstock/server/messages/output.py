@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.outputs import RequestOutput
+from penstock.engine.output.outputs import RequestOutput
 from penstock.server.http.connection import event
 from penstock.server.http.errors import ApiError, messages_error
 from penstock.server.requests.answer_parts import (

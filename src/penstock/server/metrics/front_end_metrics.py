@@ -11,8 +11,8 @@ import msgspec
 from penstock import __version__
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import BrokerStatus
-from penstock.engine.metric_totals import RequestTotals
-from penstock.engine.metrics import PREFIX, Counter, Gauge, Metric, gauges_of, histogram_of, metrics_of
+from penstock.engine.statistics.metric_totals import RequestTotals
+from penstock.engine.statistics.metrics import PREFIX, Counter, Gauge, Metric, gauges_of, histogram_of, metrics_of
 from penstock.server.metrics.folder import SharedFile, shared_files
 from penstock.server.metrics.http_requests import HttpCount, HttpCounts
 from penstock.server.metrics.launcher_metrics import LAUNCHER, LauncherTotals

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.engine.messages import BrokerStatus
-from penstock.engine.metric_totals import StepTotals
+from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.server.metrics.folder import SharedFile
 
 # Shortest interval between two writes that follow from heartbeats.

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from penstock.engine.metrics import PREFIX, Histogram, Metric, Vector
+from penstock.engine.statistics.metrics import PREFIX, Histogram, Metric, Vector
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.table import TABLE
 

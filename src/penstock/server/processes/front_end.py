@@ -19,9 +19,9 @@ from fastapi import FastAPI
 from penstock.config import EngineConfig
 from penstock.contract import decode
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.broker_connection import BrokerState, connect_to_broker
-from penstock.engine.child_main import ParentConnection
 from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
+from penstock.engine.processes.broker_connection import BrokerState, connect_to_broker
+from penstock.engine.processes.child_main import ParentConnection
 from penstock.server.app import create_app
 from penstock.server.http.slow_headers import protocol_with_timeout
 from penstock.server.metrics import route as metrics_route

@@ -9,8 +9,8 @@ from starlette._utils import get_route_path
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.engine.broker_connection import BrokerState
 from penstock.engine.messages import BrokerStatus
+from penstock.engine.processes.broker_connection import BrokerState
 from penstock.server.http.errors import ApiError
 from penstock.server.http.guards import PUBLIC_PATHS
 

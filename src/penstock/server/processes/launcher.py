@@ -21,8 +21,6 @@ from typing import TypeAlias
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.contract import encode
-from penstock.engine.broker import BrokerArguments, serve_fronts
-from penstock.engine.child_process import ChildProcess
 from penstock.engine.messages import (
     BrokerStatus,
     CloseCore,
@@ -34,7 +32,9 @@ from penstock.engine.messages import (
     ToCore,
     ToFront,
 )
-from penstock.engine.supervised_process import Deliver, SupervisedProcess
+from penstock.engine.processes.broker import BrokerArguments, serve_fronts
+from penstock.engine.processes.child_process import ChildProcess
+from penstock.engine.processes.supervised_process import Deliver, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.executor.processes import ProcessStarter
 from penstock.server.metrics.launcher_metrics import LauncherMetrics

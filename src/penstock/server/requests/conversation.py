@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.engine.prompts import PromptDict
+from penstock.engine.inputs.prompts import PromptDict
 from penstock.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
 from penstock.server.requests.formats import template_messages
 from penstock.server.served_model import ServedModel

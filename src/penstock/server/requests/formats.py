@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server.answers import answer_format
 from penstock.server.answers.history import template_messages as messages_for_templates
 from penstock.server.options import ServerOptions

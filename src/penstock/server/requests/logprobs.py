@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.outputs import Logprob
+from penstock.engine.output.outputs import Logprob
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.server.served_model import ServedModel
 
 # Log-probability of an impossible token, since JSON has no infinity.

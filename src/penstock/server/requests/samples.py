@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.engine.outputs import CompletionOutput, RequestOutput
+from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.requests.answer import (
     AnswerEvent,
     AnswerFormat,

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from penstock.contract import SamplingParams
-from penstock.engine.outputs import CompletionOutput, RequestOutput
+from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.connection import event
 from penstock.server.http.errors import ApiError
 from penstock.server.protocol.responses_request import ResponsesRequest

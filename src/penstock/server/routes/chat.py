@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.engine.outputs import CompletionOutput, RequestOutput
+from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import refusals
 from penstock.server.protocol.chat import ChatCompletionRequest

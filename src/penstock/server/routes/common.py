@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from penstock.contract import RequestOutputKind
-from penstock.engine.outputs import RequestOutput
+from penstock.engine.output.outputs import RequestOutput
 from penstock.server.http.connection import EventStream, stream_error, while_connected
 from penstock.server.http.context import request_id_of
 from penstock.server.http.errors import json_response

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
-from penstock.engine.detokenizer import SpecialTokens
-from penstock.engine.outputs import CompletionOutput, RequestOutput
-from penstock.engine.prompts import PromptDict, RenderedText
+from penstock.engine.inputs.prompts import PromptDict, RenderedText
+from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.engine.text.detokenizer import SpecialTokens
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import refusals
 from penstock.server.protocol.completion import CompletionRequest

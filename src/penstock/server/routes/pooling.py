@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from penstock.config.pooling import PoolingConfig
 from penstock.contract import PoolingParams
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.pooling_outputs import cosine_score, pooled_array
-from penstock.engine.pooling_prompts import check_task, named_prompt, score_prompts, texts_of
-from penstock.engine.prompts import Prompt, RenderedText
+from penstock.engine.inputs.pooling_prompts import check_task, named_prompt, score_prompts, texts_of
+from penstock.engine.inputs.prompts import Prompt, RenderedText
+from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.output.pooling_outputs import cosine_score, pooled_array
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol import pooling as protocol

@@ -1,0 +1,1 @@
+"""The engine core: the loop of steps, its interface and its recovery."""

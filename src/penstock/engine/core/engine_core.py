@@ -1,0 +1,510 @@
+"""Engine core: the loop of scheduling, forward pass, sampling and output. Works on tokens, not text."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.config import EngineConfig
+from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.engine.core.adapters import ADAPTER, ADAPTER_METHODS, CoreAdapters
+from penstock.engine.core.core_client import CHANGE_WEIGHTS
+from penstock.engine.core.recovery import Recovery
+from penstock.engine.core.startup import StartedEngine, start_engine
+from penstock.engine.core.structured_grammar import Grammar, StructuredGrammar
+from penstock.engine.messages import EngineRequest
+from penstock.engine.statistics.metrics import SpecDecodeLog
+from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
+from penstock.errors import (
+    EngineDead,
+    GrammarError,
+    LifecycleError,
+    PenstockError,
+    WaitTimeout,
+    WorkerError,
+)
+from penstock.executor import Executor, StepHandle
+from penstock.scheduler.adapters import AdapterLimit
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
+from penstock.scheduler.request import Request
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.step_features import registered_step_features
+from penstock.scheduler.step_times import StepTimes
+from penstock.worker.memory_plan import MemoryPlan
+from penstock.worker.plugins import load_plugins
+
+logger = logging.getLogger(__name__)
+# Poll interval of a core whose requests all wait, in case a wake-up is missed.
+_LONGEST_WAIT_S = 0.1
+# Poll interval while adapters are loaded.
+_ADAPTER_WAIT_S = 0.002
+# Reason for which a request waits while its grammar is compiled.
+_GRAMMAR = "its grammar"
+
+
+class EngineCore:
+    """One scheduler, one executor and the grammars of constrained requests.
+
+    Failed workers are replaced and running requests continue (`Recovery`). When restarts do not help, `step` raises
+    EngineDead with the cause.
+    """
+
+    def __init__(self, config: EngineConfig, grammar: Grammar | None = None) -> None:
+        # Plugins register message parts and scheduler features, so the core's process loads them as well.
+        load_plugins()
+        self.config = config
+        self._engine: StartedEngine | None = start_engine(config)
+        engine = self._engine
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = config.model.vocab_size
+        wants_async = config.scheduler.async_scheduling
+        # Asynchronous scheduling: step N+1 is executed before the result of step N is read.
+        self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
+        self._max_in_flight = config.max_concurrent_batches
+        self._step_timeout_s = config.parallel.step_timeout_s
+        self._pools = config.model.pools
+        # Times of the steps since they were last taken.
+        self.phases = PhaseTimer()
+        # Set by `wake`, which ends `wait_for_work`.
+        self._woken = threading.Event()
+        self._has_to_wait = False
+        self._grammar = grammar or StructuredGrammar(
+            config.model,
+            config.structured,
+            config.constraints_wait_for,
+            compiles_beside=not config.parallel.must_agree_on_time,
+        )
+        self._grammar.on_ready(self.wake)
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        # Outputs that are read and not returned yet; a failure later in the turn must not lose them.
+        self._outputs: list[EngineCoreOutput] = []
+        # The step whose forward pass is launched and whose tokens are not sampled yet.
+        self._launched: SchedulerOutput | None = None
+        # Why the state of the workers is unknown: a turn or a call was interrupted by something other than a worker.
+        self._interrupted: str | None = None
+        self._cause_of_death: str | None = None
+        # Notifies the driver of the core that workers were lost.
+        self._loss_callback: Callable[[], None] = lambda: None
+        self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
+        self._adapter_limit: AdapterLimit | None = None
+        self.scheduler = Scheduler(
+            config.scheduler,
+            engine.kv_cache_config,
+            max_model_len=engine.max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            async_scheduling=self._runs_ahead,
+            num_lookahead_tokens=config.speculative.num_lookahead_tokens,
+            blocks_need_next_token=config.speculative.reads_next_token,
+            num_speculative_tokens=engine.executor.num_speculative_tokens,
+            step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
+            max_concurrent_steps=self._max_in_flight,
+            tell_ends=self._take_ends,
+            features=[*registered_step_features(), *([self._make_adapter_limit] if config.lora.enable_lora else [])],
+        )
+        self._adapters = CoreAdapters(
+            config.lora,
+            self.scheduler,
+            self._adapter_limit,
+            lambda method, args=(): self._executor.collective_rpc(method, args=args),
+            loads_at_once=config.parallel.must_agree_on_time,
+        )
+        self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
+        # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
+        self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
+        self._spec_decode_log = SpecDecodeLog(self.scheduler.spec_decode_metrics)
+        engine.executor.on_loss(self._note_loss)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
+        """
+        self._require_alive()
+        parts = self._adapters.with_version(request.parts)
+        self._recovery.note_request()
+        self.scheduler.add_request(
+            Request(
+                req_id=request.req_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=request.sampling_params,
+                eos_token_ids=request.eos_token_ids,
+                arrival_time=request.arrival_time,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                parts=parts,
+                pooling_params=request.pooling_params,
+                output_token_ids=request.output_token_ids,
+                needs_tokens_on_host=request.needs_tokens_on_host,
+                pools=self._pools,
+            )
+        )
+        try:
+            is_ready = self._grammar.add(request)
+            has_adapter = self._adapters.is_loaded_for(request.req_id, parts)
+        except Exception:
+            # The caller gets the error as a refusal, so the request must not run.
+            self.abort_requests([request.req_id])
+            raise
+        if not is_ready:
+            self.scheduler.wait_for(request.req_id, _GRAMMAR)
+        if not has_adapter:
+            self.scheduler.wait_for(request.req_id, ADAPTER)
+        self.wake()
+        if self._admission_callback is not None:
+            self._admission_callback(request.req_id, None)
+
+    def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
+        """Abort requests, waiting or running; unknown ids are ignored."""
+        ended = self.scheduler.finish_requests(list(req_ids))
+        self._grammar.accept(ended)
+        self._recovery.note_ends([output.req_id for output in ended])
+        self.wake()
+        return ended
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """Layout of the KV cache."""
+        return self._require_alive().kv_cache_config
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of KV cache per worker, as in `kv_cache_memory_bytes`; of the largest stage with pipeline parallel."""
+        tensors, parallel = self.kv_cache_config.tensors, self.config.parallel
+        layers = parallel.pipeline_layers or [1] * parallel.pipeline_parallel_size
+        num_largest = -(-len(tensors) * max(layers) // sum(layers))
+        return self.kv_cache_config.size_bytes * num_largest // max(1, len(tensors))
+
+    @property
+    def start_stage_s(self) -> dict[str, float]:
+        """Seconds of the start of the current workers, by stage."""
+        return {stage.phase: stage.seconds for stage in self._require_alive().startup_times}
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """Memory plan that gave the KV cache its size."""
+        return self._require_alive().memory_plan
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether workers are being replaced, which takes as long as starting them."""
+        return self._recovery.is_recovering
+
+    @property
+    def num_worker_restarts(self) -> int:
+        """Replacements of the workers so far."""
+        return self._recovery.num_restarts
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether the next step has work: an output is due, or lost workers are to be replaced."""
+        return self.scheduler.has_unfinished_requests() or self._has_lost_workers
+
+    def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
+        self._admission_callback = callback
+
+    def on_loss(self, callback: Callable[[], None]) -> None:
+        self._loss_callback = callback
+        if self._has_lost_workers:
+            callback()
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Run one turn of the loop: launch the next step and read the oldest in flight. Empty if none was read.
+
+        Raises EngineDead when workers keep failing; the requests are lost then.
+        """
+        if self._engine is None or self._has_lost_workers:
+            self._recover_lost()
+        try:
+            self._turn()
+        except (WorkerError, WaitTimeout) as error:
+            self._recovery.note_failure(error)
+            self._recover(error)
+        except BaseException as error:
+            self._interrupted = f"A step was broken off by {type(error).__name__}: {error}"
+            raise
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def wait_for_work(self) -> None:
+        """Wait for `wake` if the last step had nothing to run, 0.1 s at most; otherwise return at once."""
+        # An earlier `wake` is handled by the next step.
+        wait_s = _ADAPTER_WAIT_S if self._adapters.are_loading else _LONGEST_WAIT_S
+        if self._has_to_wait and self._woken.wait(wait_s):
+            self._woken.clear()
+
+    def wake(self) -> None:
+        """End `wait_for_work`, from any thread: a request is ready, blocks are free, or a call is queued."""
+        self._woken.set()
+
+    def _turn(self) -> None:
+        """Execute step N+1, read step N, then sample the tokens of N+1: its grammar bitmask needs the tokens of N.
+
+        With pipeline parallelism up to `_max_in_flight` steps stay in flight.
+        """
+        begin = time.perf_counter()
+        self.phases.begin()
+        executed = self._execute_next()
+        # With no step in flight either, all requests wait for a grammar or another external event.
+        self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
+        if self._in_flight and (executed is None or len(self._in_flight) >= self._max_in_flight):
+            self._read_oldest()
+        if executed is not None:
+            self._read_constrained_steps(executed)
+            bitmask = self._bitmask(self._with_drafts(executed))
+            self.phases.end(StepPhase.GRAMMAR)
+            self._sample(executed, bitmask)
+            self.phases.end(StepPhase.SAMPLE)
+            if not self._runs_ahead and len(self._in_flight) >= self._max_in_flight:
+                self._read_oldest()
+                if self._takes_drafts:
+                    if executed.num_drafts_wanted:
+                        self._take_drafts()
+                    self.scheduler.note_time(executed, time.perf_counter() - begin)
+
+    def _execute_next(self) -> SchedulerOutput | None:
+        """Launch the forward pass of the next step, if it has tokens to run or requests to remove."""
+        try:
+            for req_id in self._grammar.take_ready():
+                self.scheduler.ready(req_id, _GRAMMAR)
+        except GrammarError as error:
+            self._end_constrained(error, ())
+        self._take_adapters()
+        if not self.scheduler.has_work():
+            return None
+        output = self.scheduler.schedule()
+        self.phases.end(StepPhase.SCHEDULE)
+        if not output.num_scheduled_tokens and output.is_empty:
+            return None
+        self._launched = output
+        try:
+            is_constrained = self._grammar.constrains_any(output.num_scheduled_tokens.keys())
+            executor = self._executor
+            (executor.execute_model if is_constrained else executor.execute_unconstrained)(output)
+            self.phases.end(StepPhase.EXECUTE)
+        except WorkerError:
+            logger.error("The failed step was %s", output.anon_repr())
+            raise
+        return output
+
+    def _take_adapters(self) -> None:
+        """Let requests run whose adapters are loaded, and end those whose adapters cannot be."""
+        ready, failed = self._adapters.take_ready()
+        for req_id in ready:
+            self.scheduler.ready(req_id, ADAPTER)
+        for req_id, reason in failed.items():
+            ended = self.scheduler.finish_requests([req_id], FinishReason.ERROR)
+            self._take_ends([msgspec.structs.replace(output, error=reason) for output in ended])
+
+    def _make_adapter_limit(self, scheduler: Scheduler) -> AdapterLimit:
+        self._adapter_limit = AdapterLimit(scheduler, self.config.lora.max_loras)
+        return self._adapter_limit
+
+    def _read_constrained_steps(self, executed: SchedulerOutput) -> None:
+        """Read the steps in flight up to the last one that shares a constrained request with an executed step."""
+        if self._max_in_flight == 1:
+            return
+        constrained = [req_id for req_id in executed.num_scheduled_tokens if self._grammar.constrains(req_id)]
+        while any(not step.num_scheduled_tokens.keys().isdisjoint(constrained) for step, _ in self._in_flight):
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        """Read the result of the oldest step in flight and update the scheduler."""
+        output, handle = self._in_flight.popleft()
+        result = handle.get_output(self._step_timeout_s)
+        self.phases.end(StepPhase.WAIT)
+        outputs = self.scheduler.update_from_output(output, result)
+        self._recovery.note_results(output.num_scheduled_tokens)
+        self._outputs += outputs
+        if output.scheduled_spec_decode_tokens:
+            self._spec_decode_log.note_step()
+        try:
+            self._grammar.accept(outputs)
+        except Exception as error:
+            self._end_constrained(error, [output.req_id for output in outputs])
+        self.phases.end(StepPhase.UPDATE)
+
+    def _take_drafts(self) -> None:
+        """Pass the workers' draft tokens to the scheduler, for the next step to verify."""
+        drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
+        if drafts is not None:
+            self.scheduler.update_draft_token_ids(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
+
+    def _with_drafts(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return an executed step with the draft tokens of its constrained requests copied from the device.
+
+        They were drafted after the previous step, which has been read, so the grammar can give a bitmask row after
+        each. -1 stays where there is no draft.
+        """
+        scheduled = output.scheduled_spec_decode_tokens
+        if not self._runs_ahead or not self._grammar.constrains_any(scheduled.keys()):
+            return output
+        drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
+        if drafts is None:
+            return output
+        known = {
+            req_id: [*token_ids, *scheduled[req_id]][: len(scheduled[req_id])]
+            for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+            if req_id in scheduled
+        }
+        return msgspec.structs.replace(output, scheduled_spec_decode_tokens={**scheduled, **known})
+
+    def _bitmask(self, output: SchedulerOutput) -> GrammarOutput:
+        """Grammar bitmask of an executed step; requests whose grammar fails are ended first."""
+        while True:
+            try:
+                return self._grammar.bitmask(output)
+            except Exception as error:
+                self._end_constrained(error, output.num_scheduled_tokens)
+
+    def _sample(self, output: SchedulerOutput, grammar: GrammarOutput) -> None:
+        """Launch the sampling of an executed step."""
+        try:
+            handle = self._executor.sample_tokens(grammar)
+        except WorkerError:
+            logger.error("The failed step was %s", output.anon_repr())
+            raise
+        self._in_flight.append((output, handle))
+        self._launched = None
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker between two steps; one result per rank, or that of `unique_reply_rank` only.
+
+        Changes of the weights are kept for replacement workers. After a reload running requests are preempted and the
+        prefix cache is cleared. Workers that time out in such a call are replaced, with the previous weights.
+        """
+        if self._has_lost_workers:
+            self._recover_lost()
+        engine = self._require_alive()
+        if method in ADAPTER_METHODS:
+            if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
+                # Workers hold the adapters of requests until a step tells them that these have ended.
+                self._outputs += self.step()
+            return self._adapters.call(str(method), args, kwargs or {})
+        try:
+            answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
+        except WaitTimeout as error:
+            if method in CHANGE_WEIGHTS:
+                self._interrupted = f"Some workers may still be running {method} after its timeout: {error}"
+            raise
+        if method == "update_config":
+            engine.config_updates += [*args, *(kwargs or {}).values()]
+        if method == "reload_weights":
+            (engine.config, *_) = engine.executor.collective_rpc("get_config")
+            engine.config_updates.clear()
+            self.reset_prefix_cache(reset_running_requests=True)
+        return answers
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
+
+        reset_running_requests: preempt the running requests first, which frees their blocks.
+        """
+        self._require_alive()
+        if reset_running_requests:
+            self.scheduler.preempt_all()
+        is_reset = self.scheduler.reset_prefix_cache()
+        if not is_reset:
+            logger.warning("The prefix cache was not reset, since requests hold blocks")
+        return is_reset
+
+    def stats(self) -> SchedulerStats:
+        """Current numbers of requests and KV-cache blocks."""
+        return self.scheduler.stats
+
+    def check_health(self) -> None:
+        """Return if the engine can serve; raise EngineDead or what the worker reports if it cannot."""
+        self._require_alive().executor.check_health()
+
+    def close(self) -> None:
+        """Free the workers and their memory; a second call does nothing."""
+        self._in_flight.clear()
+        self._grammar.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._spec_decode_log.close()
+            engine.executor.shutdown()
+
+    def _end_constrained(self, error: Exception, req_ids: Iterable[str]) -> None:
+        """End the requests of a grammar failure: those that the error names, else the constrained ones of `req_ids`.
+
+        Re-raises the error when that leaves no request.
+        """
+        failed = error.req_ids if isinstance(error, GrammarError) else filter(self._grammar.constrains, req_ids)
+        ended = self.scheduler.finish_requests(failed, FinishReason.ERROR)
+        if not ended:
+            raise error
+        logger.error("The grammar of %d requests failed", len(ended), exc_info=error)
+        self._take_ends([msgspec.structs.replace(output, error=f"Its grammar failed: {error}") for output in ended])
+
+    def _take_ends(self, ended: list[EngineCoreOutput]) -> None:
+        """Queue the outputs of requests that ended without the result of a step."""
+        self._outputs += ended
+        self._grammar.accept(ended)
+        self._recovery.note_ends([output.req_id for output in ended])
+
+    def _recover_lost(self) -> None:
+        """Replace the workers if some were lost since the last step, or if a turn was interrupted.
+
+        An interrupted turn may have left a step half launched. Its caller got the exception, so it counts as no failure
+        of the workers.
+        """
+        executor = self._require_alive().executor
+        why, self._interrupted = self._interrupted, None
+        if why is not None:
+            self._recover(PenstockError(why))
+            return
+        try:
+            executor.check_health()
+        except PenstockError as error:
+            self._recovery.note_failure(error)
+            self._recover(error)
+
+    def _note_loss(self) -> None:
+        """Wake the core and notify its driver of lost workers, from any thread."""
+        self.wake()
+        self._loss_callback()
+
+    @property
+    def _has_lost_workers(self) -> bool:
+        """Whether workers were lost, or must be replaced after an interrupted turn."""
+        is_interrupted = self._interrupted is not None
+        return self._engine is not None and (is_interrupted or self._engine.executor.has_lost_workers)
+
+    def _recover(self, error: Exception) -> None:
+        """Replace the workers and preempt all requests; close the core when restarts do not help."""
+        steps = [*(output for output, _ in self._in_flight), *([self._launched] if self._launched else [])]
+        self._in_flight.clear()
+        self._launched = None
+        engine = self._require_alive()
+        ran = list({req_id: None for step in steps for req_id in step.num_scheduled_tokens})
+        try:
+            self._recovery.replace_workers(engine, error, ran)
+        except EngineDead as end:
+            self._cause_of_death = str(end)
+            self.close()
+            raise
+        engine.executor.on_loss(self._note_loss)
+        self._adapters.workers_replaced()
+
+    @property
+    def _executor(self) -> Executor:
+        return (self._engine or self._require_alive()).executor
+
+    def _require_alive(self) -> StartedEngine:
+        if self._cause_of_death is not None:
+            raise EngineDead(self._cause_of_death)
+        if self._engine is None:
+            raise LifecycleError("This engine was closed. Create a new one.")
+        return self._engine

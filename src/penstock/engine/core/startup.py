@@ -1,0 +1,120 @@
+"""Engine start-up: creates the workers, plans the memory and allocates the KV cache."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
+from penstock.engine.planning.kv_cache_size import (
+    choose_max_model_len,
+    size_kv_cache,
+    specs_of_all,
+    whole_kv_cache_bytes,
+)
+from penstock.errors import UnsupportedFeature
+from penstock.executor import Executor, create_executor
+from penstock.executor.base import PhaseTime, describe_phases
+from penstock.observability.units import format_bytes
+from penstock.scheduler.kv_cache_plan import max_concurrency
+from penstock.worker.memory_plan import MemoryPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StartedEngine:
+    """Workers with their KV cache, and the plan by which they were started.
+
+    config: configuration with which the current weights were loaded. config_updates: changes for the next reload.
+    step_costs: measured (tokens, seconds) of steps; None without adaptive speculative decoding.
+    """
+
+    config: EngineConfig
+    executor: Executor
+    memory_plan: MemoryPlan
+    kv_cache_config: KVCacheConfig
+    max_model_len: int
+    step_costs: list[tuple[int, float]] | None = None
+    config_updates: list[Any] = field(default_factory=list)
+
+    @property
+    def startup_times(self) -> list[PhaseTime]:
+        """Times of the startup phases of the current workers."""
+        return self.executor.startup_times
+
+    def restart_workers(self) -> None:
+        """Replace the workers by fresh ones with the same KV cache layout, empty."""
+        begin = time.monotonic()
+        self.executor.shutdown()
+        self.executor = create_executor(self.config)
+        self.executor.initialize_from_config(self.kv_cache_config, self.max_model_len)
+        for overrides in self.config_updates:
+            self.executor.collective_rpc("update_config", args=(overrides,))
+        _log_times("Workers replaced", begin, self.executor, self.config)
+
+
+def start_engine(config: EngineConfig) -> StartedEngine:
+    """Start the workers, plan the memory and allocate the KV cache.
+
+    Raises OutOfMemory with the arithmetic when it does not work out.
+    """
+    begin = time.monotonic()
+    executor = create_executor(config)
+    try:
+        specs_by_rank = executor.get_kv_cache_specs()
+        specs = specs_of_all(specs_by_rank)
+        if executor.num_speculative_tokens:
+            _check_can_speculate(config, specs)
+        plans = executor.determine_available_memory()
+        plan = min(plans, key=lambda plan: plan.kv_cache_bytes)
+        available = whole_kv_cache_bytes(specs_by_rank, plans)
+        max_model_len = choose_max_model_len(config, specs, plan, available)
+        kv_cache_config = size_kv_cache(config, specs, plan, max_model_len, available)
+        executor.initialize_from_config(kv_cache_config, max_model_len)
+        is_adaptive = config.speculative.method is not None and config.speculative.adaptive
+        step_costs = executor.measure_step_costs() if is_adaptive else None
+    except BaseException:
+        executor.shutdown()
+        raise
+    concurrency = max_concurrency(
+        kv_cache_config,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    logger.info(
+        "KV cache: %s, %s blocks of %d tokens; %.1f requests of %s tokens at once",
+        format_bytes(kv_cache_config.size_bytes),
+        f"{kv_cache_config.num_blocks:,}",
+        config.cache.block_size * config.parallel.decode_context_parallel_size,
+        concurrency,
+        f"{max_model_len:,}",
+    )
+    _log_times("Ready", begin, executor, config)
+    return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs)
+
+
+def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig) -> None:
+    whole, times = time.monotonic() - begin, executor.startup_times
+    phases = describe_phases(times, config.parallel.world_size)
+    # Imports, messages to workers, and planning; with several ranks the phases are those of the slowest rank each.
+    other = max(0.0, whole - sum(one.seconds for one in times))
+    logger.info("%s in %.1f s: %s, other %.1f s", what, whole, phases, other)
+
+
+def _check_can_speculate(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
+    """Raise UnsupportedFeature for an engine that cannot verify draft tokens."""
+    if config.model.pools:
+        raise UnsupportedFeature(
+            "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."
+        )
+    states = [name for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)]
+    if states:
+        raise UnsupportedFeature(
+            f"speculative_config: {states[0]} keeps a state of each request, which drafts that are rejected would have "
+            "changed. Leave it out with this model."
+        )

@@ -1,0 +1,1 @@
+"""Requests: prompts and parameters, checked and tokenised."""

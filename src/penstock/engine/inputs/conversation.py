@@ -1,0 +1,148 @@
+"""Render conversations as prompts with the model's chat template or another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from penstock.config import vllm
+from penstock.contract.param_checks import shown
+from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.loader.chat_template import plain_data
+
+Message: TypeAlias = Mapping[str, Any]
+# Template variables that have arguments of their own, and so cannot be `chat_template_kwargs`.
+_OWN_ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+
+
+def render_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    chat_template: str | Path | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> PromptDict:
+    """Render the conversation as a prompt, which the engine tokenises.
+
+    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text". Arguments of tool
+        calls may be objects, or JSON text.
+    chat_template: a Jinja template, instead of the model's own; or the path of a file with one, as a Path, or as text
+        that ends with `.jinja`, `.jinja2` or `.j2`.
+    add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last message open for
+        the model to continue. tools: descriptions of functions.
+    chat_template_kwargs: other variables that the template may use, such as `documents` or `enable_thinking`.
+
+    Raises InvalidRequest: InvalidParameter for a bad option, ChatTemplateError when the template refuses the messages
+    or exceeds its limits of time, memory or output.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise InvalidParameter(
+            "continue_final_message=True goes on with the last message, but add_generation_prompt=True begins another. "
+            "Set one of them to False."
+        )
+    if tools is not None and as_list(tools) is None:
+        raise InvalidParameter(f"tools={shown(tools)} is not valid. Allowed: a list of descriptions.")
+    text = tokenizer.apply_chat_template(
+        _plain_messages(messages),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        chat_template=chat_template,
+        tools=as_list(tools),
+        variables=_variables(chat_template_kwargs),
+    )
+    return {"prompt": RenderedText(text)}
+
+
+def _variables(given: Any) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidParameter(f"chat_template_kwargs={shown(given)} is not valid. Allowed: a dictionary.")
+    for name in given or {}:
+        if not isinstance(name, str):
+            raise InvalidParameter(f"chat_template_kwargs has {shown(name)}, which is not a name of a variable.")
+        if name in _OWN_ARGUMENTS:
+            raise InvalidParameter(f"chat_template_kwargs has {name!r}, which is an argument of its own. Give {name}=.")
+    return dict(given or {})
+
+
+def list_of_conversations(messages: Any) -> list[Any]:
+    """Return one conversation, or several, as a list of conversations."""
+    listed = as_list(messages)
+    if listed is None:
+        raise InvalidRequest(
+            f"messages is a {type(messages).__name__}. Allowed: a list of messages, or a list of such lists."
+        )
+    conversations = [as_list(item) for item in listed]
+    has_several = bool(listed) and all(conversation is not None for conversation in conversations)
+    return conversations if has_several else [listed]
+
+
+def _plain_messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidRequest(f"The conversation {shown(messages)} has no messages. Give at least one.")
+    return [_plain_message(plain_data(name, message), name) for name, message in _named("messages", messages)]
+
+
+def _plain_message(message: Any, name: str) -> dict[str, Any]:
+    """Return the message with its content as one text and tool-call arguments as objects, as templates expect them."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(
+            f'{name} is {shown(message)}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
+        )
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        content = "\n".join(_text_of_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest(
+            f"{name}.content={shown(content)} is a {type(content).__name__}. Allowed: text, or text parts."
+        )
+    plain = {**message, "content": "" if content is None else content}
+    if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+        plain["tool_calls"] = [_plain_call(call, path) for path, call in _named(f"{name}.tool_calls", calls)]
+    return plain
+
+
+def _plain_call(call: Any, name: str) -> Any:
+    """Return a tool call with its arguments as an object; OpenAI clients send JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if arguments is None or isinstance(arguments, str):
+        arguments = _arguments(arguments or "{}", f"{name}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(text: str, name: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"{name}={shown(text)} is not JSON: {error}. Allowed: an object, or JSON of one."
+        ) from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{name}={shown(text)} is not an object. Allowed: an object, or its JSON.")
+    return arguments
+
+
+def _named(name: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Pairs of path and item."""
+    return ((f"{name}[{index}]", item) for index, item in enumerate(items))
+
+
+def _text_of_part(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        vllm.check_kind_of_part(name, kind)
+        raise InvalidRequest(
+            f'{name} is {shown(part)}. Allowed: {{"type": "text", "text": "..."}}; models here read text.'
+        )
+    return str(part["text"])

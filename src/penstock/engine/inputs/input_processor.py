@@ -1,0 +1,395 @@
+"""Input processing: checks and tokenises a caller's prompt and parameters into an `EngineRequest`.
+
+A bad value is refused here, before the request reaches the core, with its name, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
+from penstock.contract import Parts, PoolingParams, SamplingParams
+from penstock.contract.lora import AdapterPart, LoRARequest
+from penstock.contract.param_checks import check_sendable, shown
+from penstock.engine.inputs.params_processor import ParamsProcessor
+from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
+from penstock.engine.inputs.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
+from penstock.engine.messages import EngineRequest
+from penstock.engine.text.tokenizer import LONG_TEXT, Tokenizer
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest, UnsupportedParameter
+
+logger = logging.getLogger(__name__)
+# Total number of values in sampling parameters whose check takes milliseconds.
+_MANY_VALUES = 500
+# Sampling parameters of requests that pool.
+_NOT_SAMPLED = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
+
+
+class AcceptedRequest(NamedTuple):
+    """A checked request.
+
+    prompt: text of the prompt, None when it came as token ids. where: its name in errors, such as "prompts[3]".
+    """
+
+    request: EngineRequest
+    prompt: str | None
+    where: str
+
+
+class InputProcessor:
+    """Creates the requests of one engine.
+
+    max_model_len, vocab_size: limits of the core. sampling, structured: limits of requests; None takes the defaults.
+    policy: scheduling policy; only "priority" allows priorities. has_adapters: whether requests may have LoRA adapters.
+    engine: data parallel rank among engines of the same seed behind an external load balancer; front_end: number among
+        the front ends of one broker. Both are mixed into the seeds.
+
+    A request without a seed gets one from the engine's seed and the number of requests accepted before it. So equal
+    calls to engines of the same seed give equal tokens, and equal prompts in one run differ.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        sampling: SamplingConfig | None = None,
+        structured: StructuredOutputsConfig | None = None,
+        policy: str = "fcfs",
+        engine: int = 0,
+        front_end: int = 0,
+        has_adapters: bool = False,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._policy = policy
+        self._has_adapters = has_adapters
+        self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
+        if front_end:
+            self._seed += f" from {front_end}"
+        self._eos_token_ids = model.eos_token_ids
+        if tokenizer.eos_token_id is not None:
+            self._eos_token_ids |= {tokenizer.eos_token_id}
+        self._params_processor = ParamsProcessor(
+            sampling or SamplingConfig(),
+            tokenizer,
+            vocab_size=vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            structured=structured,
+        )
+        self._pooling: PoolingInputs | None = None
+        if model.pooling is not None:
+            self._pooling = PoolingInputs(model.pooling, tokenizer, model=model.model, max_model_len=max_model_len)
+        self._numbers = itertools.count()
+        self._has_warned_of_second_bos = False
+
+    def process(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | PoolingParams,
+        where: str = "",
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        number: int | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> AcceptedRequest:
+        """Check a prompt and its parameters, and create the request.
+
+        where: name in errors, such as "prompts[3]". request_id: None numbers the requests.
+        priority: lower runs first, under the "priority" policy.
+        number: input of the seed of a request without one; None takes the number of requests accepted before it.
+        lora_request: its adapter; None for none.
+        Raises InvalidRequest, InvalidParameter or ContextTooLong.
+        """
+        with located(where):
+            if self._pooling is not None:
+                if not isinstance(sampling_params, PoolingParams):
+                    raise text_parameters_refused(self._pooling.pooling, sampling_params)
+                pooled = self._process_pooled(self._pooling, prompt, sampling_params, request_id, priority)
+                return AcceptedRequest(*pooled, where)
+            if isinstance(sampling_params, PoolingParams):
+                raise InvalidParameter(
+                    "This engine generates text, and PoolingParams are for one that pools. Start it with "
+                    "runner='pooling' for embeddings."
+                )
+            request, text = self._process(prompt, sampling_params, request_id, priority, number)
+            part = self._adapter_of(lora_request)
+        if part is not None:
+            parts = Parts({**(request.parts or {}), part.feature: part})
+            request = msgspec.structs.replace(request, parts=parts)
+        return AcceptedRequest(request, text, where)
+
+    @property
+    def model(self) -> ModelConfig:
+        """Configuration of the model."""
+        return self._model
+
+    def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
+        """Tokenise a part of a streamed prompt; only the first part gets special tokens. Raises InvalidRequest."""
+        text, token_ids, cache_salt, parts = _fields_of(prompt)
+        for key, value in (("cache_salt", cache_salt), ("parts", parts)):
+            if value is not None:
+                raise InvalidRequest(f"{key}={shown(value)} is not allowed for a prompt that comes in pieces.")
+        check_sendable({"prompt": text})
+        return self._encode(text or "", add_special_tokens=is_first) if token_ids is None else token_ids
+
+    def take_number(self) -> int:
+        """Return and increment the number of requests so far, for a seed; thread-safe."""
+        return next(self._numbers)
+
+    def is_quick(self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams) -> bool:
+        """Whether `process` takes no more than a few milliseconds."""
+        return _size_of(prompt) < LONG_TEXT and _is_small(sampling_params)
+
+    def _process(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        number: int | None,
+    ) -> tuple[EngineRequest, str | None]:
+        arrival_time = time.monotonic()
+        is_cut = getattr(sampling_params, "truncate_prompt_tokens", None) is not None
+        if not is_cut:
+            self._check_num_ids(prompt, sampling_params)
+        text, given_token_ids, cache_salt, parts = _fields_of(prompt)
+        is_rendered, text = isinstance(text, RenderedText), None if text is None else str(text)
+        check_sendable(
+            {
+                "request_id": request_id,
+                "prompt": text,
+                "cache_salt": cache_salt,
+                "parts": parts,
+                "sampling_params": sampling_params,
+            }
+        )
+        if given_token_ids is None:
+            prompt_token_ids = self._encode(text or "", add_special_tokens=not is_rendered, is_cut=is_cut)
+        else:
+            prompt_token_ids = given_token_ids
+        self._check_prompt(prompt_token_ids)
+        sampling_params = self._params_processor.process(sampling_params, prompt_token_ids)
+        self._check_priority(priority)
+        prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
+        self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
+        num_before = number if request_id is not None and number is not None else self.take_number()
+        if sampling_params.seed is None:
+            seed = _drawn_seed(self._seed, num_before if number is None else number)
+            sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
+        request = EngineRequest(
+            req_id=str(num_before) if request_id is None else request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=sampling_params,
+            eos_token_ids=self._eos_token_ids,
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            parts=parts,
+        )
+        return request, text
+
+    def _process_pooled(
+        self,
+        pooling: PoolingInputs,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str | None,
+        priority: int,
+    ) -> tuple[EngineRequest, str | None]:
+        arrival_time = time.monotonic()
+        params = pooling.params(params)
+        text: str | TextPair | None
+        if isinstance(prompt, TextPair):
+            text, given, cache_salt, parts = prompt, None, None, None
+        else:
+            text, given, cache_salt, parts = _fields_of(prompt)
+        plain = list(map(str, text)) if isinstance(text, TextPair) else None if text is None else str(text)
+        check_sendable({"request_id": request_id, "prompt": plain, "cache_salt": cache_salt, "parts": parts})
+        if given is None:
+            encoded = pooling.encode(text or "", params, add_special_tokens=not isinstance(text, RenderedText))
+            token_ids = encoded.token_ids
+            params = msgspec.structs.replace(params, second_text_start=encoded.second_start)
+        else:
+            token_ids = pooling.cut(given, params)
+        self._check_prompt(token_ids)
+        self._check_priority(priority)
+        request = EngineRequest(
+            req_id=str(self.take_number()) if request_id is None else request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=_NOT_SAMPLED,
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+            parts=parts,
+            pooling_params=params,
+        )
+        return request, text if isinstance(text, str) else None
+
+    def _adapter_of(self, lora_request: Any) -> AdapterPart | None:
+        if lora_request is None:
+            return None
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidParameter(f"lora_request={shown(lora_request)} is not valid. Allowed: a LoRARequest, or None.")
+        if not self._has_adapters:
+            raise UnsupportedParameter(
+                f"lora_request={lora_request.lora_name!r} asks for an adapter, and this engine was started without. "
+                "Start it with enable_lora=True."
+            )
+        return lora_request.part
+
+    def _encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
+        """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""
+        if is_cut:
+            token_ids = self._tokenizer.encode(text, add_special_tokens)
+        else:
+            token_ids = self._encode_limited(text, add_special_tokens)
+        bos_token_id = self._tokenizer.bos_token_id
+        if add_special_tokens and bos_token_id is not None and token_ids[:2] == [bos_token_id] * 2:
+            self._warn_of_second_bos(bos_token_id)
+        return token_ids
+
+    def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A token has about four characters, so a shorter text may fit.
+        longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
+        if longest is not None and len(text) >= longest * self._max_model_len:
+            raise ContextTooLong(
+                f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
+                f"{self._limit(len(text) // longest)}"
+            )
+        token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, self._max_model_len - 1)
+        if isinstance(token_ids, int):
+            raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")
+        return token_ids
+
+    def _warn_of_second_bos(self, bos_token_id: int) -> None:
+        if self._has_warned_of_second_bos:
+            return
+        self._has_warned_of_second_bos = True
+        logger.warning(
+            "A prompt begins with %r, and the tokenizer puts another such token (BOS) in front, so that the model sees "
+            "two. Leave it out of the text, or give the prompt's tokens (prompt_token_ids) or messages (chat). "
+            "Further prompts like it get no warning.",
+            self._tokenizer.token_text(bos_token_id),
+        )
+
+    def _check_num_ids(self, prompt: Prompt, sampling_params: Any) -> None:
+        """Refuse a list of token ids that is too long before its items are checked."""
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if isinstance(token_ids, (list, tuple)):
+            self._check_length(len(token_ids), getattr(sampling_params, "max_tokens", None))
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty: it has no tokens. Give at least one.")
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequest(
+                f"The prompt has token id {shown(wrong)}, but the model's vocabulary has {self._vocab_size} tokens. "
+                f"Allowed: 0 to {self._vocab_size - 1}."
+            )
+
+    def _check_priority(self, priority: Any) -> None:
+        if type(priority) is not int or not -(2**63) <= priority < 2**63:
+            raise InvalidParameter(
+                f"priority={shown(priority)} is not valid. Allowed: integers of 64 bits; lower ones run first."
+            )
+        if priority and self._policy != "priority":
+            raise InvalidParameter(
+                f"priority={priority} has no meaning under the policy {self._policy!r}. Start the engine with "
+                "policy='priority', or leave it at 0."
+            )
+
+    def _truncated(self, prompt_token_ids: list[int], num_kept: int | None) -> list[int]:
+        """Truncate the prompt to its last `num_kept` tokens; -1 keeps as many as leave room for one token."""
+        if num_kept is None:
+            return prompt_token_ids
+        longest = self._max_model_len - 1
+        if num_kept > longest:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens={num_kept} is not valid. Allowed: at most {longest}, which leaves room for "
+                "one token in this engine's context (max_model_len), or -1 for as many as that."
+            )
+        return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
+
+    def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Raise ContextTooLong unless the context has room for one token; `max_tokens` may exceed it."""
+        if num_prompt_tokens < self._max_model_len:
+            return
+        asked = "" if max_tokens is None else f" and asks for {max_tokens:,} more"
+        limit = self._limit(num_prompt_tokens, max_tokens)
+        raise ContextTooLong(f"The prompt has {num_prompt_tokens:,} tokens{asked}, but {limit}")
+
+    def _limit(self, num_prompt_tokens: int, max_tokens: int | None = None) -> str:
+        """Text of an error about a prompt that is too long: the limit, and options that raise it."""
+        return (
+            f"this engine was started for {self._max_model_len:,} (max_model_len), of which at least one is the "
+            f"answer's. Shorten the prompt to {self._max_model_len - 1:,} tokens"
+            f"{self._advice(num_prompt_tokens, num_prompt_tokens + (max_tokens or 1))}"
+        )
+
+    def _advice(self, num_prompt_tokens: int, wanted: int) -> str:
+        longest = self._model.longest_context
+        if num_prompt_tokens < longest:
+            return f", or start with max_model_len={min(wanted, longest)}."
+        return f"; {self._model.model} was made for no more than {longest:,}."
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Prefix the text of an InvalidRequest with the request's name, such as "prompts[3]"; "" adds nothing."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not where:
+            raise
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _fields_of(prompt: Prompt) -> tuple[str | None, list[int] | None, str | None, Parts | None]:
+    """Text, token ids, cache salt and parts of a prompt; None for absent ones."""
+    if isinstance(prompt, str):
+        return prompt, None, None, None
+    if not isinstance(prompt, Mapping):
+        return None, list_of_ids(prompt), None, None
+    fields: Mapping[str, Any] = prompt
+    check_fields(fields)
+    text, token_ids, cache_salt, parts = (fields.get(key) for key in PROMPT_KEYS)
+    token_ids = None if token_ids is None else list_of_ids(token_ids)
+    return text, token_ids, cache_salt, Parts.read(parts) if parts else None
+
+
+def _size_of(prompt: Prompt) -> int:
+    """Number of characters or token ids of a prompt, without iterating over them."""
+    parts: Any = (
+        prompt.values() if isinstance(prompt, Mapping) else prompt if isinstance(prompt, TextPair) else [prompt]
+    )
+    return sum(len(part) if isinstance(part, Sized) else LONG_TEXT for part in parts if part is not None)
+
+
+def _is_small(params: Any) -> bool:
+    """Whether checking the parameters is quick: they have no grammar, and few listed values."""
+    if not isinstance(params, SamplingParams):
+        return True
+    listed = (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+    is_plain = params.structured_outputs is None and params.extra_args is None
+    return is_plain and sum(len(values) for values in listed if values) < _MANY_VALUES
+
+
+def _drawn_seed(engine_seed: str, num_accepted: int) -> int:
+    digest = hashlib.blake2b(f"{engine_seed}/{num_accepted}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

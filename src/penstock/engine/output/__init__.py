@@ -1,0 +1,1 @@
+"""Outputs of requests: text, samples and streams."""

@@ -1,0 +1,411 @@
+"""Output processing: turns the core's tokens into text, log-probabilities and metrics of each request.
+
+This runs after every step for every running request, so a token costs a few dictionary look-ups, and `RequestOutput`
+objects are built only on demand.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol, TypeAlias
+
+from penstock.contract import ArrayBytes, LogprobsLists, SamplingParams
+from penstock.contract.sampling_params import ALL_LOGPROBS
+from penstock.engine.messages import EngineRequest
+from penstock.engine.output.fan_out import FanOut, sample_requests
+from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from penstock.engine.statistics.metric_totals import RequestTotals
+from penstock.engine.statistics.metrics import EngineMetrics, Metric
+from penstock.engine.text.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
+from penstock.engine.text.stop_strings import StopScanner
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.errors import InvalidRequest
+from penstock.scheduler.acceptance import SpecDecodeMetrics
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
+
+logger = logging.getLogger(__name__)
+_STOP = FinishReason.STOP  # looked up for every token
+
+
+class Inbox(Protocol):
+    """Receives the progress of a consumer's requests after each step; a deque, for example."""
+
+    def append(self, progress: Progress, /) -> None: ...
+
+
+class RequestProgress:
+    """State of one request's output: everything so far, and the position up to which the consumer has read it.
+
+    index: number of the sample among the prompt's n outputs.
+    """
+
+    def __init__(
+        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, inbox: Inbox, index: int = 0
+    ) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.index = index
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        self.inbox = inbox
+        self.token_ids: list[int] = []
+        self.num_logprobs = params.logprobs
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.cumulative_logprob = 0.0
+        self.pooled: ArrayBytes | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.num_cached_tokens = 0
+        self._first_scheduled_time: float | None = None
+        self._first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self._finished_time: float | None = None
+        self._num_preemptions = 0
+        self._spec_decode_metrics = SpecDecodeMetrics()
+        self._pieces: list[str] = []
+        self._num_detokenized = 0
+        self._num_pieces_taken = 0
+        self._num_tokens_taken = 0
+        self._includes_stop = params.include_stop_str_in_output
+        # Stop strings do not count in the text of the first `min_tokens` tokens.
+        self._num_tokens_without_stop = params.min_tokens
+        self._scanner = StopScanner(params.stop, includes_stop=self._includes_stop) if params.stop else None
+        self._detokenizer = _start_detokenizer(tokenizer, params, request.prompt_token_ids)
+        self._push = self._detokenizer.push
+
+    @property
+    def req_id(self) -> str:
+        return self.request.req_id
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        self._detokenize(len(self.token_ids))
+        return "".join(self._pieces)
+
+    def take_text(self) -> str:
+        """Return the text since the last call."""
+        self._detokenize(len(self.token_ids))
+        new = self._pieces[self._num_pieces_taken :]
+        self._num_pieces_taken = len(self._pieces)
+        return "".join(new)
+
+    def output(self) -> RequestOutput:
+        """Snapshot of everything so far."""
+        return self._request_output(self._completion(self.text, 0))
+
+    def take_output(self) -> RequestOutput:
+        """As `output`, with only the text, tokens and log-probabilities since the last call."""
+        first_token, self._num_tokens_taken = self._num_tokens_taken, len(self.token_ids)
+        return self._request_output(self._completion(self.take_text(), first_token))
+
+    def _completion(self, text: str, first_token: int) -> CompletionOutput:
+        has_logprobs = self.num_logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first_token:],
+            cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
+            logprobs=self.logprobs[first_token:] if has_logprobs else None,
+            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
+            stop_reason=self.stop_reason,
+        )
+
+    def _request_output(self, completion: CompletionOutput) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.req_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[completion],
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics(),
+            prompt_logprobs=self.prompt_logprobs,
+            error=self.error,
+            pooled_data=self.pooled,
+        )
+
+    def metrics(self) -> RequestMetrics:
+        """Times and counts of the request so far."""
+        first, last = self._first_token_time, self.last_token_time
+        return RequestMetrics(
+            arrival_time=self.request.arrival_time,
+            first_scheduled_time=self._first_scheduled_time,
+            first_token_time=first,
+            last_token_time=last,
+            finished_time=self._finished_time,
+            num_preemptions=self._num_preemptions,
+            num_generated_tokens=len(self.token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            decoding_s=0.0 if first is None or last is None else last - first,
+            spec_decode_metrics=self._spec_decode_metrics.since(SpecDecodeMetrics()),
+        )
+
+    def advance(self, output: EngineCoreOutput, now: float) -> None:
+        """Update with one step's output. now: monotonic seconds."""
+        new_token_ids = output.new_token_ids
+        if new_token_ids:
+            self.token_ids += new_token_ids
+            if output.num_draft_tokens:
+                self._spec_decode_metrics.note(output.num_draft_tokens, len(new_token_ids) - 1)
+            if self._scanner is not None:
+                self._add_scanned(self._with_text(new_token_ids, output), len(new_token_ids), self._scanner)
+            if self._first_token_time is None:
+                self._first_token_time = now
+            self.last_token_time = now
+        if self.num_logprobs is not None and output.new_logprobs is not None:
+            self._add_logprobs(output.new_logprobs, self.num_logprobs)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = [None, *self._readable(output.prompt_logprobs, ALL_LOGPROBS)]
+        if output.first_scheduled_time is not None:
+            self._first_scheduled_time = output.first_scheduled_time
+            self._num_preemptions = output.num_preemptions
+            self.num_cached_tokens = output.num_cached_tokens
+        has_found_stop = self._scanner is not None and self._scanner.found is not None
+        if output.finish_reason is not None or has_found_stop:
+            self._finish(output, now)
+
+    def _with_text(self, new_token_ids: list[int], output: EngineCoreOutput) -> list[int]:
+        """Tokens of an output that are part of the text: all but a hidden stop token."""
+        is_stop_hidden = output.finish_reason is _STOP and not self._includes_stop
+        return new_token_ids[:-1] if is_stop_hidden else new_token_ids
+
+    def _detokenize(self, end: int) -> None:
+        """Detokenise up to the token at `end`; text with stop strings is detokenised in `advance` already.
+
+        Deferred until the text is read: the CPU caches are cold after a forward pass, so tokens cost several times as
+        much one by one as together.
+        """
+        if self._scanner is not None or self._num_detokenized == len(self.token_ids):
+            return
+        for token_id in self.token_ids[self._num_detokenized : end]:
+            piece = self._push(token_id)
+            if piece:
+                self._pieces.append(piece)
+        self._num_detokenized = len(self.token_ids)
+
+    def _add_scanned(self, token_ids: list[int], num_new: int, scanner: StopScanner) -> None:
+        """Detokenise up to a stop string, if one is found, and drop the tokens after it."""
+        for number, token_id in enumerate(token_ids, start=1):
+            may_stop = self._num_tokens_without_stop <= 0
+            self._num_tokens_without_stop -= 1
+            piece = scanner.push(self._push(token_id), may_stop=may_stop)
+            if piece:
+                self._pieces.append(piece)
+            if scanner.found is not None:
+                del self.token_ids[len(self.token_ids) - num_new + number :]
+                return
+
+    def _add_logprobs(self, rows: LogprobsLists, num_logprobs: int) -> None:
+        """Add the log-probabilities of the tokens that were kept."""
+        num_kept = len(self.token_ids) - len(self.logprobs)
+        self.logprobs += islice(self._readable(rows, num_logprobs), num_kept)
+        self.cumulative_logprob += sum(values[0] for values in rows.logprobs[:num_kept])
+
+    def _readable(self, rows: LogprobsLists, num_logprobs: int) -> Iterator[dict[int, Logprob]]:
+        """Convert rows to `Logprob` by token id: the row's own token, and the `num_logprobs` most likely ones."""
+        text = self.tokenizer.token_text
+        width = None if num_logprobs == ALL_LOGPROBS else num_logprobs + 1
+        for ids, values, rank in zip(rows.logprob_token_ids, rows.logprobs, rows.sampled_token_ranks, strict=True):
+            row = {ids[0]: Logprob(values[0], rank, text(ids[0]))}
+            for column, token_id in enumerate(ids[1:width], start=1):
+                row[token_id] = Logprob(values[column], column, text(token_id))
+            yield row
+
+    def _finish(self, output: EngineCoreOutput, now: float) -> None:
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+        self.error = output.error
+        self.pooled = output.pooled
+        self._finished_time = now
+        num_hidden = len(output.new_token_ids) - len(self._with_text(output.new_token_ids, output))
+        self._detokenize(len(self.token_ids) - num_hidden)
+        piece = self._detokenizer.flush()
+        if self._scanner is not None:
+            piece = self._scan_last(piece, self._scanner)
+        if piece:
+            self._pieces.append(piece)
+
+    def fail(self, error: Exception, now: float) -> None:
+        """End a request whose output processing raised an error; it keeps its output so far."""
+        logger.error("Request %s ends, since its output cannot be made", self.req_id, exc_info=error)
+        self.finish_reason = FinishReason.ERROR
+        self.error = f"The output of this request failed with {type(error).__name__}: {error}"
+        self._num_detokenized = len(self.token_ids)
+        self._finished_time = now
+
+    def _scan_last(self, piece: str, scanner: StopScanner) -> str:
+        if scanner.found is None:
+            piece = scanner.push(piece, may_stop=self._num_tokens_without_stop < 0) + scanner.flush()
+        else:
+            piece = ""
+        if scanner.found is not None and self.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
+            self.finish_reason, self.stop_reason = FinishReason.STOP, scanner.found
+        return piece
+
+
+# Progress of a request, as its consumer sees it.
+Progress: TypeAlias = RequestProgress | FanOut
+
+
+def _start_detokenizer(tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: list[int]) -> Detokenizer:
+    if not params.detokenize:
+        return NoDetokenizer()
+    special = SpecialTokens(are_shown=not params.skip_special_tokens, are_spaced=params.spaces_between_special_tokens)
+    return tokenizer.start_detokenizer(prompt_token_ids, special)
+
+
+@dataclass(slots=True)
+class FollowUp:
+    """Requests to submit to the core and to abort after a step's outputs."""
+
+    requests_to_add: list[EngineRequest] = field(default_factory=list)
+    req_ids_to_abort: list[str] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """Tracks the running requests, and updates each from the core's outputs.
+
+    metrics: metrics to update.
+    shared_prompt_length: minimum prompt tokens for samples to share blocks; None if they never can.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, metrics: EngineMetrics | None = None, *, shared_prompt_length: int | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics or EngineMetrics("", has_prefix_cache=shared_prompt_length is not None)
+        self._shared_prompt_length = shared_prompt_length
+        # By the core's ids: a request with n samples is n requests to the core.
+        self._running: dict[str, RequestProgress] = {}
+        self._fan_outs: dict[str, FanOut] = {}
+        self._news: list[FanOut] = []
+
+    def __len__(self) -> int:
+        """Number of running requests of the core."""
+        return len(self._running)
+
+    def add(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> tuple[Progress, list[EngineRequest]]:
+        """Track a request. Its progress is appended to `inbox` after every step with an output of it.
+
+        Returns its progress, and the requests to submit to the core at once.
+        Raises InvalidRequest when a running request has the same id.
+        """
+        if request.req_id in self._running or request.req_id in self._fan_outs:
+            raise InvalidRequest(f"request_id={request.req_id!r} is that of a running request. Choose another.")
+        if request.sampling_params.n > 1:
+            fan_out = self._fan_out(request, prompt, inbox)
+            return fan_out, fan_out.first_requests()
+        progress = RequestProgress(request, prompt, self._tokenizer, inbox)
+        self._running[request.req_id] = progress
+        return progress, [request]
+
+    def process(self, outputs: Iterable[EngineCoreOutput]) -> FollowUp | None:
+        """Process a step's outputs; outputs of unknown requests are dropped.
+
+        Returns the requests to submit and abort; None if there are none, as in most steps.
+        """
+        now = time.monotonic()
+        running = self._running
+        note_tokens = self._metrics.note_tokens
+        follow_up: FollowUp | None = None
+        for output in outputs:
+            progress = running.get(output.req_id)
+            if progress is None:
+                continue
+            num_before, last = len(progress.token_ids), progress.last_token_time
+            try:
+                progress.advance(output, now)
+            except Exception as error:
+                progress.fail(error, now)
+            if output.new_token_ids:
+                num_new = len(progress.token_ids) - num_before
+                note_tokens(num_new, now=now, last=last, arrival=progress.request.arrival_time)
+            if progress.finish_reason is not None:
+                del running[output.req_id]
+                self._note_end(progress, progress.finish_reason)
+                if output.finish_reason is None:
+                    follow_up = follow_up or FollowUp()
+                    follow_up.req_ids_to_abort.append(output.req_id)
+            progress.inbox.append(progress)
+        if self._news:
+            follow_up = follow_up or FollowUp()
+            self._announce(follow_up)
+        return follow_up
+
+    def metrics(self, stats: SchedulerStats) -> list[Metric]:
+        """Metrics of all requests so far. stats: of the core."""
+        return self._metrics.read(stats, self._metrics_so_far())
+
+    def totals(self) -> RequestTotals:
+        """Counters and histograms of all requests so far, as a copy."""
+        return self._metrics.totals(self._metrics_so_far())
+
+    def request_of(self, core_id: str) -> Progress | None:
+        """Progress of the caller's request to which a core's id belongs; None if it is unknown."""
+        progress = self._running.get(core_id)
+        return progress.inbox if progress is not None and isinstance(progress.inbox, FanOut) else progress
+
+    def core_ids(self, req_ids: Iterable[str]) -> list[str]:
+        """Core ids of these requests, as far as they run."""
+        ids = []
+        for req_id in req_ids:
+            fan_out = self._fan_outs.get(req_id)
+            names = [req_id] if fan_out is None else [sample.req_id for sample in fan_out.samples]
+            ids += [name for name in names if name in self._running]
+        return ids
+
+    def forget(self, req_ids: Iterable[str], refusal: BaseException | None = None) -> list[str]:
+        """Stop tracking these requests. refusal: why no core admitted them, if so. Returns their core ids."""
+        names = list(req_ids)
+        core_ids = self.core_ids(names)
+        for core_id in core_ids:
+            progress = self._running.pop(core_id)
+            if refusal is None:
+                self._note_end(progress, FinishReason.ABORT)
+            else:
+                self._metrics.note_refusal(refusal)
+        for name in names:
+            self._fan_outs.pop(name, None)
+        return core_ids
+
+    def _metrics_so_far(self) -> Iterator[tuple[int, RequestMetrics]]:
+        """Prompt tokens and metrics of each running request."""
+        return ((len(progress.request.prompt_token_ids), progress.metrics()) for progress in self._running.values())
+
+    def _note_end(self, progress: RequestProgress, reason: FinishReason) -> None:
+        self._metrics.note_end(reason, len(progress.request.prompt_token_ids), progress.metrics())
+
+    def _fan_out(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> FanOut:
+        length = self._shared_prompt_length
+        shares_prompt = length is not None and len(request.prompt_token_ids) >= length
+        fan_out = FanOut(request, inbox, self._news, shares_prompt=shares_prompt)
+        samples = sample_requests(request)
+        if not self._running.keys().isdisjoint(sample.req_id for sample in samples):
+            raise InvalidRequest(
+                f"request_id={request.req_id!r} with n={len(samples)} needs the names {samples[0].req_id!r} to "
+                f"{samples[-1].req_id!r}, one of which a running request has. Choose another."
+            )
+        for index, sample in enumerate(samples):
+            fan_out.samples.append(RequestProgress(sample, prompt, self._tokenizer, fan_out, index))
+        self._fan_outs[request.req_id] = fan_out
+        self._running |= {sample.req_id: sample for sample in fan_out.samples}
+        return fan_out
+
+    def _announce(self, follow_up: FollowUp) -> None:
+        news = self._news.copy()
+        self._news.clear()
+        for fan_out in news:
+            follow_up.requests_to_add += fan_out.next_requests()
+            if fan_out.finished:
+                self._fan_outs.pop(fan_out.req_id, None)
+            fan_out.announce()

@@ -1,0 +1,1 @@
+"""Memory of an engine, planned before it starts."""

@@ -1,0 +1,1 @@
+"""Processes of an engine: broker, cores and their supervision."""

@@ -1,0 +1,184 @@
+"""Sums of metrics: counters and histograms that several processes count, and that add up."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from penstock.engine.output.outputs import RequestMetrics
+from penstock.engine.statistics.step_phases import StepPhase
+from penstock.errors import InvalidRequest, Overloaded
+from penstock.scheduler.acceptance import SpecDecodeMetrics
+from penstock.scheduler.outputs import FinishReason
+
+# Upper bounds of the buckets of histograms: seconds of a request, of a token, and of a phase of a step, and numbers of
+# tokens.
+_REQUEST_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+    *(10.0, 20.0, 50.0, 100.0, 200.0, 500.0),
+)
+_TOKEN_SECONDS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
+    *(0.75, 1.0, 2.0, 5.0, 10.0),
+)
+_PHASE_SECONDS = tuple(digit * 10.0**power for power in range(-5, 1) for digit in (1, 2, 5))
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+class Observations(msgspec.Struct):
+    """Histogram. bounds: upper bounds of its buckets. counts: values by bucket, the last one beyond all bounds."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float = 0.0
+
+    @classmethod
+    def of(cls, bounds: tuple[float, ...]) -> Observations:
+        """Empty histogram."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def note(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def add(self, other: Observations) -> None:
+        """Add the values of a histogram with the same bounds."""
+        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
+
+# Histograms of requests that have ended: their bounds, and the value of a request. None is not counted.
+_AT_THE_END: dict[str, tuple[tuple[float, ...], Callable[[RequestMetrics], float | None]]] = {
+    "request_time_per_output_token_seconds": (_TOKEN_SECONDS, lambda metrics: metrics.time_per_output_token_s),
+    "request_queue_time_seconds": (_REQUEST_SECONDS, lambda metrics: metrics.time_in_queue_s),
+    "request_prefill_time_seconds": (_REQUEST_SECONDS, lambda metrics: metrics.prefill_time_s),
+    "request_decode_time_seconds": (_REQUEST_SECONDS, lambda metrics: metrics.decode_time_s),
+    "request_inference_time_seconds": (_REQUEST_SECONDS, lambda metrics: metrics.inference_time_s),
+    "e2e_request_latency_seconds": (_REQUEST_SECONDS, lambda metrics: metrics.latency_s),
+}
+
+
+class RequestTotals(msgspec.Struct):
+    """Counters and histograms of the requests of one front end, or of several together.
+
+    num_queried_tokens: prompt tokens that were looked up in the prefix cache; num_cached_tokens: found there.
+    num_ended: ended requests by `FinishReason`. num_refused: requests that no core admitted, by reason.
+    """
+
+    num_prompt_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    drafts: SpecDecodeMetrics = msgspec.field(default_factory=SpecDecodeMetrics)
+    num_ended: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(map(str, FinishReason), 0))
+    num_refused: dict[str, int] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(("queue_full", "invalid", "error"), 0)
+    )
+    time_to_first_token: Observations = msgspec.field(default_factory=lambda: Observations.of(_REQUEST_SECONDS))
+    inter_token_latency: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKEN_SECONDS))
+    prompt_tokens: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKENS))
+    generation_tokens: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKENS))
+    at_the_end: dict[str, Observations] = msgspec.field(
+        default_factory=lambda: {name: Observations.of(bounds) for name, (bounds, _) in _AT_THE_END.items()}
+    )
+
+    @property
+    def histograms(self) -> dict[str, Observations]:
+        """Histograms by name."""
+        return {
+            "time_to_first_token_seconds": self.time_to_first_token,
+            "inter_token_latency_seconds": self.inter_token_latency,
+            "request_prompt_tokens": self.prompt_tokens,
+            "request_generation_tokens": self.generation_tokens,
+            **self.at_the_end,
+        }
+
+    def note_counts(self, num_prompt_tokens: int, metrics: RequestMetrics, *, has_prefix_cache: bool) -> None:
+        """Count the tokens of a request so far."""
+        # A request that was never scheduled has computed no prompt tokens.
+        if metrics.first_scheduled_time is not None:
+            self.num_prompt_tokens += num_prompt_tokens
+            self.num_queried_tokens += num_prompt_tokens if has_prefix_cache else 0
+        self.num_cached_tokens += metrics.num_cached_tokens
+        self.num_generated_tokens += metrics.num_generated_tokens
+        self.num_preemptions += metrics.num_preemptions
+        self.drafts.add(metrics.spec_decode_metrics)
+
+    def note_end(self, reason: FinishReason, num_prompt_tokens: int, metrics: RequestMetrics) -> None:
+        """Count the end of a request, whose tokens `note_counts` counts."""
+        self.num_ended[reason] += 1
+        if metrics.first_scheduled_time is not None:
+            self.prompt_tokens.note(num_prompt_tokens)
+            self.generation_tokens.note(metrics.num_generated_tokens)
+        for name, (_, value_of) in _AT_THE_END.items():
+            if (value := value_of(metrics)) is not None:
+                self.at_the_end[name].note(value)
+
+    def note_refusal(self, error: BaseException) -> None:
+        """Count a request that no core admitted."""
+        reason = "error"
+        if isinstance(error, Overloaded):
+            reason = "queue_full"
+        elif isinstance(error, InvalidRequest):
+            reason = "invalid"
+        self.num_refused[reason] += 1
+
+    def note_tokens(self, num_tokens: int, *, now: float, last: float | None, arrival: float) -> None:
+        """Observe the times of a step's tokens of a request. last: time of its last token before them, if any.
+
+        Tokens that a step accepted from drafts arrive together: the gaps between them are 0.
+        """
+        if last is None:
+            self.time_to_first_token.note(now - arrival)
+        else:
+            self.inter_token_latency.note(now - last)
+        if num_tokens > 1:
+            self.inter_token_latency.counts[0] += num_tokens - 1
+
+    def add(self, other: RequestTotals) -> None:
+        """Add the counts of other requests."""
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.num_queried_tokens += other.num_queried_tokens
+        self.num_cached_tokens += other.num_cached_tokens
+        self.num_generated_tokens += other.num_generated_tokens
+        self.num_preemptions += other.num_preemptions
+        self.drafts.add(other.drafts)
+        for mine, its in ((self.num_ended, other.num_ended), (self.num_refused, other.num_refused)):
+            for key, count in its.items():
+                mine[key] = mine.get(key, 0) + count
+        histograms = other.histograms
+        for name, observations in self.histograms.items():
+            observations.add(histograms[name])
+
+
+class StepTotals(msgspec.Struct):
+    """Steps of one core, or of several together.
+
+    seconds: time of a step, from the decision what runs to the outputs of the step before or of itself. tokens: its
+    computed tokens. phases: its time by `StepPhase`.
+    """
+
+    seconds: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKEN_SECONDS))
+    tokens: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKENS))
+
+    phases: dict[str, Observations] = msgspec.field(
+        default_factory=lambda: {phase.value: Observations.of(_PHASE_SECONDS) for phase in StepPhase}
+    )
+
+    def note(self, seconds: float, num_tokens: int, phase_s: Mapping[str, float]) -> None:
+        """Count a step. phase_s: seconds by phase; a step need not have all."""
+        self.seconds.note(seconds)
+        self.tokens.note(num_tokens)
+        for phase, phase_seconds in phase_s.items():
+            self.phases[phase].note(phase_seconds)
+
+    def add(self, other: StepTotals) -> None:
+        """Add the steps of another core."""
+        self.seconds.add(other.seconds)
+        self.tokens.add(other.tokens)
+        for phase, observations in self.phases.items():
+            observations.add(other.phases[phase])
