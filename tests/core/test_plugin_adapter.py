@@ -114,7 +114,7 @@ def test_steps_stay_one_call_and_a_changed_table_records_nothing_anew(folder: Pa
     core.close()
 
 
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_ranks_of_a_tensor_parallel_group_add_it_once(
     folder: Path, alone: list[Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

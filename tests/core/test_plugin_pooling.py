@@ -132,6 +132,8 @@ def test_prompts_in_chunks_are_pooled_as_whole_ones(tmp_path: Path, async_schedu
     assert found[0] == found[1]
 
 
+@pytest.mark.one_path(reason="ranks are compared with each other")
+@pytest.mark.slow
 def test_ranks_of_a_tensor_parallel_group_pool_alike(
     weights: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

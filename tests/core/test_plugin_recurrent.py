@@ -79,7 +79,7 @@ def test_requests_go_on_in_a_worker_that_replaces_a_failed_one(folder: Path, alo
     core.close()
 
 
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_ranks_of_a_tensor_parallel_group_keep_equal_sums(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,11 +100,9 @@ def test_more_last_tokens_than_go_from_kernel_to_kernel_at_once(
     assert together() == recorded
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"), [("olmo2", {}), ("gpt2", {}), ("gemma2", {"hidden_activation": "gelu"})]
-)
-def test_others_run_layer_by_layer(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    tiny_checkpoint(tmp_path, family, **overrides)
+@pytest.mark.parametrize("family", ["olmo2", "gpt2"])
+def test_others_run_layer_by_layer(tmp_path: Path, family: str) -> None:
+    tiny_checkpoint(tmp_path, family)
     assert results(tmp_path)[1] == 0
 
 

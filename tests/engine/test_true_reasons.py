@@ -19,9 +19,6 @@ STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys an
 ENCODER = "it is an encoder-decoder model, which are planned"
 IMAGES = "it takes images, which is planned; nor is the language model in it run by itself"
 VIDEOS = "it takes images and videos, which is planned"
-MASKED = "it is not a causal language model: it fills in masked tokens instead of going on with a text"
-CLASSIFIES = "it is not a causal language model: it classifies texts, which is planned"
-NO_HEAD = "it is not a causal language model: it has hidden states only, and no head that scores tokens"
 OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
 
 REASONS = {
@@ -41,9 +38,6 @@ REASONS = {
     "Qwen2VLForConditionalGeneration": VIDEOS,
     "Qwen2AudioForConditionalGeneration": "it takes audio, which is planned",
     "ViTForImageClassification": "it takes images, which is planned",
-    "BertForMaskedLM": MASKED,
-    "Qwen2ForSequenceClassification": CLASSIFIES,
-    "LlamaModel": NO_HEAD,
     "BloomForCausalLM": OWN_ATTENTION,
     "MptForCausalLM": OWN_ATTENTION,
     "FalconForCausalLM": OWN_ATTENTION,

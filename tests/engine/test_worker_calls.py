@@ -32,7 +32,7 @@ class Extension:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", worker_extension_cls=f"{__name__}.Extension", **OPTIONS) as llm:
+    with LLM("demo", cpu_arithmetic="float32", worker_extension_cls=f"{__name__}.Extension", **OPTIONS) as llm:
         yield llm
 
 

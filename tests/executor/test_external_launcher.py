@@ -77,6 +77,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow
 def test_each_rank_has_the_tokens_of_one_worker(tmp_path: Path) -> None:
     with torchrun(tmp_path, PROGRAM, tmp_path, beside=Path(__file__)) as processes:
         with LLM("demo", **OPTIONS) as llm:

@@ -97,8 +97,14 @@ class ExpertRows:
 
     @classmethod
     def of(cls, experts_TK: Tensor, num_experts: int) -> ExpertRows:
-        """Sort the pairs by expert; the rows of one expert stay in the order of their tokens."""
+        """Sort the pairs by expert; the rows of one expert stay in the order of their tokens.
+
+        Tensors without values get the case that needs most memory: all tokens choose the same experts.
+        """
         experts = experts_TK.flatten()
+        if experts.is_meta:
+            num_tokens, top_k = experts_TK.shape
+            return cls(experts, [num_tokens] * top_k)
         counts = torch.bincount(experts, minlength=num_experts)
         return cls(torch.argsort(experts, stable=True), counts.tolist())
 

@@ -97,7 +97,7 @@ def refuse_unsuitable(model_config: ModelConfig) -> None:
     read.
     """
     find_model_class(model_config)
-    if runs_through_transformers(model_config) and model_config.pooling is None:
+    if runs_through_transformers(model_config):
         import_module(_TRANSFORMERS[0]).refuse_unsuitable(model_config)
 
 

@@ -30,7 +30,15 @@ from penstock.runner.sampling import LogitsProcessor, LogitsRows, ProcessorConte
 from penstock.worker import WorkerBase
 from penstock.worker.memory_plan import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
-from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_config, tiny_model
+from support.checkpoints import (
+    MIXTURES,
+    VOCAB_SIZE,
+    edit_config,
+    save_checkpoint,
+    tiny_checkpoint,
+    tiny_config,
+    tiny_model,
+)
 from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import SMALL, make_core
 from support.quantized_checkpoints import gptq_layer, write_quantized
@@ -43,6 +51,7 @@ TOLERANCE = 0.1
 # Steps that are large enough for tensors to matter beside what libraries take.
 PLANNED = {**SMALL, "max_num_batched_tokens": 4000}
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in MIXTURES),
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"tie_word_embeddings": True, "vocab_size": 5000}),  # the head is packed beside the embedding
@@ -175,7 +184,7 @@ def test_a_plan_is_what_the_engine_uses(tmp_path: Path, family: str, changes: di
 
 
 def test_every_native_family_is_compared() -> None:
-    compared = {NATIVE_FAMILIES[family].architecture for family, _ in FAMILIES}
+    compared = {{**NATIVE_FAMILIES, **MIXTURES}[family].architecture for family, _ in FAMILIES}
     assert compared | {"MiMoForCausalLM"} == set(supported_architectures())
 
 

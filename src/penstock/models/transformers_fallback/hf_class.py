@@ -40,6 +40,12 @@ def find_suitable(model_config: ModelConfig) -> tuple[type[PreTrainedModel], Pre
     return model_class, config
 
 
+def refuse_unsuitable_for_pooling(model_config: ModelConfig) -> None:
+    """Check the kind of a model that pools. Raises as `find_suitable`."""
+    model_class = _find_hf_class(model_config)
+    _refuse_more_than_text(model_class, _read_hf_config(model_config, model_class))
+
+
 def _find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:
     """Return the class of `architectures`.
 
@@ -88,13 +94,7 @@ def _decode_floats(value: Any) -> Any:
 
 def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Raise CannotRun for kinds of models that paged attention alone cannot run."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise CannotRun("it is an encoder-decoder model, which are planned")
-    media = _media(model_class, config)
-    if media:
-        raise CannotRun(f"it takes {media}, which is planned; nor is the language model in it run by itself")
-    if getattr(model_class, "_is_stateful", False):
-        raise CannotRun(_STATE)
+    _refuse_more_than_text(model_class, config)
     if model_class.__name__ not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise CannotRun(_other_purpose(model_class.__name__))
     if getattr(config, "add_cross_attention", False):
@@ -108,6 +108,17 @@ def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedCon
     can_set = getattr(model_class, "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         raise CannotRun("its attention does not go through the attention interface of Transformers")
+
+
+def _refuse_more_than_text(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Raise CannotRun for a model that needs more than texts, or that keeps a state."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise CannotRun("it is an encoder-decoder model, which are planned")
+    media = _media(model_class, config)
+    if media:
+        raise CannotRun(f"it takes {media}, which is planned; nor is the language model in it run by itself")
+    if getattr(model_class, "_is_stateful", False):
+        raise CannotRun(_STATE)
 
 
 def _media(model_class: type[PreTrainedModel], config: PretrainedConfig) -> str:

@@ -29,7 +29,7 @@ from penstock.models.transformers_fallback.buffers import (
 )
 from penstock.models.transformers_fallback.checkpoint_names import CheckpointNames, checkpoint_tensors
 from penstock.models.transformers_fallback.head import take_backbone
-from penstock.models.transformers_fallback.hf_class import find_suitable
+from penstock.models.transformers_fallback.hf_class import find_suitable, refuse_unsuitable_for_pooling
 from penstock.models.transformers_fallback.interface import (
     PAGED,
     TRIAL,
@@ -151,17 +151,19 @@ class TransformersForCausalLM(CausalLM):
 
 
 def refuse_unsuitable(model_config: ModelConfig) -> None:
-    """Raise UnsupportedModel with the reason for a kind of model that paged attention cannot run."""
+    """Raise UnsupportedModel with the reason for a kind of model that cannot run."""
     try:
-        find_suitable(model_config)
+        if model_config.pooling is not None:
+            refuse_unsuitable_for_pooling(model_config)
+        else:
+            find_suitable(model_config)
     except CannotRun as reason:
         raise _refusal(model_config, reason) from reason
 
 
 def _refusal(config: ModelConfig, reason: CannotRun) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{config.model} ({config.architecture}) cannot run through Transformers on paged attention: {reason}."
-    )
+    where = "" if config.pooling is not None else " on paged attention"
+    return UnsupportedModel(f"{config.model} ({config.architecture}) cannot run through Transformers{where}: {reason}.")
 
 
 def _build(model_config: ModelConfig) -> PreTrainedModel:
