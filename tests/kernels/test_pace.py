@@ -67,12 +67,12 @@ def simulate(simulator: Path, *phases: tuple[int, int, float, float, float]) -> 
 @given(full=st.integers(2, 16), busy=st.integers(1, 16), work=st.floats(1e-4, 5e-2), away=st.floats(2e-3, 3e-2))
 def test_threads_follow_the_free_cores(simulator: Path, full: int, busy: int, work: float, away: float) -> None:
     free = max(1, full - busy)
-    # Less than a fifth of a step is not worth a thread.
+    # A shorter absence is not worth a thread.
     away = max(away, work)
     shared, alone = simulate(simulator, (full, free, work, away, 20.0), (full, full, work, away, 30.0))
     assert shared[0] in (free, free + 1)
-    # Tries are rare: of 20 seconds, one in ten.
-    assert shared[2] * away < 2.0 + away * full
+    # Tries are rare.
+    assert shared[2] * away < 4.0 + away * full
     assert alone[0] == full
 
 

@@ -15,8 +15,8 @@ inline double seconds_now() {
 // run. A thread that shares its core with another process is away for milliseconds, and all others wait for it in every
 // product; without it they are faster.
 //
-// Threads are taken away one by one while more than a fifth of the time is lost, and are tried again after an interval
-// that doubles with each try that fails.
+// Of n threads, one is taken away where more than 1 / n of the time is lost: then n - 1 do as much. It is tried again
+// after an interval that doubles with each try that fails.
 class Pace {
  public:
   // Number of threads for the next region, at most `full`.
@@ -31,11 +31,9 @@ class Pace {
     if (threads < 2) return;
     if (threads != threads_) threads_ = threads, time_ = lost_ = 0;
     time_ += time;
-    lost_ += lost;
-    // A loss is certain as soon as it is a fifth of the window, whatever the rest of the window brings.
-    const bool is_lossy = lost_ > kMostLost * kWindow;
-    if (time_ < kWindow && !is_lossy) return;
-    if (lost_ > kMostLost * time_) {
+    lost_ += lost < time ? lost : time;
+    if (time_ < (limit_ != 0 && threads > limit_ ? kTry : kWindow)) return;
+    if (lost_ * threads > time_) {
       interval_ = now - reduced_at_ > kMemory ? kShortest : 2 * interval_ < kLongest ? 2 * interval_ : kLongest;
       limit_ = threads - 1;
       reduced_at_ = now;
@@ -49,7 +47,7 @@ class Pace {
   int limit() const { return limit_; }
 
  private:
-  static constexpr double kWindow = 8e-3, kMostLost = 0.2;
+  static constexpr double kWindow = 0.1, kTry = 0.02;
   static constexpr double kShortest = 0.1, kLongest = 3.0, kMemory = 10.0;
 
   int limit_ = 0;  // 0 for none

@@ -111,6 +111,7 @@ class Crew {
   // First thread: calls main(data), then releases the other threads.
   void lead(int size, void (*main)(void*), void* data) {
     size_ = size;
+    began_ = seconds_now();
     current = this;
     is_first = true;
     main(data);
@@ -137,7 +138,7 @@ class Crew {
 
   // First thread: `run_parallel`.
   void run(int num_threads, void (*body)(void*, int, const Team&), void* data) {
-    if (lost() > kMostLost && size_ > 1) dismiss();
+    if (lost() > kMostLost && size_ > 1 && lost() * size_ > seconds_now() - began_) dismiss();
     if (size_ == 1) {
       Team alone{1, no_barrier};
       body(data, 0, alone);
@@ -166,7 +167,7 @@ class Crew {
 
  private:
   // Loss in seconds after which a crew goes on without its other threads.
-  static constexpr double kMostLost = 2e-3;
+  static constexpr double kMostLost = 20e-3;
 
   // Sends the other threads away.
   void dismiss() {
@@ -193,7 +194,7 @@ class Crew {
   void (*body_)(void*, int, const Team&) = nullptr;
   void* data_ = nullptr;
   Team team_{1, no_barrier};
-  double lost_ = 0;
+  double lost_ = 0, began_ = 0;
   // Separate cache lines, against false sharing.
   alignas(64) std::atomic<uint32_t> call_{0};
   alignas(64) std::atomic<int> busy_{0};
