@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
+from penstock.errors import CheckpointError
 from penstock.layers.linear import LinearLayer
 from support.adapters import VARIANTS, make_adapters, parts_of, request_of, with_adapter
 from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
@@ -245,6 +246,7 @@ FURTHER = {
     ],
     "phi3": [{"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}],
     "gemma3": [{"r": 4, "target_modules": ["q_proj", "embed_tokens", "down_proj"]}],
+    "qwen3_moe": [{"r": 4, "target_modules": ["q_proj", "o_proj", "lm_head"]}],
 }
 
 
@@ -257,6 +259,14 @@ def test_other_families_have_adapters(family: str, tmp_path: Path) -> None:
         results = run(core, model, PROMPTS[: len(numbers)], numbers)
         core.close()
         assert_same(results, [model.expected(*pair) for pair in zip(PROMPTS, numbers, strict=False)])
+
+
+def test_adapters_of_routers_and_experts_are_refused_by_name(tmp_path: Path) -> None:
+    with adapted(tmp_path, "qwen2_moe", [{"r": 2, "target_modules": ["shared_expert.up_proj"]}]) as model:
+        core = make_core(model.folder, **OPTIONS)
+        with pytest.raises(CheckpointError, match=r"mlp\.shared_expert\.up_proj"):
+            core.collective_rpc("add_lora", args=(model.requests[1],))
+        core.close()
 
 
 def test_models_of_transformers_have_adapters(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from torch import nn
+
 from penstock.errors import ModelError
 from penstock.layers.experts import MoE, Routing
+from penstock.layers.weights import Shard
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
-from penstock.models.weights import Into, WeightTable
+from penstock.models.weights import Into, WeightTable, modules_of_table
 from penstock.parallel import ParallelState
 
 # Families, and versions of Transformers, differ in the name.
@@ -46,6 +49,13 @@ class MixtureForCausalLM(DecoderForCausalLM):
     ) -> None:
         super().__init__(config, parallel, model)
         self._moe_layers, self._num_experts = moe_layers, routing.num_experts
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        """As `CausalLM`; routers and experts, which see some rows only, have no adapters."""
+        experts = {name for layer in self._moe_layers for name in self._expert_table(layer)}
+        table = {**self._table(), "lm_head": self.weight_table["lm_head"]}
+        others = {name: into for name, into in table.items() if name not in experts}
+        return modules_of_table(self, others, self.config.num_layers)
 
     def _table(self) -> WeightTable:
         mlps = {name: into for name, into in super()._table().items() if ".mlp." in name}
