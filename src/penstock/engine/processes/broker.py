@@ -168,7 +168,7 @@ class Broker:
         threading.Thread(target=self._read_parent, name="penstock-parent", daemon=True).start()
         self._parent.send(self._started)
         for front in self._fronts:
-            front.send(self._started)
+            self._welcome(front)
         while True:
             while not self._arrived.empty():
                 sender, data = self._arrived.get()
@@ -200,8 +200,7 @@ class Broker:
             self._remove(front)
         elif data == _HELLO:
             self._fronts.add(front)
-            front.send(self._started)
-            front.send(self._status())
+            self._welcome(front)
         elif front in self._fronts:
             message = decode(data, ToCore).message
             if isinstance(message, AddRequest):
@@ -211,6 +210,11 @@ class Broker:
                 front.send(Answer(call_id=message.call_id))
             elif isinstance(message, UtilityCall):
                 front.send(self._call(message))
+
+    def _welcome(self, front: FrontEnd) -> None:
+        """Tell a front end that the cores have started; the status comes first, so that it is ready from then on."""
+        front.send(self._status())
+        front.send(self._started)
 
     def _add(self, front: FrontEnd, message: AddRequest) -> None:
         request = message.request
