@@ -26,7 +26,7 @@ _ENCODERS = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "Cam
 
 
 class Use(Enum):
-    """What a model class is made for."""
+    """Purpose of a model class."""
 
     GENERATE = auto()
     EMBED = auto()
