@@ -58,23 +58,20 @@ Args of_rows(Args a, const Call& call) {
 
 Result with_memory(bool had_memory) { return {had_memory, 0}; }
 
-Result rms_norm(const Operation& operation, const Call& call) {
-  NormArgs a = of_rows(operation.get<NormArgs>(), call);
+// A norm of rows, after the residual is added. kernel: of the table of kernels.
+template <typename Args>
+Result norm(const Operation& operation, const Call& call, void (*Kernels::*kernel)(const Args&)) {
+  Args a = of_rows(operation.get<Args>(), call);
   a.x_stride = call.x.stride;
   a.residual = call.second.at;
   a.out = call.out.at;
-  call.kernels->rms_norm(a);
+  (call.kernels->*kernel)(a);
   return kDone;
 }
 
-Result layer_norm(const Operation& operation, const Call& call) {
-  LayerNormArgs a = of_rows(operation.get<LayerNormArgs>(), call);
-  a.x_stride = call.x.stride;
-  a.residual = call.second.at;
-  a.out = call.out.at;
-  call.kernels->layer_norm(a);
-  return kDone;
-}
+Result rms_norm(const Operation& operation, const Call& call) { return norm(operation, call, &Kernels::rms_norm); }
+
+Result layer_norm(const Operation& operation, const Call& call) { return norm(operation, call, &Kernels::layer_norm); }
 
 Result activate(const Operation& operation, const Call& call) {
   ActivationArgs a = of_rows(operation.get<ActivationArgs>(), call);
