@@ -20,25 +20,25 @@ from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
+from penstock.engine.async_adapters import AsyncAdapterMethods
 from penstock.engine.core.core_client import CoreClient, check_timeout
 from penstock.engine.core.core_place import with_core_process
 from penstock.engine.core.core_thread import CoreThread
-from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
+from penstock.engine.dispatcher import input_processor_for, output_processor_for, start_core
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.default_sampling import default_sampling_params
-from penstock.engine.inputs.input_processor import AcceptedRequest
 from penstock.engine.inputs.params_processor import check_is_params
 from penstock.engine.inputs.pooling_prompts import check_is_pooling_params
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.inputs.streaming_input import StreamingInput, generate_in_turns
-from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.output.output_stream import OutputStream, StreamLock
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import PoolingOutput, PoolingRequestOutput, as_pooling
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
+from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from penstock.errors import InvalidParameter, PenstockError, same_error
+from penstock.errors import InvalidParameter, PenstockError
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging
 from penstock.worker.capabilities import check_async_engine
@@ -50,11 +50,9 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 # Threads that tokenise and check what would take an event loop too long.
 _NUM_INTAKE_THREADS = 2
-# Poll interval while an adapter is loaded.
-_LOADING_POLL_S = 0.005
 
 
-class AsyncEngine(RefusesMethods):
+class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
     """A model whose outputs are streamed to coroutines; no event loop waits for its steps.
 
     model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.
@@ -107,11 +105,11 @@ class AsyncEngine(RefusesMethods):
         self._streams: set[OutputStream] = set()
         lock, streams = self._lock, self._streams
 
-        def start() -> _StreamDispatcher:
+        def start() -> StreamDispatcher:
             core = begin(config, tokenizer)
-            return _StreamDispatcher(core, output_processor_for(config, tokenizer()), lock)
+            return StreamDispatcher(core, output_processor_for(config, tokenizer()), lock)
 
-        self._thread = CoreThread(start=start, on_end=lambda end: _fail_all(lock, streams, end))
+        self._thread = CoreThread(start=start, on_end=lambda end: fail_all(lock, streams, end))
         self._dispatcher = self._thread.dispatcher
         self._tokenizer = tokenizer()
         self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core, front_end)
@@ -301,40 +299,6 @@ class AsyncEngine(RefusesMethods):
         )
         return answers
 
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter while requests run; False if there is one of its id already.
-
-        With `load_inplace` it replaces that one, between two steps; requests that run with it go on with the new
-        weights. Raises CheckpointError or UnsupportedFeature for one that cannot be loaded, InvalidRequest without
-        room for it.
-        """
-        lora_id = lora_request.lora_int_id
-        is_new = lora_id not in await self.list_loras()
-        if is_new:
-            await self.collective_rpc("prefetch_lora", args=(lora_request,))
-            while any(status.get(lora_id) == "" for status in await self.collective_rpc("lora_status")):
-                await asyncio.sleep(_LOADING_POLL_S)
-        return any(await self.collective_rpc("add_lora", args=(lora_request,))) or is_new
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter; False for an unknown id. Requests that run keep it until they end."""
-        return all(await self.collective_rpc("remove_lora", args=(lora_id,)))
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in memory and in its slot on the device; False for an unknown id."""
-        return all(await self.collective_rpc("pin_lora", args=(lora_id,)))
-
-    async def list_loras(self) -> set[int]:
-        """Ids of the adapters in host memory."""
-        of_workers: list[set[int]] = await self.collective_rpc("list_loras")
-        return set.intersection(*of_workers)
-
-    async def known_loras(self) -> list[LoRARequest]:
-        """Adapters that requests may use by their ids, loaded or not; without the tensors of those in memory."""
-        of_cores: list[list[LoRARequest]] = await self.collective_rpc("known_loras")
-        known = {adapter.lora_int_id: adapter for of_core in of_cores for adapter in of_core}
-        return [known[lora_id] for lora_id in sorted(known)]
-
     async def get_metrics(self) -> list[Metric]:
         """Metrics of this engine since its start, read after the current step; see `LLM.get_metrics`."""
         metrics: list[Metric] = await self._call("get_metrics", self._dispatcher.metrics)
@@ -474,7 +438,7 @@ class AsyncEngine(RefusesMethods):
         with self._lock:
             self._streams.add(stream)
         try:
-            self._thread.submit(lambda: _admit(self._dispatcher, self._lock, stream, accepted))
+            self._thread.submit(lambda: admit(self._dispatcher, self._lock, stream, accepted))
         except BaseException:
             self._remove(stream)
             raise
@@ -490,43 +454,12 @@ class AsyncEngine(RefusesMethods):
         # An engine that has ended has no request left to end.
         with suppress(PenstockError):
             if not stream.is_over:
-                self._thread.submit(lambda: _abandon(self._dispatcher, stream))
+                self._thread.submit(lambda: abandon(self._dispatcher, stream))
         stream.is_over = True
 
     def _remove(self, stream: OutputStream) -> None:
         with self._lock:
             self._streams.discard(stream)
-
-
-class AdmittedRequest:
-    """Outputs of a request that the core has admitted, to be read once: `async with request: async for ...`.
-
-    Leaving the block, or `close`, aborts a request that has not ended.
-    """
-
-    def __init__(self, stream: OutputStream, close: Callable[[OutputStream], None]) -> None:
-        self._stream = stream
-        self._close = close
-
-    def close(self) -> None:
-        """Abort the request if it has not ended. A second call does nothing."""
-        self._close(self._stream)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._stream.is_over:
-            raise StopAsyncIteration
-        return await self._stream.next()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _load_for_event_loops(folder: Path, for_callers: bool) -> Tokenizer:
@@ -548,55 +481,6 @@ def _start_given(
         return load_core(config)
 
     return start
-
-
-class _StreamDispatcher(Dispatcher):
-    """Dispatcher that also aborts requests of closed event loops, and forwards a remote core's refusals to readers."""
-
-    _lock: StreamLock
-
-    def __init__(self, core: CoreClient, processor: OutputProcessor, lock: StreamLock) -> None:
-        super().__init__(core, processor, lock)
-        core.on_admission(self._take_admission)
-
-    def step(self) -> None:
-        super().step()
-        for stream in self._lock.take_orphans():
-            _abandon(self, stream)
-
-    def _take_admission(self, core_id: str, error: PenstockError | None) -> None:
-        with self._lock:
-            request = self._processor.request_of(core_id)
-            if request is None:
-                return
-            stream = request.inbox
-            assert isinstance(stream, OutputStream), "its requests come from `AsyncEngine`"
-            if error is None:
-                stream.admit()
-                return
-            stream.fail(error)
-        self.abandon([request.req_id], error)
-
-
-def _fail_all(lock: StreamLock, streams: set[OutputStream], error: PenstockError) -> None:
-    with lock:
-        for stream in streams:
-            stream.fail(same_error(error))
-
-
-def _admit(dispatcher: Dispatcher, lock: StreamLock, stream: OutputStream, accepted: AcceptedRequest) -> None:
-    try:
-        stream.progress = dispatcher.admit(accepted.request, accepted.prompt, stream)
-    except Exception as error:
-        with lock:
-            stream.fail(error)
-
-
-def _abandon(dispatcher: Dispatcher, stream: OutputStream) -> None:
-    """Abort the stream's request if it runs; its id may belong to another request by now."""
-    progress = stream.progress
-    if progress is not None and not progress.finished:
-        dispatcher.abandon([progress.req_id])
 
 
 def _checked_id(request_id: Any) -> str:

@@ -15,9 +15,10 @@ import msgspec
 
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
-from penstock.engine.async_engine import AdmittedRequest, AsyncEngine
+from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.stream_dispatcher import AdmittedRequest
 from penstock.server.http.errors import ApiError
 
 # Output of a prompt, after the prompt's number in its HTTP request.
