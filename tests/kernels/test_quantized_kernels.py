@@ -62,7 +62,7 @@ def integers(low: int, high: int, size: tuple[int, int], random: torch.Generator
 
 
 def magnitudes(weight: QuantizedWeight) -> Tensor:
-    """Of the two numbers that are added for each weight."""
+    """Sum of the magnitudes of the two numbers that are added for each weight: [O, I]."""
     magnitude_OI = replace(weight, minimums_OG=None).dequantize().abs_()
     if weight.minimums_OG is None:
         return magnitude_OI
