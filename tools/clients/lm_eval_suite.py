@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 _PACKAGES = ("lm-eval[api]==0.4.13", "transformers==5.24.0")
 _MODEL = ROOT / "src" / "penstock" / "assets" / "demo"
-_ENGINE = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB")
+_ENGINE = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB", "--cpu-arithmetic", "float32")
 _TOLERANCE = 1e-3
 _MAX_TOKENS = 24
 _STOP = "\n\n"
