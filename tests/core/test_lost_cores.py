@@ -107,6 +107,7 @@ def test_whatever_a_request_asks_for_goes_on_over_the_death_of_its_core(options:
     assert said([ends[accepted.request.req_id] for accepted in requests]) == expected
 
 
+@pytest.mark.slow
 def test_two_engines_say_what_one_says_and_answer_for_all_their_workers() -> None:
     prompts, params, _ = varied_requests()
     options = {**DEMO, "num_threads": 2}

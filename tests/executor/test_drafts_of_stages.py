@@ -112,7 +112,7 @@ def assert_as_of_one_worker(
         ("eagle3", "target", (2, 1, 1)),
     ],
 )
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_the_last_stage_guesses_for_all(models: Path, method: str, target: str, stages: tuple[int, ...]) -> None:
     assert_as_of_one_worker(models, method, target, stages, {}, async_scheduling=False)
 

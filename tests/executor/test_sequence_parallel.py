@@ -36,12 +36,12 @@ def scattered_steps(worker: WorkerBase) -> int:
     ("family", "size", "least"),
     [
         ("llama", 2, 1),
-        pytest.param("llama", 4, 8, marks=pytest.mark.slow),
-        pytest.param("gemma3", 2, 8, marks=pytest.mark.slow),
+        ("llama", 4, 8),
+        ("gemma3", 2, 8),
         ("olmo2", 2, 8),
     ],
 )
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, least: int, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE, head_dim=16)
     results = []

@@ -39,6 +39,7 @@ def plant(root: Path, bugs: dict[str, dict[str, Any]], *options: str) -> tuple[i
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_bug_that_no_test_notices_lives(root: Path) -> None:
     status, lines = plant(root, {"doubles": CAUGHT, "halves": LIVING, "unreadable": {"old": "2 * x", "new": "2 *"}})
     assert status == 1
@@ -68,6 +69,7 @@ def test_a_piece_that_is_not_there_once_is_an_error(root: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_bug_show_nothing(root: Path) -> None:
     (root / "tests/test_it.py").write_text(TEST.replace("(4, 0)", "(5, 0)"))
     status, lines = plant(root, {"doubles": CAUGHT})

@@ -66,7 +66,7 @@ def test_a_flaky_test_is_listed_and_the_run_is_green(tmp_path: Path, arguments: 
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "2", "--dist", "loadfile"]], ids=["one process", "two"])
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_a_test_that_fails_twice_makes_the_run_red(tmp_path: Path, arguments: list[str]) -> None:
     status, lines = run_tool(tmp_path, PASSES + FLAKY + FAILS, *arguments)
     assert status == 1

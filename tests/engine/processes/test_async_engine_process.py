@@ -304,6 +304,7 @@ def run_program(folder: Path, source: str, *command: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attribute", "is_here", "other"), [("None", False, "[5, 5, 5] False"), ("threading.Lock()", True, "ConfigError")]
 )
