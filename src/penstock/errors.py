@@ -94,6 +94,10 @@ class TokenizerError(ModelError):
     """The tokenizer's files are missing or damaged."""
 
 
+class InvalidRecording(PenstockError, ValueError):
+    """Recording of an engine's steps that cannot be read or replayed."""
+
+
 class OutOfMemory(PenstockError, MemoryError):
     """The memory plan does not fit; the message shows the plan."""
 

@@ -17,6 +17,7 @@ from penstock.cli.flags import EngineCommand, with_dashes
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.pool import classify, embed, score
+from penstock.cli.replay import replay
 from penstock.cli.serve import serve
 
 
@@ -60,6 +61,7 @@ app.command(cls=EngineCommand)(serve)
 app.command()(env)
 app.command(cls=EngineCommand)(plan)
 app.command(cls=EngineCommand)(bench)
+app.command()(replay)
 app.command("bench serve", cls=ManyValuesCommand)(bench_serve)
 
 

@@ -9,6 +9,7 @@ from penstock.config.lora import LoRAConfig
 from penstock.config.model import ModelConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
+from penstock.config.recording import RecordingConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
@@ -24,6 +25,7 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "ProfilerConfig",
+    "RecordingConfig",
     "SamplingConfig",
     "SchedulerConfig",
     "SpeculativeConfig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from penstock.config.model import MODEL_OPTIONS, ModelConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.reasoning import ReasoningMarkers, reasoning_markers
+from penstock.config.recording import RecordingConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
@@ -54,6 +56,7 @@ class EngineConfig:
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    recording: RecordingConfig = field(default_factory=RecordingConfig)
     replaces_lost_core: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +76,7 @@ class EngineConfig:
                 "longest prompt instead."
             )
         self._check_pooling()
+        self._check_recording()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(
@@ -122,6 +126,22 @@ class EngineConfig:
                     "tensor_parallel_size and data_parallel_size work."
                 )
 
+    def _check_recording(self) -> None:
+        """Refuse recordings that could not be replayed, or that several processes would write."""
+        if self.recording.record is None:
+            return
+        if self.parallel.must_agree_on_time:
+            raise ConfigError(
+                f"record={str(self.recording.record)!r} is not valid with engines that another program starts "
+                "(distributed_executor_backend='external_launcher'): each rank would write it. Leave it out."
+            )
+        rule = self.speculative.rejection_sample_method
+        if self.speculative.method is not None and rule != "exact":
+            raise ConfigError(
+                f"record={str(self.recording.record)!r} is not valid with rejection_sample_method={rule!r}, whose "
+                "tokens depend on the probabilities of drafts, which are not recorded. Allowed: 'exact'."
+            )
+
     def _message_pieces(self, num_reqs: int) -> int:
         """Pieces of the message with the outcome of a step, from the last stage to another."""
         outcome = _OUTCOME_BYTES + self.speculative.num_speculative_tokens * _TOKEN_BYTES
@@ -148,6 +168,24 @@ class EngineConfig:
         """Markers of the reasoning after which constraints begin; None if they begin with the output."""
         has_reasoning = self.structured.reasoning_parser is not None and not self.structured.enable_in_reasoning
         return self.reasoning_markers if has_reasoning else None
+
+    def options(self) -> dict[str, Any]:
+        """Options besides the model that differ from their defaults, as `create` takes them; plain data."""
+        concerns = [self.model, *(getattr(self, name) for name in _CONCERNS)]
+        options = {
+            one.name: value
+            for concern in concerns
+            for one in dataclasses.fields(concern)
+            if one.init and (value := getattr(concern, one.name)) != _default(one) and _default(one) is not _REQUIRED
+        }
+        speculative = {
+            one.name: value
+            for one in dataclasses.fields(self.speculative)
+            if (value := getattr(self.speculative, one.name)) != _default(one)
+        }
+        if self.speculative.method is not None:
+            options[_SPECULATIVE_CONFIG] = speculative
+        return {name: _as_data(value) for name, value in options.items()}
 
     @classmethod
     def create(cls, model: str | Path, **options: Any) -> EngineConfig:
@@ -199,7 +237,27 @@ _CONCERNS: dict[str, type[Any]] = {
     "graphs": GraphConfig,
     "structured": StructuredOutputsConfig,
     "lora": LoRAConfig,
+    "recording": RecordingConfig,
 }
+
+
+# Default of fields without one.
+_REQUIRED = object()
+
+
+def _default(one: dataclasses.Field[Any]) -> Any:
+    if one.default is not dataclasses.MISSING:
+        return one.default
+    return _REQUIRED if one.default_factory is dataclasses.MISSING else one.default_factory()
+
+
+def _as_data(value: Any) -> Any:
+    """Return an option's value as JSON has it."""
+    if isinstance(value, Mapping):
+        return {name: _as_data(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_data(one) for one in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def option_names() -> list[str]:

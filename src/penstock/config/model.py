@@ -18,7 +18,7 @@ from penstock.config.generation import (
 )
 from penstock.config.json_file import read_json_object, shown
 from penstock.config.pooling import POOL, PoolingConfig, read_pooling
-from penstock.config.resolve import resolve_model_folder
+from penstock.config.resolve import SHIPPED_MODELS, resolve_model_folder
 from penstock.config.size_limits import MAX_POSITIONS, check_sizes
 from penstock.errors import ConfigError, ModelError
 
@@ -166,6 +166,12 @@ class ModelConfig:
             hf_generation_config=read_json_object(generation / GENERATION_CONFIG_FILE, ModelError, is_optional=True),
             **options,
         )
+
+    @property
+    def name_elsewhere(self) -> str:
+        """Name under which another process finds the model: the given one, or the folder of a hub id."""
+        is_given = self.model in SHIPPED_MODELS or Path(self.model).exists()
+        return self.model if is_given else str(self.folder)
 
     @property
     def pools(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from typing import cast
 
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
+from penstock.executor.recording.recorder import RecordingExecutor
 from penstock.observability.standard_streams import occupy_standard_descriptors
 
 # Imported on demand.
@@ -34,5 +36,8 @@ def create_executor(config: EngineConfig) -> Executor:
     if config.parallel.tensor_parallel_size > 1:
         importlib.import_module("penstock.loader.loader").check_tensor_parallel_size(config)
     module, name = _EXECUTORS[config.parallel.executor]
-    executor: type[Executor] = getattr(importlib.import_module(f"penstock.executor.{module}"), name)
-    return executor(config)
+    executor_type: type[Executor] = getattr(importlib.import_module(f"penstock.executor.{module}"), name)
+    executor = executor_type(config)
+    if config.recording.record is None:
+        return executor
+    return cast(Executor, RecordingExecutor(executor, config))

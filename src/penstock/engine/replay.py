@@ -1,0 +1,245 @@
+"""Replay: runs the steps of a recording in new workers, without scheduler and requests, and compares the results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from penstock.contract.runner_output import SampledOutput
+from penstock.engine.planning.kv_cache_size import specs_of_all, whole_kv_cache_bytes
+from penstock.errors import InvalidRecording, OutOfMemory
+from penstock.executor import Executor, create_executor
+from penstock.executor.recording.entries import (
+    Called,
+    Executed,
+    Failed,
+    Read,
+    Recording,
+    Sampled,
+    Start,
+    now_s,
+    read_recording,
+)
+from penstock.executor.recording.replayed_steps import ReplayedSteps, num_scratch_blocks
+from penstock.observability.units import format_bytes
+from penstock.scheduler.kv_cache_plan import bytes_per_block, group_layers, make_kv_cache_config
+
+# Options of the recorded engine that a replay has no use for.
+_NOT_REPLAYED = (
+    "record",
+    "record_window_s",
+    "record_prompts",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_rank",
+    "data_parallel_rank_local",
+    "enable_multiprocessing",
+    "kv_cache_memory_bytes",
+    "memory_fraction",
+)
+_MOST_DIFFERENCES = 10
+PHASES = ("execute", "sample", "wait")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Request of a step whose result is another one. step_id: of the recording."""
+
+    step_id: int
+    req_id: str
+    recorded: list[int] | str
+    replayed: list[int] | str
+
+
+@dataclass(slots=True)
+class ReplayReport:
+    """Result of a replay.
+
+    num_compared: tokens, or pooled vectors, of the recording. num_different: results of a request in a step that
+    differ; `differences` are the first ones. num_filled_tokens: positions that were computed before their steps, since
+    the recording begins with them or they were cached prefixes; their time is not in `replayed_s`.
+    recorded_s, replayed_s: seconds by phase: execute, sample, wait. end: how the recording ends.
+    """
+
+    num_steps: int = 0
+    num_compared: int = 0
+    num_different: int = 0
+    num_filled_tokens: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    recorded_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    replayed_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    end: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.num_different
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "is_equal": self.is_equal}
+
+
+def replay(path: Path, model: str | None = None, **overrides: Any) -> ReplayReport:
+    """Run a recording in new workers.
+
+    model: name of the model here; None for that of the recording. overrides: engine options that replace the recorded
+    ones, such as tensor_parallel_size=2.
+
+    Raises InvalidRecording for a file that cannot be replayed, OutOfMemory where its KV cache does not fit.
+    """
+    recording = read_recording(path)
+    check_replayable(recording, path)
+    start = recording.start
+    options = {name: value for name, value in start.options.items() if name not in _NOT_REPLAYED}
+    config = EngineConfig.create(model or start.model, **{"max_model_len": start.max_model_len, **options, **overrides})
+    executor = create_executor(config)
+    try:
+        _allocate(executor, config, start)
+        return _Replay(recording, executor, config).run()
+    finally:
+        executor.shutdown()
+
+
+def check_replayable(recording: Recording, path: Path) -> None:
+    """Raise InvalidRecording for a recording without tokens, or with calls that cannot be repeated."""
+    if recording.start.is_redacted:
+        raise InvalidRecording(
+            f"{path} holds no tokens, so it cannot be replayed. Record with record_prompts=True; "
+            "`penstock replay FILE --show` lists its steps."
+        )
+    for entry in recording.entries:
+        if isinstance(entry, Called) and entry.adapter is None and entry.adapter_id is None:
+            raise InvalidRecording(
+                f"{path} holds a call of {entry.method}, whose weights are not recorded, so it cannot be replayed. "
+                "`penstock replay FILE --show` lists its steps."
+            )
+
+
+def _allocate(executor: Executor, config: EngineConfig, start: Start) -> None:
+    """Allocate the recorded blocks, and scratch ones behind them."""
+    specs_by_rank = executor.get_kv_cache_specs()
+    plans = executor.determine_available_memory()
+    groups = group_layers(specs_of_all(specs_by_rank))
+    recorded = start.kv_cache_config
+    found = [(group.layer_names, group.spec.block_size) for group in groups]
+    wanted = [(group.layer_names, group.spec.block_size) for group in recorded.groups]
+    if found != wanted:
+        raise InvalidRecording(
+            f"The recorded engine had KV-cache groups {wanted}, but these workers have {found}. Replay with the model, "
+            "block_size and kv_cache_dtype of the recording."
+        )
+    num_blocks = recorded.num_blocks
+    if groups:
+        factor = config.parallel.decode_context_parallel_size
+        num_blocks += num_scratch_blocks(recorded, factor, start.max_model_len)
+        needed, available = num_blocks * bytes_per_block(groups), whole_kv_cache_bytes(specs_by_rank, plans)
+        if needed > available:
+            raise OutOfMemory(
+                f"The recorded KV cache needs {format_bytes(needed)}, but {format_bytes(available)} are free for it. "
+                "Replay on a machine with more memory, or with more ranks."
+            )
+    executor.initialize_from_config(make_kv_cache_config(groups, num_blocks), start.max_model_len)
+
+
+class _Replay:
+    """Replay of one recording."""
+
+    def __init__(self, recording: Recording, executor: Executor, config: EngineConfig) -> None:
+        self._recording = recording
+        self._executor = executor
+        self._timeout_s = config.parallel.step_timeout_s
+        self._report = ReplayReport()
+        self._recorded = {entry.result.step_id: entry for entry in recording.entries if isinstance(entry, Read)}
+        self._steps = ReplayedSteps(
+            recording.start,
+            {step_id: entry.result for step_id, entry in self._recorded.items()},
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            positions_per_block=config.parallel.decode_context_parallel_size,
+        )
+
+    def run(self) -> ReplayReport:
+        """Run all steps. Raises what the workers raise."""
+        executed: tuple[Executed, SchedulerOutput] | None = None
+        for adapter in self._recording.start.adapters:
+            self._executor.collective_rpc("add_lora", args=(adapter,))
+        for entry in self._recording.entries:
+            if isinstance(entry, Executed):
+                executed = (entry, self._execute(entry))
+            elif isinstance(entry, Sampled) and executed is not None:
+                self._sample(*executed, entry)
+                executed = None
+            elif isinstance(entry, Called):
+                self._call(entry)
+            elif isinstance(entry, Failed):
+                self._report.end = f"The recorded workers failed: {entry.reason}"
+        if self._recording.is_cut and not self._report.end:
+            self._report.end = "The recording was cut: its process ended while it wrote."
+        elif executed is not None and not self._report.end:
+            self._report.end = f"The recorded process ended in step {executed[0].step.step_id}."
+        self._report.num_filled_tokens = self._steps.num_filled_tokens
+        return self._report
+
+    def _execute(self, entry: Executed) -> SchedulerOutput:
+        for filling in self._steps.fillings(entry.step):
+            self._executor.execute_unconstrained(filling)
+            self._executor.sample_tokens(GrammarOutput(step_id=filling.step_id)).get_output(self._timeout_s)
+        step = self._steps.replayed(entry.step)
+        begin_s = now_s()
+        (self._executor.execute_model if entry.is_constrained else self._executor.execute_unconstrained)(step)
+        self._report.replayed_s["execute"] += now_s() - begin_s
+        self._report.num_steps += 1
+        return step
+
+    def _sample(self, executed: Executed, step: SchedulerOutput, entry: Sampled) -> None:
+        grammar = _with_id(entry.grammar, step.step_id)
+        times = [now_s()]
+        handle = self._executor.sample_tokens(grammar)
+        times.append(now_s())
+        result = handle.get_output(self._timeout_s)
+        times.append(now_s())
+        self._report.replayed_s["sample"] += times[1] - times[0]
+        self._report.replayed_s["wait"] += times[2] - times[1]
+        self._report.recorded_s["execute"] += entry.executed_s - executed.begin_s
+        self._report.recorded_s["sample"] += entry.end_s - entry.begin_s
+        expected = self._recorded.get(executed.step.step_id)
+        if expected is not None:
+            self._report.recorded_s["wait"] += expected.end_s - expected.begin_s
+            self._compare(expected.result, result)
+
+    def _compare(self, recorded: ModelRunnerOutput, replayed: ModelRunnerOutput) -> None:
+        found, report = _by_request(replayed), self._report
+        for req_id, expected in _by_request(recorded).items():
+            report.num_compared += len(expected) if isinstance(expected, list) else 1
+            if found.get(req_id) == expected:
+                continue
+            report.num_different += 1
+            if len(report.differences) < _MOST_DIFFERENCES:
+                report.differences.append(Difference(recorded.step_id, req_id, expected, found.get(req_id, "nothing")))
+
+    def _call(self, entry: Called) -> None:
+        if entry.adapter is not None:
+            self._executor.collective_rpc("add_lora", args=(entry.adapter,))
+        else:
+            self._executor.collective_rpc("remove_lora", args=(entry.adapter_id,))
+
+
+def _with_id(grammar: GrammarOutput, step_id: int) -> GrammarOutput:
+    return GrammarOutput(
+        step_id=step_id,
+        structured_output_request_ids=grammar.structured_output_request_ids,
+        grammar_bitmask=grammar.grammar_bitmask,
+        num_words=grammar.num_words,
+        num_rows=grammar.num_rows,
+    )
+
+
+def _by_request(result: ModelRunnerOutput) -> Mapping[str, list[int] | str]:
+    """Tokens by request, or pooled vectors as text; errors for requests that have one."""
+    errors: dict[str, list[int] | str] = dict(result.errors)
+    if isinstance(result, SampledOutput):
+        return {**dict(zip(result.req_ids, result.sampled_token_ids, strict=True)), **errors}
+    vectors = zip(result.req_ids, result.pooled, strict=True)
+    return {**{req_id: str(vector and vector.data.hex()) for req_id, vector in vectors}, **errors}

@@ -1,0 +1,166 @@
+"""Entries of a recording, and their file format.
+
+A file is one line of JSON with the format's version, then entries: the length in 4 bytes, little-endian, and msgpack.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import msgspec
+
+from penstock import __version__
+from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock.contract.codec import CONTRACT_VERSION
+from penstock.contract.lora import LoRARequest
+from penstock.contract.parts import read_custom
+from penstock.errors import InvalidParameter, InvalidRecording
+
+# Version of the entries below; messages inside them have `CONTRACT_VERSION`.
+FORMAT_VERSION = 1
+_LENGTH_BYTES = 4
+_KIND = "penstock recording"
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Engine and its state when the recording begins. Times of entries are of one clock, in seconds.
+
+    options: engine options that differ from the defaults. kv_cache_config: of each worker.
+    requests: requests that the workers hold, with their tokens so far. adapters: LoRA adapters that they hold.
+    created_at: seconds since 1970.
+    """
+
+    model: str
+    options: dict[str, Any]
+    kv_cache_config: KVCacheConfig
+    max_model_len: int
+    is_redacted: bool
+    requests: list[NewRequestData] = []
+    adapters: list[LoRARequest] = []
+    created_at: float = 0.0
+
+
+class Executed(msgspec.Struct, frozen=True, kw_only=True, tag="executed"):
+    """Step that is about to be launched. is_constrained: whether a grammar bitmask follows. begin_s: of the launch."""
+
+    step: SchedulerOutput
+    is_constrained: bool
+    begin_s: float
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
+    """Sampling of the executed step. executed_s: when its launch had returned."""
+
+    executed_s: float
+    grammar: GrammarOutput
+    begin_s: float
+    end_s: float
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
+    """Result of a step. begin_s: when its caller began to wait."""
+
+    result: ModelRunnerOutput
+    begin_s: float
+    end_s: float
+
+
+class Called(msgspec.Struct, frozen=True, kw_only=True, tag="called"):
+    """Call that changes the workers between two steps.
+
+    adapter: adapter that the call loads; adapter_id: adapter that it removes. Neither for a call that cannot be
+    replayed.
+    """
+
+    method: str
+    adapter: LoRARequest | None = None
+    adapter_id: int | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """Failure of the workers, or the end of the recording."""
+
+    reason: str
+    at_s: float
+
+
+Entry: TypeAlias = Start | Executed | Sampled | Read | Called | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Contents of a file. is_cut: whether its last entry is incomplete, as after a crash."""
+
+    start: Start
+    entries: list[Entry] = field(default_factory=list)
+    is_cut: bool = False
+
+
+class RecordingFile:
+    """File of entries, to be written. Raises OSError where it cannot be created."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._encoder = msgspec.msgpack.Encoder()
+        versions = {"kind": _KIND, "format": FORMAT_VERSION, "contract": CONTRACT_VERSION, "penstock": __version__}
+        self._file.write(json.dumps(versions).encode() + b"\n")
+
+    def write(self, entry: Entry) -> None:
+        """Append an entry; it survives the end of this process."""
+        data = self._encoder.encode(entry)
+        self._file.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_recording(path: Path) -> Recording:
+    """Read a file. Raises InvalidRecording for another format, another version, and damaged entries."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidRecording(f"{path} cannot be read: {error.strerror}.") from error
+    line, found, _ = data.partition(b"\n")
+    _check_versions(path, line if found else b"")
+    decoder = msgspec.msgpack.Decoder(Entry, dec_hook=read_custom)
+    entries: list[Entry] = []
+    position = len(line) + 1
+    while position + _LENGTH_BYTES <= len(data):
+        begin = position + _LENGTH_BYTES
+        end = begin + int.from_bytes(data[position:begin], "little")
+        if end > len(data):
+            break
+        try:
+            entries.append(decoder.decode(data[begin:end]))
+        except (msgspec.MsgspecError, InvalidParameter) as error:
+            raise InvalidRecording(f"{path} is damaged at byte {begin:,}: {error}.") from error
+        position = end
+    if not entries or not isinstance(entries[0], Start):
+        raise InvalidRecording(f"{path} has no beginning: it was cut, or is still empty.")
+    return Recording(entries[0], entries[1:], is_cut=position != len(data))
+
+
+def now_s() -> float:
+    """Clock of recordings, in seconds."""
+    return time.monotonic()
+
+
+def _check_versions(path: Path, line: bytes) -> None:
+    try:
+        versions = json.loads(line)
+        is_ours = versions["kind"] == _KIND
+    except (ValueError, TypeError, KeyError):
+        is_ours = False
+    if not is_ours:
+        raise InvalidRecording(f"{path} is no recording: `record` of an engine writes those.")
+    wanted, found = (FORMAT_VERSION, CONTRACT_VERSION), (versions.get("format"), versions.get("contract"))
+    if wanted != found:
+        raise InvalidRecording(
+            f"{path} has format {found[0]}.{found[1]}, but this version of Penstock reads {wanted[0]}.{wanted[1]}. "
+            f"Replay it with Penstock {versions.get('penstock')}, which wrote it."
+        )

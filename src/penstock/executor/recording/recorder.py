@@ -1,0 +1,246 @@
+"""Recorder of steps: executors that write what they pass between scheduler and workers to a file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock.config import EngineConfig
+from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.contract.lora import LoRARequest
+from penstock.errors import LifecycleError
+from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
+from penstock.executor.recording.entries import (
+    Called,
+    Entry,
+    Executed,
+    Failed,
+    Read,
+    RecordingFile,
+    Sampled,
+    Start,
+    now_s,
+)
+from penstock.executor.recording.held_requests import HeldRequests
+from penstock.executor.recording.redaction import (
+    redacted_grammar,
+    redacted_request,
+    redacted_result,
+    redacted_step,
+)
+
+_LOADS_ADAPTER = ("add_lora", "prefetch_lora")
+_REMOVES_ADAPTER = "remove_lora"
+# Calls that give the workers other weights.
+_CHANGES = ("reload_weights", "update_config")
+
+
+@dataclass(slots=True)
+class _Window:
+    """Recording that is about to begin.
+
+    held: requests in the workers at its beginning; exact once the steps `unread` have been read. entries: since then.
+    """
+
+    held: HeldRequests
+    unread: set[int]
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Recorder:
+    """Writes entries to a file, and begins it anew after each window.
+
+    A new file begins with the requests that the workers hold. The old one is written until the state of these is exact,
+    so that a crash always leaves a whole recording.
+    """
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        options, rank = config.recording, config.parallel.data_parallel_rank
+        self._path = options.file(None if config.parallel.data_parallel_size == 1 else rank)
+        self._window_s = options.record_window_s
+        self._is_redacted = not options.record_prompts
+        self._start = Start(
+            model=config.model.name_elsewhere,
+            options=config.options(),
+            kv_cache_config=kv_cache_config,
+            max_model_len=max_model_len,
+            is_redacted=self._is_redacted,
+        )
+        self._held = HeldRequests()
+        self._steps: dict[int, SchedulerOutput] = {}
+        self._adapters: dict[int, LoRARequest] = {}
+        self._next: _Window | None = None
+        self._file = self._open()
+        self._begun_at = self._launched_s = now_s()
+
+    def executed(self, step: SchedulerOutput, is_constrained: bool) -> None:
+        """Record a step before its launch, which may end this process."""
+        begin_s = now_s()
+        if self._next is None and begin_s - self._begun_at >= self._window_s:
+            self._next = _Window(self._held.copy(), set(self._steps))
+            self._begin_if_exact()
+        self._held.launch(step)
+        self._steps[step.step_id] = step
+        shown = redacted_step(step) if self._is_redacted else step
+        self._write(Executed(step=shown, is_constrained=is_constrained, begin_s=begin_s))
+
+    def launched(self) -> None:
+        """Note that the launch of the recorded step has returned."""
+        self._launched_s = now_s()
+
+    def sampled(self, grammar: GrammarOutput, begin_s: float) -> None:
+        """Record the sampling of the executed step."""
+        shown = redacted_grammar(grammar) if self._is_redacted else grammar
+        self._write(Sampled(executed_s=self._launched_s, grammar=shown, begin_s=begin_s, end_s=now_s()))
+
+    def read(self, result: ModelRunnerOutput, begin_s: float) -> None:
+        """Record a step's result."""
+        step = self._steps.pop(result.step_id)
+        self._held.settle(step, result)
+        shown = redacted_result(result) if self._is_redacted else result
+        self._write(Read(result=shown, begin_s=begin_s, end_s=now_s()))
+        if self._next is not None and result.step_id in self._next.unread:
+            self._next.unread.discard(result.step_id)
+            self._next.held.settle(step, result)
+            self._begin_if_exact()
+
+    def called(self, method: str, args: Sequence[Any]) -> None:
+        """Record a call that changed the workers' weights or adapters; others leave no entry."""
+        if method in _LOADS_ADAPTER and isinstance(args[0], LoRARequest):
+            request = args[0]
+            self._adapters[request.lora_int_id] = msgspec.structs.replace(request, load_inplace=True)
+            self._write(Called(method=method, adapter=_without_tensors(request)))
+        elif method == _REMOVES_ADAPTER:
+            self._adapters.pop(args[0], None)
+            self._write(Called(method=method, adapter_id=args[0]))
+        elif method in _CHANGES:
+            self._write(Called(method=method))
+
+    def failed(self, error: BaseException) -> None:
+        """Record the failure of a call to the workers."""
+        self._write(Failed(reason=f"{type(error).__name__}: {error}", at_s=now_s()))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, entry: Entry) -> None:
+        self._file.write(entry)
+        if self._next is not None:
+            self._next.entries.append(entry)
+
+    def _begin_if_exact(self) -> None:
+        """Begin the next file, if the state at its beginning is known."""
+        window = self._next
+        if window is None or window.unread:
+            return
+        self._next = None
+        requests = window.held.as_new()
+        self._start = msgspec.structs.replace(
+            self._start,
+            requests=[redacted_request(request) for request in requests] if self._is_redacted else requests,
+            adapters=[one for one in map(_without_tensors, self._adapters.values()) if one is not None],
+        )
+        self._file.close()
+        self._file = self._open()
+        self._begun_at = now_s()
+        for entry in window.entries:
+            self._file.write(entry)
+
+    def _open(self) -> RecordingFile:
+        """Create a file that begins with `_start`; keep the one before it as FILE.previous."""
+        path = self._path
+        unfinished = path.with_name(f"{path.name}.next")
+        file = RecordingFile(unfinished)
+        file.write(msgspec.structs.replace(self._start, created_at=time.time()))
+        if path.exists():
+            os.replace(path, path.with_name(f"{path.name}.previous"))
+        os.replace(unfinished, path)
+        return file
+
+
+class _RecordedHandle:
+    """Step handle that records the result."""
+
+    def __init__(self, handle: StepHandle, recorder: Recorder) -> None:
+        self.step_id = handle.step_id
+        self._handle = handle
+        self._recorder = recorder
+
+    def get_output(self, timeout_s: float = STEP_TIMEOUT_S) -> ModelRunnerOutput:
+        begin_s = now_s()
+        try:
+            result = self._handle.get_output(timeout_s)
+        except Exception as error:
+            self._recorder.failed(error)
+            raise
+        self._recorder.read(result, begin_s)
+        return result
+
+
+class RecordingExecutor:
+    """Executor that records what it passes to another one; its other attributes and methods are that one's."""
+
+    def __init__(self, executor: Executor, config: EngineConfig) -> None:
+        self._executor = executor
+        self._config = config
+        self._recorder: Recorder | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        self._executor.initialize_from_config(kv_cache_config, max_model_len)
+        self._recorder = Recorder(self._config, kv_cache_config, max_model_len)
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        with self._noting_failures() as recorder:
+            recorder.executed(output, True)
+            self._executor.execute_model(output)
+            recorder.launched()
+
+    def execute_unconstrained(self, output: SchedulerOutput) -> None:
+        with self._noting_failures() as recorder:
+            recorder.executed(output, False)
+            self._executor.execute_unconstrained(output)
+            recorder.launched()
+
+    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+        begin_s = now_s()
+        with self._noting_failures() as recorder:
+            handle = self._executor.sample_tokens(grammar)
+            recorder.sampled(grammar, begin_s)
+            return _RecordedHandle(handle, recorder)
+
+    def collective_rpc(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        answers = self._executor.collective_rpc(method, *args, **kwargs)
+        if self._recorder is not None and isinstance(method, str):
+            self._recorder.called(method, kwargs.get("args", ()))
+        return answers
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[Recorder]:
+        recorder = self._recorder
+        if recorder is None:
+            raise LifecycleError("Steps are recorded once the KV cache is allocated.")
+        try:
+            yield recorder
+        except Exception as error:
+            recorder.failed(error)
+            raise
+
+
+def _without_tensors(request: LoRARequest) -> LoRARequest | None:
+    """Return the adapter of a folder; None for one in memory, which is too large for a recording."""
+    return request if request.tensors is None else None

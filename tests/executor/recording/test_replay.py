@@ -1,0 +1,233 @@
+"""Recordings of an engine give the same tokens in new workers, whatever was recorded and wherever it begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
+from penstock.contract.structured_outputs import StructuredOutputsParams
+from penstock.engine.replay import ReplayReport, replay
+from penstock.errors import ConfigError, InvalidRecording
+from penstock.executor.recording.entries import Executed, read_recording
+from support.checkpoints import tiny_checkpoint
+from support.engines import Result, add, finish, make_core
+
+VOCAB_SIZE = 99
+PREFIX = list(range(1, 41))
+PARAMS = [
+    SamplingParams(temperature=0.0, seed=4, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(temperature=0.7, top_k=9, seed=6, max_tokens=9, ignore_eos=True, logprobs=2),
+]
+
+
+def recorded(tmp_path: Path, family: str = "llama", rounds: int = 3, **options: Any) -> Path:
+    """File of a recorded engine with shared prefixes and preemptions."""
+    tiny_checkpoint(tmp_path / "model", family, vocab_size=VOCAB_SIZE)
+    file = tmp_path / "steps.rec"
+    options = {"record": str(file), "record_prompts": True, "block_size": 8, "max_model_len": 96, **options}
+    core = make_core(tmp_path / "model", **options)
+    results: dict[str, Result] = {}
+    for round_ in range(rounds):
+        for number in range(6):
+            prompt = [*PREFIX[: 8 * (number % 4 + 1)], *range(50 + number, 57 + number), 60 + round_]
+            add(core, f"{round_}-{number}", prompt, PARAMS[number % len(PARAMS)])
+        if round_ == 1:
+            core.abort_requests([f"{round_}-0"])
+        finish(core, results)
+    core.close()
+    assert any(result.num_cached_tokens for result in results.values()) == options.get("enable_prefix_caching", True)
+    assert any(result.num_preemptions for result in results.values()) == ("kv_cache_memory_bytes" in options)
+    return file
+
+
+def check(report: ReplayReport) -> None:
+    assert report.is_equal, report.differences
+    assert report.num_compared > 100
+    assert report.num_steps > 30
+
+
+def test_a_recording_gives_the_same_tokens(tmp_path: Path) -> None:
+    # 13 blocks are too few for all, so that requests are preempted.
+    file = recorded(tmp_path, kv_cache_memory_bytes=56 << 10)
+    report = replay(file)
+    check(report)
+    assert report.num_filled_tokens > 0
+    assert set(report.recorded_s) == set(report.replayed_s) == {"execute", "sample", "wait"}
+    assert not report.end
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("gemma3", {}),
+        ("llama", {"async_scheduling": True}),
+        ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "async_scheduling": True}),
+        ("llama", {"fast_paths": "off"}),
+        ("llama", {"enable_prefix_caching": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.one_case_quick
+def test_a_window_that_begins_while_requests_run_gives_the_same_tokens(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    file = recorded(tmp_path, family, 8, record_window_s=0.02, **options)
+    previous = file.with_name("steps.rec.previous")
+    files = [read_recording(file), read_recording(previous)]
+    assert any(one.start.requests for one in files)
+    for one in (previous, file):
+        report = replay(one)
+        assert report.is_equal, report.differences
+        assert report.num_steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_other_ranks_give_the_same_tokens(tmp_path: Path, options: dict[str, Any]) -> None:
+    check(replay(recorded(tmp_path), **options))
+    (tmp_path / "of ranks").mkdir()
+    check(replay(recorded(tmp_path / "of ranks", **options)))
+
+
+def test_constrained_requests_are_replayed_with_their_masks(tmp_path: Path) -> None:
+    from penstock import LLM
+
+    file = tmp_path / "steps.rec"
+    schema = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}
+    params = [
+        SamplingParams(temperature=0.8, seed=3, max_tokens=30, structured_outputs=StructuredOutputsParams(json=schema)),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=30),
+    ]
+    with LLM("demo", num_threads=1, kv_cache_memory_bytes="8MiB", record=file, record_prompts=True) as llm:
+        outputs = llm.generate(["A name: ", "ROMEO:"], params, use_tqdm=False)
+    json.loads(outputs[0].outputs[0].text)
+    report = replay(file)
+    assert report.is_equal, report.differences
+    assert report.num_compared == sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def test_without_prompts_steps_are_shown_and_not_replayed(tmp_path: Path) -> None:
+    from penstock.cli.replay import described
+
+    file = recorded(tmp_path, record_prompts=False, rounds=1)
+    recording = read_recording(file)
+    steps = [entry.step for entry in recording.entries if isinstance(entry, Executed)]
+    tokens = {token for step in steps for new in step.scheduled_new_reqs for token in new.prefill_token_ids}
+    assert tokens == {0}
+    assert any("execute SchedulerOutput(step_id=1" in line for line in described(recording))
+    with pytest.raises(InvalidRecording, match="holds no tokens, so it cannot be replayed. Record with record_prompts"):
+        replay(file)
+
+
+def test_a_difference_is_reported_with_its_step_and_request(tmp_path: Path) -> None:
+    file = recorded(tmp_path, rounds=1)
+    other = tmp_path / "other"
+    tiny_checkpoint(other, "llama", vocab_size=VOCAB_SIZE, seed=1)
+    report = replay(file, str(other))
+    assert not report.is_equal
+    assert report.differences[0].req_id.startswith("0-")
+    assert report.differences[0].recorded != report.differences[0].replayed
+
+
+def test_a_call_that_gives_other_weights_cannot_be_replayed(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "model", "llama", vocab_size=VOCAB_SIZE)
+    file = tmp_path / "steps.rec"
+    core = make_core(tmp_path / "model", record=str(file), record_prompts=True)
+    core.collective_rpc("reload_weights")
+    core.close()
+    with pytest.raises(InvalidRecording, match="holds a call of reload_weights, whose weights are not recorded"):
+        replay(file)
+
+
+def test_files_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with pytest.raises(InvalidRecording, match="cannot be read: No such file"):
+        read_recording(file)
+    file.write_bytes(b"nothing of the kind")
+    with pytest.raises(InvalidRecording, match="is no recording"):
+        read_recording(file)
+    file.write_bytes(b'{"kind": "penstock recording", "format": 0, "contract": 1, "penstock": "0.0.9"}\n')
+    with pytest.raises(InvalidRecording, match=r"has format 0.1, but .* Replay it with Penstock 0.0.9, which wrote it"):
+        read_recording(file)
+
+
+def test_a_process_that_is_killed_leaves_its_steps(tmp_path: Path) -> None:
+    file = tmp_path / "steps.rec"
+    source = f"""
+        from penstock import LLM, SamplingParams
+        llm = LLM("demo", num_threads=1, kv_cache_memory_bytes="8MiB", record={str(file)!r}, record_prompts=True)
+        params = SamplingParams(temperature=0.0, max_tokens=10**4, ignore_eos=True)
+        print("ready", flush=True)
+        llm.generate(["ROMEO:"] * 2, [params] * 2, use_tqdm=False)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    while not file.exists() or file.stat().st_size < 20_000:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    report = replay(file)
+    assert report.is_equal, report.differences
+    assert report.num_compared > 20
+
+
+def test_options_come_back_from_a_configuration() -> None:
+    given = {"max_num_seqs": 7, "speculative_config": {"method": "ngram"}, "dtype": "float32", "block_size": 32}
+    config = EngineConfig.create("demo", **given)
+    assert EngineConfig.create("demo", **config.options()) == config
+    assert config.options()["max_num_seqs"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"record": 3}, "record=3 is not valid. Allowed: the name of a file"),
+        ({"record": "/nowhere/file"}, "/nowhere is not a folder"),
+        ({"record_prompts": True}, "record_prompts=True has no meaning without record"),
+        ({"record": "f", "record_window_s": 0}, "record_window_s=0 is not valid"),
+        (
+            {"record": "f", "speculative_config": {"method": "ngram", "rejection_sample_method": "standard"}},
+            "is not valid with rejection_sample_method='standard'",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_recorded_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EngineConfig.create("demo", **options)
+
+
+def test_the_command_shows_phases_and_differences(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from typer.testing import CliRunner
+
+    from penstock.cli.app import app
+
+    file = recorded(tmp_path, rounds=1)
+    done = CliRunner().invoke(app, ["replay", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "All tokens are equal." in done.output
+    assert [line.split()[0] for line in done.output.splitlines()[2:6]] == ["phase", "execute", "sample", "wait"]
+    tiny_checkpoint(tmp_path / "other", "llama", vocab_size=VOCAB_SIZE, seed=1)
+    done = CliRunner().invoke(app, ["replay", str(file), "--model", str(tmp_path / "other"), "--json"])
+    assert done.exit_code == 1
+    assert json.loads(done.output)["differences"]
+    done = CliRunner().invoke(app, ["replay", str(file), "--show"])
+    assert "execute SchedulerOutput(step_id=1" in done.output
