@@ -87,7 +87,6 @@ def test_another_base_weight_than_the_models_is_an_error(tables: AdapterTables) 
     [
         {"lora_name": "", "lora_int_id": 1, "lora_path": "x"},
         {"lora_name": "a", "lora_int_id": 0, "lora_path": "x"},
-        {"lora_name": "a", "lora_int_id": 1},
         {"lora_name": "a", "lora_int_id": 1, "lora_path": "x", "tensors": {}, "peft_config": {}},
         {"lora_name": "a", "lora_int_id": 1, "tensors": {}},
     ],
