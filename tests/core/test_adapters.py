@@ -12,7 +12,7 @@ import torch
 
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
-from penstock.errors import CheckpointError, InvalidRequest
+from penstock.errors import InvalidRequest
 from penstock.layers.linear import LinearLayer
 from support.adapted_models import (
     ADAPTERS,
@@ -240,14 +240,6 @@ def test_other_families_have_adapters(family: str, tmp_path: Path) -> None:
         results = run(core, model, PROMPTS[: len(numbers)], numbers)
         core.close()
         assert_same(results, [model.expected(*pair) for pair in zip(PROMPTS, numbers, strict=False)])
-
-
-def test_adapters_of_routers_and_experts_are_refused_by_name(tmp_path: Path) -> None:
-    with adapted(tmp_path, "qwen2_moe", [{"r": 2, "target_modules": ["shared_expert.up_proj"]}]) as model:
-        core = make_core(model.folder, **OPTIONS)
-        with pytest.raises(CheckpointError, match=r"mlp\.shared_expert\.up_proj"):
-            core.collective_rpc("add_lora", args=(model.requests[1],))
-        core.close()
 
 
 def test_models_of_transformers_have_adapters(tmp_path: Path) -> None:

@@ -126,6 +126,6 @@ class AdapterManager:
             raise
 
     def _load(self, request: LoRARequest) -> PackedModelAdapter:
-        packed = self.tables.pack(request.lora_name, read_adapter(request, self._max_rank))
+        packed = self.tables.pack(request.lora_name, read_adapter(request, self._max_rank, self.tables.stacked))
         logger.info("Adapter %s (%d) loaded", request.lora_name, request.lora_int_id)
         return packed
