@@ -12,6 +12,7 @@ from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import SamplingParams
 from penstock.contract.lora import LoRARequest
+from penstock.engine.adapter_methods import AdapterMethods, list_of_adapters
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.core.core_client import check_timeout
 from penstock.engine.inputs.conversation import Message, list_of_conversations, render_prompt
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class LLM(PoolingMethods, RefusesMethods):
+class LLM(PoolingMethods, AdapterMethods, RefusesMethods):
     """Offline engine: generates text with a model, or pools texts (embeddings, scores, classes).
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
@@ -154,7 +155,7 @@ class LLM(PoolingMethods, RefusesMethods):
             sampling_params = self._session.default_sampling_params
         params_list = _list_of_params(sampling_params, len(prompt_list))
         priorities = _list_of_priorities(priority, len(prompt_list))
-        adapters = self._list_of_adapters(lora_request, len(prompt_list))
+        adapters = list_of_adapters(lora_request, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
         each = zip(prompt_list, params_list, names, priorities, adapters, strict=True)
         requests = [
@@ -228,29 +229,8 @@ class LLM(PoolingMethods, RefusesMethods):
         """
         refuse_generation(self._session.model_config)
         prompt_list = list_of_prompts(prompts)
-        adapters = self._list_of_adapters(lora_request, len(prompt_list))
+        adapters = list_of_adapters(lora_request, len(prompt_list))
         return beam_search(self._session, prompt_list, params, adapters, self._add_adapters)
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; False if there is one of its id already, unless `load_inplace` replaces it.
-
-        A replaced adapter's running requests are preempted and go on with the new weights.
-        Raises CheckpointError or UnsupportedFeature for one that cannot be loaded, InvalidRequest without room for it.
-        """
-        return any(self.collective_rpc("add_lora", args=(lora_request,)))
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter; False for an unknown id. Requests that run keep it until they end."""
-        return all(self.collective_rpc("remove_lora", args=(lora_id,)))
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in memory and in its slot on the device; False for an unknown id."""
-        return all(self.collective_rpc("pin_lora", args=(lora_id,)))
-
-    def list_loras(self) -> set[int]:
-        """Ids of the adapters in host memory."""
-        of_workers: list[set[int]] = self.collective_rpc("list_loras")
-        return set.intersection(*of_workers)
 
     @also_from_vllm
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -336,23 +316,6 @@ class LLM(PoolingMethods, RefusesMethods):
     def close(self) -> None:
         """Free all memory and threads. A second call does nothing."""
         self._session.close()
-
-    def _list_of_adapters(self, lora_request: Any, num_prompts: int) -> list[Any]:
-        listed = None if isinstance(lora_request, LoRARequest) else as_list(lora_request)
-        if listed is None:
-            return [lora_request] * num_prompts
-        if len(listed) != num_prompts:
-            raise InvalidRequest(
-                f"There are {num_prompts} prompts but {len(listed)} lora_requests. Give one for all, or one per prompt."
-            )
-        return listed
-
-    def _add_adapters(self, adapters: Sequence[LoRARequest | None]) -> None:
-        """Load adapters before their requests, as many as host memory has room for, so that errors come at once."""
-        distinct = {adapter.lora_int_id: adapter for adapter in adapters if adapter is not None}
-        if distinct:
-            for adapter in list(distinct.values())[: self._config.lora.num_on_host]:
-                self.add_lora(adapter)
 
     def __enter__(self) -> Self:
         return self

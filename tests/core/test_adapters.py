@@ -2,68 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
-from penstock.errors import CheckpointError
+from penstock.errors import InvalidRequest
 from penstock.layers.linear import LinearLayer
-from support.adapters import VARIANTS, make_adapters, parts_of, request_of, with_adapter
-from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
-from support.engines import Result, add, finish, greedy, make_core, random_prompts
+from support.adapted_models import (
+    ADAPTERS,
+    NUM_TOKENS,
+    OPTIONS,
+    PROMPTS,
+    Adapted,
+    adapted,
+    assert_same,
+    in_memory,
+    run,
+)
+from support.adapters import make_adapters, parts_of, request_of, with_adapter
+from support.checkpoints import oracle_logits, save_checkpoint, tiny_model
+from support.engines import Result, add, finish, greedy, make_core
 from support.transformers_models import FAMILIES, tiny_transformers_model
-
-NUM_TOKENS = 10
-PROMPTS = random_prompts((5, 37, 1, 40, 13, 22, 9, 30, 17), VOCAB_SIZE, seed=3)
-# Requests of 8 adapters and of none.
-ADAPTERS = [1, 0, 2, 3, 4, 5, 6, 7, 8]
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "block_size": 4,
-    "enable_lora": True,
-    "max_loras": 8,
-    "max_lora_rank": 16,
-}
-
-
-@dataclass
-class Adapted:
-    """A model with its adapters, and PEFT's results: greedy tokens, and all log-probabilities of each."""
-
-    folder: Path
-    model: PreTrainedModel
-    requests: list[LoRARequest | None]
-
-    def expected(self, prompt: Sequence[int], number: int) -> tuple[list[int], list[torch.Tensor]]:
-        request = self.requests[number]
-        model = self.model if request is None else with_adapter(self.model, Path(request.lora_path))
-        tokens, rows = list(prompt), []
-        for _ in range(NUM_TOKENS):
-            rows.append(oracle_logits(model, tokens)[-1].log_softmax(-1))
-            tokens.append(int(rows[-1].argmax()))
-        if request is not None:
-            model.unload()
-        return tokens[len(prompt) :], rows
-
-
-@contextmanager
-def adapted(
-    folder: Path, family: str = "llama", variants: Sequence[dict[str, Any]] = VARIANTS, **options: Any
-) -> Iterator[Adapted]:
-    model = tiny_model(family, **options)
-    save_checkpoint(model, folder / "model")
-    folders = make_adapters(model, folder, variants)
-    yield Adapted(folder / "model", model, [None, *(request_of(n + 1, path) for n, path in enumerate(folders))])
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +40,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
 @pytest.fixture(scope="module")
 def expected(llama: Adapted) -> list[tuple[list[int], list[torch.Tensor]]]:
     return [llama.expected(prompt, number) for prompt, number in zip(PROMPTS, ADAPTERS, strict=True)]
-
-
-def run(
-    core: EngineCore, model: Adapted, prompts: Sequence[Sequence[int]] = PROMPTS, adapters: Sequence[int] = ADAPTERS
-) -> list[Result]:
-    for index, (prompt, number) in enumerate(zip(prompts, adapters, strict=True)):
-        add(core, f"r{index}", prompt, greedy(NUM_TOKENS, logprobs=2), parts=parts_of(model.requests[number]))
-    results: dict[str, Result] = {}
-    finish(core, results)
-    return [results[f"r{index}"] for index in range(len(prompts))]
-
-
-def assert_same(results: Sequence[Result], expected: Sequence[tuple[list[int], list[torch.Tensor]]]) -> None:
-    for result, (tokens, rows) in zip(results, expected, strict=True):
-        assert result.error is None
-        assert result.tokens == tokens
-        for logprobs, row in zip(result.logprobs, rows, strict=True):
-            for token, logprob in logprobs.items():
-                assert abs(logprob - float(row[token])) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -162,13 +108,6 @@ def test_steps_are_one_call_and_loading_records_nothing_anew(llama: Adapted) -> 
     core.close()
 
 
-def in_memory(number: int, folder: Path, **fields: Any) -> LoRARequest:
-    """The adapter of a folder as tensors."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = load_file(folder / "adapter_model.safetensors")
-    return LoRARequest(f"adapter{number}", number, tensors=tensors, peft_config=config, **fields)
-
-
 def test_adapters_in_memory_replace_one_another_between_two_steps(llama: Adapted) -> None:
     folders = [Path(llama.requests[number].lora_path) for number in (2, 3)]
     core = make_core(llama.folder, **OPTIONS)
@@ -183,21 +122,63 @@ def test_adapters_in_memory_replace_one_another_between_two_steps(llama: Adapted
     assert results[1].num_cached_tokens == 0
 
 
-def test_a_replaced_adapter_serves_the_rest_of_running_requests(llama: Adapted) -> None:
+@pytest.mark.parametrize("is_removed", [False, True], ids=["in place", "removed and added"])
+def test_another_adapter_of_the_same_number_serves_the_rest_of_running_requests(
+    llama: Adapted, is_removed: bool
+) -> None:
     core = make_core(llama.folder, **OPTIONS)
     first, second = (Path(llama.requests[number].lora_path) for number in (2, 3))
-    adapter = request_of(1, first)
-    add(core, "r", PROMPTS[1], greedy(6), parts=parts_of(adapter))
-    results: dict[str, Result] = {}
-    while len(results.setdefault("r", Result()).tokens) < 3:
-        for output in core.step():
-            results["r"].take(output)
-    core.collective_rpc("add_lora", args=(LoRARequest("adapter1", 1, str(second), load_inplace=True),))
+    results = run_until(core, request_of(1, first), num_tokens=3)
+    if is_removed:
+        core.collective_rpc("remove_lora", args=(1,))
+    other = LoRARequest("adapter1", 1, str(second), load_inplace=not is_removed)
+    core.collective_rpc("add_lora", args=(other,))
+    add(core, "new", PROMPTS[1], greedy(6), parts=parts_of(other))
     finish(core, results)
     core.close()
     tokens = results["r"].tokens
     assert tokens[:3] == llama.expected(PROMPTS[1], 2)[0][:3]
     assert tokens[3:] == llama.expected([*PROMPTS[1], *tokens[:3]], 3)[0][:3]
+    assert results["new"].tokens == llama.expected(PROMPTS[1], 3)[0][:6]
+
+
+def run_until(core: EngineCore, adapter: LoRARequest, num_tokens: int) -> dict[str, Result]:
+    """Start a request of six tokens, and step until it has some."""
+    add(core, "r", PROMPTS[1], greedy(6), parts=parts_of(adapter))
+    results = {"r": Result()}
+    while len(results["r"].tokens) < num_tokens:
+        for output in core.step():
+            results["r"].take(output)
+    return results
+
+
+def test_running_requests_keep_a_removed_adapter(llama: Adapted) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    adapter = llama.requests[2]
+    assert adapter is not None
+    results = run_until(core, adapter, num_tokens=3)
+    assert core.collective_rpc("remove_lora", args=(2,)) == [True]
+    assert core.collective_rpc("known_loras") == [[]]
+    with pytest.raises(InvalidRequest, match="There is no adapter 'adapter2'"):
+        add(core, "new", PROMPTS[1], greedy(6), parts=parts_of(adapter.reference))
+    finish(core, results)
+    core.close()
+    assert results["r"].tokens == llama.expected(PROMPTS[1], 2)[0][:6]
+
+
+def test_offered_adapters_are_loaded_for_their_first_request_unless_removed(llama: Adapted) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    offered = [request for request in llama.requests[1:4] if request is not None]
+    core.collective_rpc("offer_loras", args=(offered,))
+    assert core.collective_rpc("list_loras") == [set()]
+    core.collective_rpc("remove_lora", args=(2,))
+    core.collective_rpc("offer_loras", args=(offered,))
+    (known,) = core.collective_rpc("known_loras")
+    assert [adapter.lora_int_id for adapter in known] == [1, 3]
+    references = replace(llama, requests=[None, *(adapter.reference for adapter in offered)])
+    results = run(core, references, PROMPTS[:2], [1, 3])
+    core.close()
+    assert_same(results, [llama.expected(*pair) for pair in zip(PROMPTS[:2], [1, 3], strict=True)])
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
@@ -259,14 +240,6 @@ def test_other_families_have_adapters(family: str, tmp_path: Path) -> None:
         results = run(core, model, PROMPTS[: len(numbers)], numbers)
         core.close()
         assert_same(results, [model.expected(*pair) for pair in zip(PROMPTS, numbers, strict=False)])
-
-
-def test_adapters_of_routers_and_experts_are_refused_by_name(tmp_path: Path) -> None:
-    with adapted(tmp_path, "qwen2_moe", [{"r": 2, "target_modules": ["shared_expert.up_proj"]}]) as model:
-        core = make_core(model.folder, **OPTIONS)
-        with pytest.raises(CheckpointError, match=r"mlp\.shared_expert\.up_proj"):
-            core.collective_rpc("add_lora", args=(model.requests[1],))
-        core.close()
 
 
 def test_models_of_transformers_have_adapters(tmp_path: Path) -> None:

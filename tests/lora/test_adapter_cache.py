@@ -19,11 +19,12 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, num_slots: int, more: int) -> None:
         self.cache: AdapterCache[int] = AdapterCache(num_slots + more, num_slots)
         self.values: dict[int, int] = {}
-        self.users: list[int] = []
+        # Slot of each running request, and its adapter; None for one that was removed.
+        self.users: list[tuple[int, int | None]] = []
         self.pinned: set[int] = set()
 
     def may_leave(self, ids: set[int]) -> set[int]:
-        return {one for one in ids if one not in self.pinned and one not in self.users}
+        return {one for one in ids if one not in self.pinned and one not in {used for _, used in self.users}}
 
     @rule(lora_id=IDS, value=st.integers())
     def put(self, lora_id: int, value: int) -> None:
@@ -44,6 +45,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.remove(lora_id) is (lora_id in self.values)
         self.values.pop(lora_id, None)
         self.pinned.discard(lora_id)
+        self.users = [(slot, None if used == lora_id else used) for slot, used in self.users]
 
     @rule(lora_id=IDS)
     def pin(self, lora_id: int) -> None:
@@ -60,21 +62,23 @@ class CacheMachine(RuleBasedStateMachine):
         if lora_id not in self.values:
             return
         before = self.cache.slots
-        if lora_id not in before and len(before) == self.cache.num_slots and not self.may_leave(set(before)):
+        num_taken = len({*before.values(), *(slot for slot, _ in self.users)})
+        if lora_id not in before and num_taken == self.cache.num_slots and not self.may_leave(set(before)):
             with pytest.raises(InvalidRequest, match="max_loras"):
                 self.cache.acquire(lora_id)
             return
         slot, is_new = self.cache.acquire(lora_id)
         assert is_new is (lora_id not in before)
         assert is_new or slot == before[lora_id]
-        self.users.append(lora_id)
+        assert not is_new or slot not in {used for used, _ in self.users}
+        self.users.append((slot, lora_id))
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         if self.users:
-            lora_id = data.draw(st.sampled_from(sorted(self.users)))
-            self.users.remove(lora_id)
-            self.cache.release(lora_id)
+            user = data.draw(st.sampled_from(self.users))
+            self.users.remove(user)
+            self.cache.release(user[0])
 
     @invariant()
     def holds_what_it_must(self) -> None:
@@ -85,8 +89,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(self.cache.get(one) == value for one, value in self.values.items() if one not in slots)
         assert len(set(slots.values())) == len(slots) <= self.cache.num_slots
         assert set(slots.values()) <= set(range(self.cache.num_slots))
-        assert set(self.users) <= set(slots)
-        assert set(slots) <= set(self.values) | set(self.users)
+        assert all(slots.get(used) == slot for slot, used in self.users if used is not None)
+        assert not {slot for slot, used in self.users if used is None} & set(slots.values())
+        assert set(slots) <= set(self.values)
 
 
 TestCache = CacheMachine.TestCase
@@ -104,10 +109,11 @@ def test_the_least_recently_used_adapter_makes_room() -> None:
 def test_a_removed_adapter_keeps_its_slot_while_a_request_uses_it() -> None:
     cache: AdapterCache[str] = AdapterCache(2, 1)
     cache.put(1, "a")
-    cache.acquire(1)
+    slot, _ = cache.acquire(1)
     cache.remove(1)
-    cache.put(2, "b")
+    # Another adapter of the same id is another one.
+    cache.put(1, "b")
     with pytest.raises(InvalidRequest, match="max_loras=1"):
-        cache.acquire(2)
-    cache.release(1)
-    assert cache.acquire(2) == (0, True)
+        cache.acquire(1)
+    cache.release(slot)
+    assert cache.acquire(1) == (0, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from penstock.config import LoRAConfig
 from penstock.contract.lora import LoRARequest
-from penstock.errors import CheckpointError, InvalidParameter
+from penstock.errors import CheckpointError, ConfigError, InvalidParameter
 from penstock.lora.checkpoint import read_adapter
-from penstock.lora.tables import AdapterTables
+from penstock.lora.tables import AdapterTables, adapter_bytes
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
 from support.transformers_models import load
 
@@ -82,12 +83,33 @@ def test_another_base_weight_than_the_models_is_an_error(tables: AdapterTables) 
         tables.pack("a", read(given))
 
 
+def test_modules_outside_of_the_targets_have_no_tables(tmp_path: Path) -> None:
+    model = load(save_checkpoint(tiny_model("llama"), tmp_path))
+
+    def tables(*targets: str) -> AdapterTables:
+        config = LoRAConfig(enable_lora=True, lora_target_modules=targets)
+        return AdapterTables(model, config, torch.device("cpu"), torch.float32)
+
+    sizes = [
+        adapter_bytes(model, LoRAConfig(True, lora_target_modules=one), "cpu", torch.float32)
+        for one in (None, ("q_proj",))
+    ]
+    assert 0 < 5 * sizes[1] < sizes[0]
+    tables("self_attn.q_proj", "v_proj").pack("a", read(tensors()))
+    with pytest.raises(CheckpointError, match=r"self_attn\.q_proj. Allowed: those of lora_target_modules=\['v_proj'\]"):
+        tables("v_proj").pack("a", read(tensors()))
+    with pytest.raises(ConfigError, match="names no module"):
+        tables("proj")
+    assert LoRAConfig(lora_target_modules="q_proj,lm_head").lora_target_modules == ("q_proj", "lm_head")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lora_target_modules=3"):
+        LoRAConfig(lora_target_modules=3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"lora_name": "", "lora_int_id": 1, "lora_path": "x"},
         {"lora_name": "a", "lora_int_id": 0, "lora_path": "x"},
-        {"lora_name": "a", "lora_int_id": 1},
         {"lora_name": "a", "lora_int_id": 1, "lora_path": "x", "tensors": {}, "peft_config": {}},
         {"lora_name": "a", "lora_int_id": 1, "tensors": {}},
     ],

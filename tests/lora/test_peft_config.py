@@ -27,7 +27,6 @@ REFUSED: dict[str, Any] = {
     "megatron_config": {"tp": 2},
     "modules_to_save": ["lm_head"],
     "monteclora_config": {"num_samples": 2},
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "trainable_token_indices": [5],
     "use_bdlora": {"nblocks": 2},
     "use_dora": True,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from penstock import LLM, AsyncEngine, LoRARequest, SamplingParams
 from penstock.config import EngineConfig
 from support.adapters import make_adapters
+from support.server_process import ServerProcess
 from support.servers import Served, serving
+from support.waiting import wait_until
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "enable_lora": True, "max_loras": 2, "max_cpu_loras": 3}
 VARIANTS = [{"r": 4, "target_modules": ["q_proj", "v_proj"]}, {"r": 8, "target_modules": ["down_proj"]}]
@@ -70,8 +75,69 @@ def test_administrators_load_and_unload_adapters(server: Served, folders: list[P
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}, **ADMIN).status == 404
 
 
+def test_an_adapter_is_replaced_by_another_of_its_name(server: Served, folders: list[Path], texts: list[str]) -> None:
+    body = {"lora_name": "third", "lora_path": str(folders[0])}
+    assert server.post("/v1/load_lora_adapter", body, **ADMIN).status == 200
+    assert text_of(server, "third") == texts[1]
+    body = {"lora_name": "third", "lora_path": str(folders[1]), "load_inplace": True}  # type: ignore[dict-item]
+    assert server.post("/v1/load_lora_adapter", body, **ADMIN).status == 200
+    assert text_of(server, "third") == texts[2]
+    assert server.client().models.retrieve("third").model_extra["root"] == str(folders[1])
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"}, **ADMIN).status == 200
+
+
 def test_an_adapter_that_cannot_be_loaded_is_refused_with_the_reason(server: Served, tmp_path: Path) -> None:
     reply = server.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path)}, **ADMIN)
     assert reply.status == 400
     assert "adapter_config.json" in reply.error["message"]
     assert "bad" not in [model.id for model in server.client().models.list()]
+
+
+@pytest.mark.slow
+def test_all_front_ends_serve_the_same_adapters(tmp_path: Path, folders: list[Path], texts: list[str]) -> None:
+    first = json.dumps({"name": "first", "path": str(folders[0]), "base_model_name": "a-base"})
+    options = ["--dtype", "float32", "--kv-cache-memory-bytes", "32MiB", "--enable-lora", "--max-loras", "2"]
+    options += ["--max-cpu-loras", "3", "--lora-modules", first, "--enable-admin", "--admin-api-key", "boss"]
+    server = ServerProcess(tmp_path / "log", *options, "--api-server-count", "2")
+    try:
+        server.wait_until_ready()
+        # Each new connection may reach either front end.
+        every = range(8)
+        assert {answer_of(server, "first") for _ in every} == {texts[1]}
+        post(server, "load", lora_name="second", lora_path=str(folders[1]))
+        assert {answer_of(server, "second") for _ in every} == {texts[2]}
+        server.processes("core")[0].kill()
+        assert {answer_of(server, "second") for _ in every} == {texts[2]}
+        with server.client() as client:
+            parents = {model.id: model.model_extra["parent"] for model in client.models.list()}  # type: ignore[index]
+        assert parents == {"demo": None, "first": "a-base", "second": "demo"}
+        post(server, "unload", lora_name="first")
+        post(server, "unload", lora_name="second")
+        time.sleep(1.1)
+        for name in ("first", "second") * 4:
+            with pytest.raises(NotFoundError):
+                answer_of(server, name)
+        server.processes("front-end")[0].kill()
+        wait_until(lambda: len(server.processes("front-end")) == 2)
+        for _ in every:
+            with pytest.raises(NotFoundError):
+                answer_of(server, "first")
+    finally:
+        server.close()
+
+
+def answer_of(server: ServerProcess, model: str) -> str:
+    """Text that a new connection gets."""
+    with server.client() as client:
+        answer = client.completions.create(model=model, prompt="The king", temperature=0, max_tokens=12)
+    return answer.choices[0].text
+
+
+def post(server: ServerProcess, what: str, **body: str) -> None:
+    request = urllib.request.Request(
+        f"{server.url}/v1/{what}_lora_adapter",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", **ADMIN},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.status == 200

@@ -14,13 +14,15 @@ _MAX_ID = 2**31 - 1
 
 
 class LoRARequest(msgspec.Struct, frozen=True, eq=False):
-    """LoRA adapter in PEFT's format, of a folder or in memory.
+    """LoRA adapter in PEFT's format, of a folder or in memory; or a reference to one that was added before.
 
     lora_name: display name. lora_int_id: number of the adapter in its engine, from 1 on.
     lora_path: folder with `adapter_config.json` and the adapter's weights.
     tensors, peft_config: the weights by their names in `adapter_model.safetensors`, and the contents of
-        `adapter_config.json`; instead of a folder.
+        `adapter_config.json`; instead of a folder. With neither, requests use the adapter that was added by this
+        number.
     load_inplace: load it again if the engine has an adapter of this number already.
+    base_model_name: the model that it changes, as a server's clients see it; "" for the served one.
 
     Raises InvalidParameter for fields that are missing or contradict each other.
     """
@@ -31,6 +33,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     tensors: Mapping[str, Any] | None = None
     peft_config: Mapping[str, Any] | None = None
     load_inplace: bool = False
+    base_model_name: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
@@ -41,11 +44,21 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
             raise InvalidParameter(
                 f"The adapter {self.lora_name!r} needs both tensors and peft_config, or neither and lora_path."
             )
-        if (self.tensors is None) == (not self.lora_path):
+        if self.tensors is not None and self.lora_path:
             raise InvalidParameter(
-                f"The adapter {self.lora_name!r} has {'no' if self.tensors is None else 'a'} lora_path and "
-                f"{'no' if self.tensors is None else 'also'} tensors. Give lora_path, or tensors and peft_config."
+                f"The adapter {self.lora_name!r} has a lora_path and also tensors. Give lora_path, or tensors and "
+                "peft_config."
             )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are given, as a folder or in memory."""
+        return self.tensors is not None or bool(self.lora_path)
+
+    @property
+    def reference(self) -> LoRARequest:
+        """The adapter by its number alone."""
+        return LoRARequest(self.lora_name, self.lora_int_id)
 
     @property
     def part(self) -> AdapterPart:

@@ -20,7 +20,7 @@ from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
-from penstock.engine.async_adapters import AsyncAdapterMethods
+from penstock.engine.adapter_methods import AsyncAdapterMethods
 from penstock.engine.core.core_client import CoreClient, check_timeout
 from penstock.engine.core.core_place import with_core_process
 from penstock.engine.core.core_thread import CoreThread
@@ -419,9 +419,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
     ) -> OutputStream:
         """Check the request and submit it to the core's thread."""
         self._thread.check_running()
-        if isinstance(lora_request, LoRARequest) and (lora_request.tensors is not None or lora_request.load_inplace):
-            # A request carries the path of an adapter, and nothing else of it.
-            await self.add_lora(lora_request)
+        await self._add_given(lora_request)
         name = _checked_id(request_id)
         processor = self._input_processor
         is_quick = processor.is_quick(prompt, params)

@@ -19,9 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE, WEIGHT_TYPES, NativeKernels
+from penstock.kernels.triton import has_triton
 
 # Output features of a panel of the C++ kernels (`csrc/kernels.h`).
 _PANEL = 16
+# Largest rank of the Triton kernels, whose sums of a block of rows fit into registers.
+_MAX_TRITON_RANK = 256
 
 
 class Piece(NamedTuple):
@@ -81,12 +84,16 @@ class TorchAdapterTable(AdapterTable):
         super().__init__(shape, dtype, device)
         num_slots, rank = shape.num_slots, shape.max_rank
 
-        def zeros(*size: int) -> Tensor:
-            return torch.zeros(num_slots, *size, dtype=dtype, device=device)
-
-        self._a = None if shape.in_features is None else [zeros(rank, shape.in_features) for _ in shape.pieces]
-        self._b = [zeros(piece.size, rank) for piece in shape.pieces]
-        self._scaling_SP = torch.zeros(num_slots, len(shape.pieces), device=device)
+        sizes, num_inputs = [piece.size for piece in shape.pieces], shape.in_features
+        self._a_PSRI: Tensor | None = None
+        if num_inputs is not None:
+            self._a_PSRI = torch.zeros(len(sizes), num_slots, rank, num_inputs, dtype=dtype, device=device)
+        # B of all slots of the first piece, then of the next one.
+        self._b_XR = torch.zeros(num_slots * sum(sizes), rank, dtype=dtype, device=device)
+        of_pieces = self._b_XR.split([num_slots * size for size in sizes])
+        self._b = [b_XR.view(num_slots, size, rank) for b_XR, size in zip(of_pieces, sizes, strict=True)]
+        self._ranks_SP = torch.zeros(num_slots, len(sizes), dtype=torch.int32, device=device)
+        self._scaling_SP = torch.zeros(num_slots, len(sizes), device=device)
         self._slots_S = torch.arange(num_slots, dtype=torch.int32, device=device)
 
     def pack(self, a_RI: Tensor | None, b_OR: Tensor, scaling: float) -> PackedAdapter:
@@ -97,24 +104,25 @@ class TorchAdapterTable(AdapterTable):
         for index, packed in enumerate(pieces):
             rank = 0 if packed is None else packed.rank
             self._b[index][slot, :, rank:].zero_()
+            self._ranks_SP[slot, index] = rank
             self._scaling_SP[slot, index] = 0.0 if packed is None else packed.scaling
-            if self._a is not None:
-                self._a[index][slot, rank:].zero_()
+            if self._a_PSRI is not None:
+                self._a_PSRI[index, slot, rank:].zero_()
             if packed is None:
                 continue
             self._b[index][slot, :, :rank].copy_(packed.b)
-            if self._a is not None and packed.a is not None:
-                self._a[index][slot, :rank].copy_(packed.a)
+            if self._a_PSRI is not None and packed.a is not None:
+                self._a_PSRI[index, slot, :rank].copy_(packed.a)
 
     def add_to(self, out_TX: Tensor, x_TI: Tensor, slots_T: Tensor) -> Tensor:
         dtype, rank, num_slots = x_TI.dtype, self.shape.max_rank, self.shape.num_slots
         is_of_TS = slots_T.unsqueeze(1) == self._slots_S
         for index, piece in enumerate(self.shape.pieces):
             scaling_TS = torch.where(is_of_TS, self._scaling_SP[:, index], 0.0).to(dtype)
-            if self._a is None:
+            if self._a_PSRI is None:
                 shrunk_TSR = x_TI.unsqueeze(1) * scaling_TS.unsqueeze(2)
             else:
-                shrunk_TSR = F.linear(x_TI, self._a[index].flatten(0, 1).to(dtype)).view(-1, num_slots, rank)
+                shrunk_TSR = F.linear(x_TI, self._a_PSRI[index].flatten(0, 1).to(dtype)).view(-1, num_slots, rank)
                 shrunk_TSR = shrunk_TSR * scaling_TS.unsqueeze(2)
             expanded_TO = shrunk_TSR.flatten(1) @ self._b[index].to(dtype).transpose(1, 2).flatten(0, 1)
             out_TX.narrow(-1, piece.first, piece.size).add_(expanded_TO)
@@ -122,7 +130,40 @@ class TorchAdapterTable(AdapterTable):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*(self._a or ()), *self._b, self._scaling_SP)
+        a = () if self._a_PSRI is None else (self._a_PSRI,)
+        return (*a, self._b_XR, self._ranks_SP, self._scaling_SP)
+
+
+class TritonAdapterTable(TorchAdapterTable):
+    """Triton kernels over the rows of each adapter, for a table on a GPU."""
+
+    def __init__(self, shape: TableShape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        from penstock.kernels.triton import adapters
+
+        self._kernels = adapters
+        sizes = [piece.size for piece in shape.pieces]
+        first_rows = [shape.num_slots * sum(sizes[:index]) for index in range(len(sizes))]
+        self._blocks_N4 = adapters.output_blocks(shape.pieces, first_rows, device)
+        self._rows_of_slot = torch.tensor(sizes, dtype=torch.int32, device=device)
+
+    def add_to(self, out_TX: Tensor, x_TI: Tensor, slots_T: Tensor) -> Tensor:
+        if self._a_PSRI is None:
+            shrunk_TPR = x_TI.unsqueeze(1)
+        else:
+            shrunk_TPR = self._kernels.shrink(x_TI, self._a_PSRI, self._ranks_SP, slots_T)
+        self._kernels.expand(
+            out_TX,
+            shrunk_TPR,
+            self._b_XR,
+            self._rows_of_slot,
+            self._blocks_N4,
+            self._ranks_SP,
+            self._scaling_SP,
+            slots_T,
+            x_TI.dtype,
+        )
+        return out_TX
 
 
 class NativeAdapterTable(AdapterTable):
@@ -187,6 +228,8 @@ def adapter_table(
     """Create an empty table with the fastest kernels. compute_dtype: of the layer's rows."""
     if NATIVE is not None and device.type == "cpu" and compute_dtype is torch.float32:
         return NativeAdapterTable(NATIVE, shape, dtype)
+    if device.type == "cuda" and has_triton() and shape.max_rank <= _MAX_TRITON_RANK:
+        return TritonAdapterTable(shape, dtype, device)
     return TorchAdapterTable(shape, dtype, device)
 
 

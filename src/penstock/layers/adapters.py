@@ -6,7 +6,7 @@ Suffixes: T rows (tokens), I input features, D hidden size, R rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -31,13 +31,17 @@ class AdapterRouting:
     @contextmanager
     def of_rows(self, named: Mapping[str, Tensor], last_rows: Tensor | None = None) -> Iterator[None]:
         """Route rows by these step inputs. last_rows: the rows to which the pass narrows after its last attention."""
-        self._named, self._last_rows = named, last_rows
-        self._narrowed.clear()
+        before = self._named, self._last_rows, self._narrowed
+        self._named, self._last_rows, self._narrowed = named, last_rows, {}
         try:
             yield
         finally:
-            self._named, self._last_rows = {}, None
-            self._narrowed.clear()
+            self._named, self._last_rows, self._narrowed = before
+
+    def of_chosen(self, rows: Tensor, chosen_N: Tensor) -> AbstractContextManager[None]:
+        """Route the rows of these indices among `rows`, in their order, by the step inputs of `rows`."""
+        slots = self.input_of(ADAPTER_SLOTS, rows)
+        return nullcontext() if slots is None else self.of_rows({ADAPTER_SLOTS: slots.index_select(0, chosen_N)})
 
     def is_routed(self, name: str) -> bool:
         """Whether the pass in progress has this input."""

@@ -6,6 +6,7 @@ Suffixes: T tokens, D hidden size, E experts, K experts of a token, N rows of on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.activation import GATED_ACTIVATIONS
+from penstock.layers.adapters import AdapterRouting
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState
@@ -132,15 +134,22 @@ class Experts(nn.ModuleList):
             for _ in range(num_experts)
         )
 
-    def partial(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sum of each token's experts, of this rank's part of their features: [T, D]."""
+    def partial(
+        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, adapters: AdapterRouting | None = None
+    ) -> Tensor:
+        """Weighted sum of each token's experts, of this rank's part of their features: [T, D].
+
+        adapters: routing of the tokens to LoRA adapters.
+        """
         num_tokens, top_k = experts_TK.shape
         rows = ExpertRows.of(experts_TK, len(self))
-        given_ND = hidden_TD[rows.order // top_k]
+        tokens_N = rows.order // top_k
+        given_ND = hidden_TD[tokens_N]
         made_ND = torch.empty_like(given_ND)
         for expert, place in rows.pieces():
             mlp: GatedMLP = self[expert]  # type: ignore[assignment]
-            made_ND[place] = mlp.partial(given_ND[place])
+            with nullcontext() if adapters is None else adapters.of_chosen(hidden_TD, tokens_N[place]):
+                made_ND[place] = mlp.partial(given_ND[place])
         made_TKD = torch.empty_like(made_ND)
         made_TKD[rows.order] = made_ND
         made_TKD = made_TKD.view(num_tokens, top_k, -1)
@@ -178,7 +187,10 @@ class MoE(nn.Module):
     """Experts chosen by a router, and a shared one.
 
     activation: a name in `GATED_ACTIVATIONS`. shared_size: features of the shared expert; 0 for none.
+    intermediate_size: of an expert, over all ranks. adapters: routing of rows to LoRA adapters; None without.
     """
+
+    adapters: AdapterRouting | None = None
 
     def __init__(
         self,
@@ -194,6 +206,7 @@ class MoE(nn.Module):
     ) -> None:
         assert activation in GATED_ACTIVATIONS
         super().__init__()
+        self.intermediate_size = intermediate_size
         self._group = parallel.tensor
         self._hidden_size = hidden_size
         self.gate = Router(hidden_size, routing, has_correction=has_correction)
@@ -214,7 +227,10 @@ class MoE(nn.Module):
         return self._group.all_reduce(part_TD) if rows is None else rows.add_up(part_TD)
 
     def _partial(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor]:
-        part_TD = self.experts.partial(hidden_TD, *self.gate.choose(hidden_TD))
-        if self.shared_expert is not None:
-            part_TD += self.shared_expert.partial(hidden_TD)
+        # A recorded program calls this outside of the model's forward pass.
+        last_rows = None if context.last is None else context.last.rows
+        with nullcontext() if self.adapters is None else self.adapters.of_rows(context.inputs, last_rows):
+            part_TD = self.experts.partial(hidden_TD, *self.gate.choose(hidden_TD), self.adapters)
+            if self.shared_expert is not None:
+                part_TD += self.shared_expert.partial(hidden_TD)
         return [part_TD]

@@ -24,6 +24,7 @@ class AdapterCache(Generic[_Value]):
         self._values: OrderedDict[int, _Value] = OrderedDict()
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        # Running requests by slot; a slot may belong to an adapter that was removed.
         self._users: Counter[int] = Counter()
         self._pinned: set[int] = set()
 
@@ -37,7 +38,7 @@ class AdapterCache(Generic[_Value]):
 
     @property
     def slots(self) -> dict[int, int]:
-        """Adapters in slots; removed ones too, while requests use them."""
+        """Slots by adapter; those of removed ones, which requests still use, are not among them."""
         return dict(self._slots)
 
     def get(self, lora_id: int) -> _Value | None:
@@ -45,6 +46,10 @@ class AdapterCache(Generic[_Value]):
         if lora_id not in self._values:
             return None
         self._values.move_to_end(lora_id)
+        return self._values[lora_id]
+
+    def peek(self, lora_id: int) -> _Value:
+        """Return an adapter on the host, which counts as no use of it."""
         return self._values[lora_id]
 
     def put(self, lora_id: int, value: _Value) -> None:
@@ -61,12 +66,16 @@ class AdapterCache(Generic[_Value]):
         self._values.move_to_end(lora_id)
 
     def remove(self, lora_id: int) -> bool:
-        """Remove an adapter; False for an unknown id. Requests that use it keep its slot until they end."""
+        """Remove an adapter; False for an unknown id.
+
+        Requests that use it keep its slot until they end; another adapter of this id gets a slot of its own.
+        """
         if self._values.pop(lora_id, None) is None:
             return False
         self._pinned.discard(lora_id)
-        if not self._users[lora_id]:
-            self._leave_slot(lora_id)
+        slot = self._slots.pop(lora_id, None)
+        if slot is not None and not self._users[slot]:
+            self._free_slots.append(slot)
         return True
 
     def pin(self, lora_id: int) -> bool:
@@ -94,17 +103,15 @@ class AdapterCache(Generic[_Value]):
         if slot is None:
             slot, is_new = self._take_slot(lora_id), True
         self._slots.move_to_end(lora_id)
-        self._users[lora_id] += 1
+        self._users[slot] += 1
         return slot, is_new
 
-    def release(self, lora_id: int) -> None:
-        """Undo an `acquire`."""
-        self._users[lora_id] -= 1
-        assert self._users[lora_id] >= 0, f"adapter {lora_id} was released more often than acquired"
-        if not self._users[lora_id]:
-            del self._users[lora_id]
-            if lora_id not in self._values:
-                self._leave_slot(lora_id)
+    def release(self, slot: int) -> None:
+        """Undo an `acquire`, which gave this slot."""
+        self._users[slot] -= 1
+        assert self._users[slot] >= 0, f"slot {slot} was released more often than acquired"
+        if not self._users[slot] and slot not in self._slots.values():
+            self._free_slots.append(slot)
 
     def _take_slot(self, lora_id: int) -> int:
         if not self._free_slots:
@@ -114,14 +121,10 @@ class AdapterCache(Generic[_Value]):
                     f"There is no slot for the adapter {lora_id}: all of max_loras={self.num_slots} are taken by "
                     "pinned adapters and running requests."
                 )
-            self._leave_slot(victim)
+            self._free_slots.append(self._slots.pop(victim))
         slot = self._slots[lora_id] = self._free_slots.pop()
         return slot
 
-    def _leave_slot(self, lora_id: int) -> None:
-        slot = self._slots.pop(lora_id, None)
-        if slot is not None:
-            self._free_slots.append(slot)
-
     def _may_leave(self, lora_id: int) -> bool:
-        return lora_id not in self._pinned and not self._users[lora_id]
+        slot = self._slots.get(lora_id)
+        return lora_id not in self._pinned and (slot is None or not self._users[slot])

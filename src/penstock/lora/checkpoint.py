@@ -1,13 +1,9 @@
-"""Adapter checkpoints in PEFT's format: low-rank matrices by module.
-
-Suffixes: R rank, I input features, O output features, V vocabulary, D hidden size.
-"""
+"""Adapter checkpoints in PEFT's format: low-rank matrices by module."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,9 @@ from penstock.errors import CheckpointError
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
 from penstock.loader.safetensors import iterate_safetensors
 from penstock.loader.weight_files import WeightFiles
+from penstock.lora.low_rank import LowRank, check_rank
 from penstock.lora.peft_config import PeftConfig
+from penstock.lora.stacked import NO_STACKED_PARAMETERS, StackedParameters
 
 _WEIGHTS = "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
@@ -33,23 +31,12 @@ _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES_SHOWN = 6
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """Matrices of a module: scaling * b @ a is added to its weight.
-
-    a: [R, I], or [R, V] of an embedding. b: [O, R], or [D, R]. base: the module's own weight, which PEFT saves with
-    adapters of embeddings and LM heads; None if it is not there.
-    """
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-    is_embedding: bool
-    base: Tensor | None = None
-
-
-def read_adapter(request: LoRARequest, max_rank: int) -> dict[str, LowRank]:
+def read_adapter(
+    request: LoRARequest, max_rank: int, stacked: StackedParameters = NO_STACKED_PARAMETERS
+) -> dict[str, LowRank]:
     """Read an adapter's matrices by the names of their modules in Transformers.
+
+    stacked: stacked parameters of the model.
 
     Raises CheckpointError for missing or damaged files, unknown or incomplete tensors and ranks above `max_rank`, and
     UnsupportedFeature for fields of its configuration that are not implemented.
@@ -63,7 +50,12 @@ def read_adapter(request: LoRARequest, max_rank: int) -> dict[str, LowRank]:
     matrices = _by_module(name, tensors)
     if not matrices:
         raise CheckpointError(f"The adapter {name!r} has no tensors.")
-    return {module: _low_rank(name, module, found, config, max_rank) for module, found in matrices.items()}
+    read: dict[str, LowRank] = {}
+    for module, found in matrices.items():
+        pair = found.get("A"), found.get("B")
+        of_modules = stacked.split(name, module, pair, config, max_rank) if config.targets_parameters else None
+        read.update(of_modules or {module: _low_rank(name, module, found, config, max_rank)})
+    return read
 
 
 def _read_folder(name: str, folder: Path) -> tuple[Mapping[str, Any], Iterable[tuple[str, Tensor]]]:
@@ -118,11 +110,7 @@ def _low_rank(name: str, module: str, matrices: Mapping[str, Tensor], config: Pe
             f"The adapter {name!r} has matrices of {list(a.shape)} and {list(b.shape)} for {module}, which do not have "
             f"the rank {rank} of its adapter_config.json (r, rank_pattern)."
         )
-    if rank > max_rank:
-        raise CheckpointError(
-            f"The adapter {name!r} has rank {rank} for {module}, but this engine was started for {max_rank}. Start it "
-            f"with max_lora_rank={rank}."
-        )
+    check_rank(name, module, rank, max_rank)
     return LowRank(a, b, config.scaling_of(module), is_embedding, matrices.get("base"))
 
 

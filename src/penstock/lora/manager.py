@@ -22,6 +22,8 @@ class AdapterManager:
         self.tables = tables
         self._max_rank = config.max_lora_rank
         self._cache: AdapterCache[Future[PackedModelAdapter]] = AdapterCache(config.num_on_host, config.max_loras)
+        # Weights that are to replace those of an adapter, by its id: their folder, and they.
+        self._staged: dict[int, tuple[str, Future[PackedModelAdapter]]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
 
     def add(self, request: LoRARequest) -> bool:
@@ -31,9 +33,10 @@ class AdapterManager:
         """
         known = self._cache.get(request.lora_int_id)
         if known is not None and not request.load_inplace:
-            known.result()
+            self._loaded(request.lora_int_id, known)
             return False
-        loaded = self._load(request)
+        path, staged = self._staged.pop(request.lora_int_id, ("", None))
+        loaded = self._load(request) if staged is None or path != request.lora_path else staged.result()
         done: Future[PackedModelAdapter] = Future()
         done.set_result(loaded)
         self._cache.put(request.lora_int_id, done)
@@ -43,9 +46,19 @@ class AdapterManager:
         return True
 
     def prefetch(self, request: LoRARequest) -> None:
-        """Start loading an adapter in the background, unless it is there. Raises InvalidRequest without room."""
-        if self._cache.get(request.lora_int_id) is None:
+        """Start loading an adapter in the background, unless it is there. Raises InvalidRequest without room.
+
+        With `load_inplace` its weights replace those of an adapter once it is added.
+        """
+        if request.load_inplace:
+            self._staged[request.lora_int_id] = request.lora_path, self._reader.submit(self._load, request)
+        elif self._cache.get(request.lora_int_id) is None:
             self._cache.put(request.lora_int_id, self._reader.submit(self._load, request))
+
+    def loading(self) -> set[int]:
+        """Ids of the adapters that are being loaded, or whose new weights are."""
+        cached = {lora_id for lora_id in self._cache.ids if not self._cache.peek(lora_id).done()}
+        return cached | {lora_id for lora_id, (_, staged) in self._staged.items() if not staged.done()}
 
     def status(self) -> dict[int, str | None]:
         """Adapters by id: None for loaded ones, "" for those that load, and the error of those that cannot be loaded.
@@ -54,8 +67,7 @@ class AdapterManager:
         """
         found: dict[int, str | None] = {}
         for lora_id in sorted(self._cache.ids):
-            loading = self._cache.get(lora_id)
-            assert loading is not None, "it is in the cache"
+            loading = self._cache.peek(lora_id)
             if not loading.done():
                 found[lora_id] = ""
                 continue
@@ -67,6 +79,7 @@ class AdapterManager:
 
     def remove(self, lora_id: int) -> bool:
         """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
+        self._staged.pop(lora_id, None)
         return self._cache.remove(lora_id)
 
     def pin(self, lora_id: int) -> bool:
@@ -90,25 +103,29 @@ class AdapterManager:
             self.prefetch(LoRARequest(part.lora_name, lora_id, part.lora_path))
         loading = self._cache.get(lora_id)
         assert loading is not None, "it was put there"
-        try:
-            loaded = loading.result()
-        except Exception:
-            self._cache.remove(lora_id)
-            raise
+        loaded = self._loaded(lora_id, loading)
         slot, is_new = self._cache.acquire(lora_id)
         if is_new:
             self.tables.write(slot, loaded)
         return slot, loaded
 
-    def release(self, lora_id: int) -> None:
-        """Note that a request does not use its adapter any more."""
-        self._cache.release(lora_id)
+    def release(self, slot: int) -> None:
+        """Note that a request does not use the adapter of this slot any more."""
+        self._cache.release(slot)
 
     def close(self) -> None:
         """End the thread that loads."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
+    def _loaded(self, lora_id: int, loading: Future[PackedModelAdapter]) -> PackedModelAdapter:
+        """Wait for an adapter, which is forgotten if it cannot be loaded."""
+        try:
+            return loading.result()
+        except Exception:
+            self._cache.remove(lora_id)
+            raise
+
     def _load(self, request: LoRARequest) -> PackedModelAdapter:
-        packed = self.tables.pack(request.lora_name, read_adapter(request, self._max_rank))
+        packed = self.tables.pack(request.lora_name, read_adapter(request, self._max_rank, self.tables.stacked))
         logger.info("Adapter %s (%d) loaded", request.lora_name, request.lora_int_id)
         return packed

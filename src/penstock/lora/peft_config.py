@@ -34,12 +34,11 @@ _WITHOUT_EFFECT = frozenset(
         "task_type",
     }
 )
-_IMPLEMENTED = frozenset({"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"})
+_IMPLEMENTED = frozenset({"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_parameters"})
 # Initialisations that leave the base model's weights as they are.
 _PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Remedies for refused fields; others have the general one.
 _INSTEAD = {
-    "target_parameters": "Adapters of parameters, such as those of experts, are not supported. Train linear modules.",
     "modules_to_save": "It replaces whole modules. Merge the adapter into a checkpoint.",
     "init_lora_weights": "It changes the base model. Save it with path_initial_model_for_weight_conversion.",
 }
@@ -47,13 +46,14 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Ranks and scaling of an adapter."""
+    """Ranks and scaling of an adapter. targets_parameters: it has matrices of parameters, such as those of experts."""
 
     rank: int
     alpha: float
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     uses_rslora: bool
+    targets_parameters: bool
 
     @classmethod
     def read(cls, name: str, fields: Mapping[str, Any]) -> PeftConfig:
@@ -79,7 +79,8 @@ class PeftConfig:
         for field, pattern in zip(("rank_pattern", "alpha_pattern"), patterns, strict=True):
             if not isinstance(pattern, Mapping) or not all(_is_positive(one, int, float) for one in pattern.values()):
                 raise CheckpointError(f"The adapter {name!r} has {field}={pattern!r}. Allowed: numbers by module name.")
-        return cls(int(rank), float(alpha), *patterns, bool(fields.get("use_rslora")))  # type: ignore[arg-type]
+        is_set = bool(fields.get("use_rslora")), bool(fields.get("target_parameters"))
+        return cls(int(rank), float(alpha), *patterns, *is_set)  # type: ignore[arg-type]
 
     def rank_of(self, module: str) -> int:
         """Rank of a module's adapter."""

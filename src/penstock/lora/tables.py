@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config import LoRAConfig
-from penstock.errors import CheckpointError, UnsupportedFeature
+from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
 from penstock.kernels.adapters import AdapterTable, PackedAdapter, Piece, TableShape, adapter_table, table_bytes
 from penstock.layers.adapters import ADAPTER_SLOTS, HEAD_SLOTS, AdapterRouting, EmbeddingAdapters, LinearAdapters
 from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.experts import MoE
 from penstock.layers.linear import AdapterPlace, LinearLayer
-from penstock.lora.checkpoint import LowRank, some_of
+from penstock.lora.checkpoint import some_of
+from penstock.lora.low_rank import LowRank
+from penstock.lora.stacked import StackedParameters
 from penstock.models.causal_lm import CausalLM
 
 
@@ -62,7 +65,10 @@ class AdapterTables:
         self._places: dict[str, tuple[int, int] | None] = {}
         self._head: set[int] = set()
         self._embedding: int | None = None
-        for names in _by_module(model):
+        # Numbers of the layers that the adapter in each slot changes.
+        self._written: dict[int, set[int]] = {}
+        self._config = config
+        for names in _by_module(model, config):
             self._add(model, names)
         self.attach(model)
 
@@ -73,23 +79,30 @@ class AdapterTables:
 
     def attach(self, model: nn.Module) -> None:
         """Apply the tables in a model of the same shape, such as one that replaces the present one."""
-        modules = _modules(model)
+        modules = _modules(model, self._config)
         self._modules.clear()
         for layer in self._layers:
             module, _ = modules[layer.name]
             assert isinstance(module, (LinearLayer, VocabEmbedding)), "the model has the same shape"
             self._modules.append(module)
             module.adapters = layer.adapters
-        model.adapters = self._routing  # type: ignore[assignment]
+        assert isinstance(model, CausalLM), "it has modules with adapters"
+        self.stacked = StackedParameters(model.stacked_parameters())
+        model.adapters = self._routing
+        for part in model.modules():
+            if isinstance(part, MoE):
+                part.adapters = self._routing
 
     def pack(self, name: str, matrices: Mapping[str, LowRank]) -> PackedModelAdapter:
         """Convert this rank's part of an adapter. Raises CheckpointError, naming them, for matrices without a place."""
         unknown = [module for module in matrices if module not in self._places]
         if unknown:
+            allowed = "linear layers and the token embedding"
+            if self._config.lora_target_modules is not None:
+                allowed = f"those of lora_target_modules={list(self._config.lora_target_modules)}"
             raise CheckpointError(
                 f"The adapter {name!r} has weights of {len(unknown)} modules that adapters of this model cannot "
-                f"change: {some_of(unknown)}. Allowed: linear layers and the token embedding, such as "
-                f"{some_of(list(self._places)[-3:])}."
+                f"change: {some_of(unknown)}. Allowed: {allowed}, such as {some_of(list(self._places)[-3:])}."
             )
         pieces: dict[int, list[PackedAdapter | None]] = {}
         embedding_a: Tensor | None = None
@@ -116,8 +129,10 @@ class AdapterTables:
 
     def write(self, slot: int, adapter: PackedModelAdapter) -> None:
         """Put an adapter into a slot of every table."""
-        for number, layer in enumerate(self._layers):
+        for number in self._written.get(slot, set()).union(adapter.pieces):
+            layer = self._layers[number]
             layer.adapters.table.write(slot, adapter.pieces.get(number) or [None] * len(layer.places))
+        self._written[slot] = set(adapter.pieces)
         if adapter.embedding_a is not None and self._embedding is not None:
             adapters = self._layers[self._embedding].adapters
             assert isinstance(adapters, EmbeddingAdapters), "it is the embedding's"
@@ -127,7 +142,7 @@ class AdapterTables:
     def _add(self, model: nn.Module, names: Mapping[str, str | None]) -> None:
         """Add the layer of these module names, each with its shard."""
         name = next(iter(names))
-        module, _ = _modules(model)[name]
+        module, _ = _modules(model, self._config)[name]
         if module is None:
             self._places.update(dict.fromkeys(names))
             return
@@ -169,8 +184,8 @@ def adapter_bytes(model: nn.Module, config: LoRAConfig, kind: str, compute_dtype
     if not config.enable_lora:
         return 0
     dtype = compute_dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype)
-    num_bytes, modules = 0, _modules(model)
-    for names in _by_module(model):
+    num_bytes, modules = 0, _modules(model, config)
+    for names in _by_module(model, config):
         module, _ = modules[next(iter(names))]
         if isinstance(module, VocabEmbedding):
             num_inputs, pieces = module.vocab_size, [Piece(0, module.hidden_size)]
@@ -183,8 +198,15 @@ def adapter_bytes(model: nn.Module, config: LoRAConfig, kind: str, compute_dtype
     return num_bytes * (config.max_loras + (config.num_on_host if kind == "cpu" else 0))
 
 
-def _modules(model: nn.Module) -> Mapping[str, tuple[nn.Module | None, str | None]]:
+def _modules(model: nn.Module, config: LoRAConfig) -> Mapping[str, tuple[nn.Module | None, str | None]]:
     modules = model.modules_with_adapters() if isinstance(model, CausalLM) else {}
+    if modules and config.lora_target_modules is not None:
+        modules = {name: module for name, module in modules.items() if config.may_change(name)}
+        if not modules:
+            raise ConfigError(
+                f"lora_target_modules={list(config.lora_target_modules)} names no module of this model. Give ends of "
+                "names, such as 'q_proj', or leave it out."
+            )
     if not modules:
         raise UnsupportedFeature(
             f"enable_lora: {type(model).__name__} has no layers that adapters may change. Merge the adapter into a "
@@ -193,10 +215,10 @@ def _modules(model: nn.Module) -> Mapping[str, tuple[nn.Module | None, str | Non
     return modules
 
 
-def _by_module(model: nn.Module) -> list[dict[str, str | None]]:
+def _by_module(model: nn.Module, config: LoRAConfig) -> list[dict[str, str | None]]:
     """Names of each module's shards; modules of other stages by themselves."""
     found: dict[object, dict[str, str | None]] = {}
-    for name, (module, shard) in _modules(model).items():
+    for name, (module, shard) in _modules(model, config).items():
         if module is None or isinstance(module, (LinearLayer, VocabEmbedding)):
             found.setdefault(name if module is None else id(module), {})[name] = shard
     return list(found.values())

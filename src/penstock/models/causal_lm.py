@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -18,6 +19,20 @@ from penstock.layers.embedding import LMHead
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.weights import load_into_slots
+
+
+@dataclass(frozen=True, slots=True)
+class StackedParameter:
+    """A parameter of Transformers' model that holds the weights of several modules here, such as those of experts.
+
+    name: of the parameter in its module. shape: outputs and inputs of each of its matrices. modules: by matrix, names
+    of the modules whose weights are ranges of its outputs. outputs: these ranges.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    modules: tuple[tuple[str, ...], ...]
+    outputs: tuple[slice, ...]
 
 
 class CausalLM(nn.Module, ABC):
@@ -63,6 +78,10 @@ class CausalLM(nn.Module, ABC):
 
         Others among them are ignored. None for those of other pipeline stages. Empty for a model without support.
         """
+        return {}
+
+    def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
+        """Stacked parameters by the name of their module in Transformers; modules are of `modules_with_adapters`."""
         return {}
 
     def is_in_head(self, module: nn.Module) -> bool:

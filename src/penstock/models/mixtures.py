@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -12,6 +12,7 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.layers.experts import MoE, Routing
 from penstock.layers.weights import Shard
+from penstock.models.causal_lm import StackedParameter
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from penstock.models.weights import Into, WeightTable, modules_of_table
@@ -48,14 +49,36 @@ class MixtureForCausalLM(DecoderForCausalLM):
         routing: Routing,
     ) -> None:
         super().__init__(config, parallel, model)
-        self._moe_layers, self._num_experts = moe_layers, routing.num_experts
+        self._moe_layers, self._routing = moe_layers, routing
 
     def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
-        """As `CausalLM`; routers and experts, which see some rows only, have no adapters."""
-        experts = {name for layer in self._moe_layers for name in self._expert_table(layer)}
         table = {**self._table(), "lm_head": self.weight_table["lm_head"]}
-        others = {name: into for name, into in table.items() if name not in experts}
-        return modules_of_table(self, others, self.config.num_layers)
+        return modules_of_table(self, table, self.config.num_layers)
+
+    def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
+        """Experts' weights, which Transformers stacks, and the router's."""
+        found: dict[str, Sequence[StackedParameter]] = {}
+        middle = next((module.intermediate_size for module in self.modules() if isinstance(module, MoE)), None)
+        if middle is None:
+            # All of them are on other pipeline stages.
+            return found
+        hidden, names = self.config.hidden_size, self.expert_names
+        for layer in self._moe_layers:
+            block = f"model.layers.{layer}.{names.block}"
+            experts = [f"{block}.experts.{expert}" for expert in range(self._routing.num_experts)]
+            gate_up = tuple((f"{one}.{names.gate_proj}", f"{one}.{names.up_proj}") for one in experts)
+            down = tuple((f"{one}.{names.down_proj}",) for one in experts)
+            found[f"model.layers.{layer}.mlp.experts"] = (
+                StackedParameter(
+                    "gate_up_proj", (2 * middle, hidden), gate_up, (slice(middle), slice(middle, 2 * middle))
+                ),
+                StackedParameter("down_proj", (hidden, middle), down, (slice(hidden),)),
+            )
+            router = self._routing.num_experts, hidden
+            found[f"model.layers.{layer}.mlp.gate"] = (
+                StackedParameter("weight", router, ((f"{block}.gate",),), (slice(router[0]),)),
+            )
+        return found
 
     def _table(self) -> WeightTable:
         mlps = {name: into for name, into in super()._table().items() if ".mlp." in name}
@@ -72,7 +95,7 @@ class MixtureForCausalLM(DecoderForCausalLM):
         names, ours = self.expert_names, f"model.layers.{layer}.mlp"
         theirs = f"model.layers.{layer}.{names.block}"
         table = {f"{theirs}.gate": Into(f"{ours}.gate")}
-        for expert in range(self._num_experts):
+        for expert in range(self._routing.num_experts):
             table |= dict(gated_mlp(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", names))
         return table
 

@@ -31,22 +31,20 @@ class AdapterSlots(SlotOwner):
         self.adapter_slots = np.full(num_slots, _NONE, dtype=np.int32)
         # Slots of adapters that change the LM head, and the embedding.
         self.head_slots, self.embedding_slots = (np.full(num_slots, _NONE, dtype=np.int32) for _ in range(2))
-        self._ids: dict[int, int] = {}
 
     def add(self, slot: int, request: NewRequestData) -> None:
         part = part_of(request.parts, AdapterPart)
         if part is None:
             return
         adapter_slot, adapter = self.manager.acquire(part)
-        self._ids[slot] = part.lora_int_id
         self.adapter_slots[slot] = adapter_slot
         self.head_slots[slot] = adapter_slot if adapter.has_head else _NONE
         self.embedding_slots[slot] = adapter_slot if adapter.has_embedding else _NONE
 
     def remove(self, slot: int) -> None:
-        lora_id = self._ids.pop(slot, None)
-        if lora_id is not None:
-            self.manager.release(lora_id)
+        adapter_slot = int(self.adapter_slots[slot])
+        if adapter_slot != _NONE:
+            self.manager.release(adapter_slot)
             self.adapter_slots[slot] = self.head_slots[slot] = self.embedding_slots[slot] = _NONE
 
     def has_work(self, slots_np: np.ndarray) -> bool:

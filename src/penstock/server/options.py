@@ -19,7 +19,7 @@ class ServerOptions:
 
     served_model_name: name that requests may give as `model`; the first one is in the responses. By default that of the
         model.
-    lora_modules: LoRA adapter that requests may give as `model`, as name=path; needs enable_lora.
+    lora_modules: LoRA adapter that requests may give as `model`, as name=path or JSON; needs enable_lora.
     api_keys: key of a client, sent as `Authorization: Bearer KEY` or `x-api-key: KEY`; empty lets every client in.
     enable_admin: serve the routes that change the engine; needs admin_api_key.
     admin_api_key: key of these routes.

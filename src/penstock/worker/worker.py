@@ -214,6 +214,10 @@ class Worker(WorkerBase):
         """Adapters by id: None for loaded ones, "" for those that load, or the error of those that failed."""
         return self.adapters.status()
 
+    def loading_loras(self) -> set[int]:
+        """Ids of the adapters that are being loaded, or whose new weights are."""
+        return self.adapters.loading()
+
     def remove_lora(self, lora_id: int) -> bool:
         """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
         return self.adapters.remove(lora_id)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from penstock.config import LoRAConfig
 from penstock.contract import Parts, part_of
 from penstock.contract.lora import AdapterPart, LoRARequest
+from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidRequest
 from penstock.scheduler.adapters import AdapterLimit
 from penstock.scheduler.scheduler import Scheduler
@@ -21,17 +22,22 @@ logger = logging.getLogger(__name__)
 # Reason for which a request waits while its adapter is loaded.
 ADAPTER = "its adapter"
 # Worker methods that the core calls through `CoreAdapters`.
-ADAPTER_METHODS = ("add_lora", "prefetch_lora", "remove_lora", "pin_lora", "known_loras")
+ADAPTER_METHODS = ("add_lora", "prefetch_lora", "offer_loras", "remove_lora", "pin_lora", "known_loras")
 
 
 @dataclass(slots=True)
 class _Known:
-    """An adapter that requests may use. version: changes with its weights. waiting: requests that wait for it."""
+    """An adapter that requests may use.
+
+    version: changes with its weights. is_removed: only requests of before its removal use it. waiting: requests that
+    wait for it.
+    """
 
     request: LoRARequest
     version: int
     is_loaded: bool = False
     has_begun: bool = False
+    is_removed: bool = False
     waiting: list[str] = field(default_factory=list)
 
 
@@ -57,24 +63,24 @@ class CoreAdapters:
         self._call = call
         self._loads_at_once = loads_at_once
         self._known: dict[int, _Known] = {}
+        # Ids of adapters that were removed, which are not offered again.
+        self._removed: set[int] = set()
         self._pinned: set[int] = set()
         self._versions = itertools.count()
 
-    def with_version(self, parts: Parts | None) -> Parts | None:
-        """Complete the parts of a new request. Raises InvalidRequest for an adapter that it cannot use."""
-        part = part_of(parts, AdapterPart)
+    def with_version(self, request: EngineRequest) -> Parts | None:
+        """The parts of a new request, completed. Raises InvalidRequest for an adapter that it cannot use.
+
+        The adapter of a request that a lost core has admitted may have been replaced or removed since.
+        """
+        parts, part = request.parts, part_of(request.parts, AdapterPart)
         if parts is None or part is None:
             return parts
         self._require_enabled()
         known = self._known.get(part.lora_int_id)
-        if known is None:
-            if not part.lora_path:
-                raise InvalidRequest(
-                    f"There is no adapter {part.lora_name!r} ({part.lora_int_id}), and the request has no lora_path. "
-                    "Add it first (add_lora)."
-                )
-            known = self._note(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path))
-        elif part.lora_path not in ("", known.request.lora_path) or part.lora_name != known.request.lora_name:
+        if known is None or (known.is_removed and not request.is_admitted):
+            known = self._known_again(part, known, is_resumed=bool(request.output_token_ids))
+        elif not request.is_admitted and not _is_same(part, known.request):
             raise InvalidRequest(
                 f"lora_int_id={part.lora_int_id} is {_described(known.request)}, and the request has "
                 f"{part.lora_name!r} ({part.lora_path or 'in memory'}). Give each adapter an id of its own, or remove "
@@ -82,6 +88,20 @@ class CoreAdapters:
             )
         path = known.request.lora_path
         return Parts({**parts, part.feature: replace(part, version=known.version, lora_path=path)})
+
+    def _known_again(self, part: AdapterPart, before: _Known | None, *, is_resumed: bool) -> _Known:
+        """The adapter of a request that names its folder. before: the removed adapter of this id, if any."""
+        if not part.lora_path:
+            raise InvalidRequest(
+                f"There is no adapter {part.lora_name!r} ({part.lora_int_id}), and the request has no lora_path. "
+                "Add it first (add_lora)."
+            )
+        if before is not None and _is_same(part, before.request):
+            before.is_removed = False
+            return before
+        known = self._note(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path))
+        known.is_removed = is_resumed
+        return known
 
     def is_loaded_for(self, req_id: str, parts: Parts | None) -> bool:
         """Whether a request may run at once; otherwise its adapter is being loaded, and `take_ready` names it later."""
@@ -123,11 +143,12 @@ class CoreAdapters:
             reasons = [state for state in states if state not in (None, "", _GONE)]
             if reasons:
                 failed.update(dict.fromkeys(known.waiting, str(reasons[0])))
-                del self._known[lora_id]
             elif "" not in states:
                 # One that has made room for others meanwhile is loaded when its request runs.
                 ready += known.waiting
                 known.waiting.clear()
+            if reasons or (known.is_removed and not known.waiting):
+                del self._known[lora_id]
         return ready, failed
 
     def _read_status(self) -> dict[int, list[object]]:
@@ -145,6 +166,7 @@ class CoreAdapters:
         functions: dict[str, Callable[..., list[Any]]] = {
             "add_lora": self._add,
             "prefetch_lora": self._prefetch,
+            "offer_loras": self._offer,
             "remove_lora": self._remove,
             "pin_lora": self._pin,
             "known_loras": self._list,
@@ -183,25 +205,37 @@ class CoreAdapters:
         if known is None or (lora_request.load_inplace and any(answers)):
             now = self._note(replace(lora_request, load_inplace=False))
             now.is_loaded = now.has_begun = True
-            if known is not None:
-                now.waiting = known.waiting
-                self._scheduler.change_parts(lambda parts: _with_new_version(parts, now))
         return answers
 
     def _prefetch(self, lora_request: LoRARequest) -> list[None]:
-        known = self._check_same(lora_request) or self._note(lora_request)
+        known = self._check_same(lora_request)
+        if known is not None and lora_request.load_inplace:
+            return self._call("prefetch_lora", args=(lora_request,))
+        if known is None:
+            known = self._note(replace(lora_request, load_inplace=False))
         self._begin(known)
-        return [None] if known.has_begun else self._call("prefetch_lora", args=(lora_request,))
+        return [None] if known.has_begun else self._call("prefetch_lora", args=(known.request,))
+
+    def _offer(self, lora_requests: Sequence[LoRARequest]) -> list[None]:
+        """Let requests use adapters by their ids; those that were removed meanwhile stay so."""
+        for request in lora_requests:
+            if request.lora_int_id not in self._known and request.lora_int_id not in self._removed:
+                self._note(request)
+        return [None]
 
     def _remove(self, lora_id: int) -> list[bool]:
         known = self._known.get(lora_id)
         if known is not None and known.request.lora_path == "" and known.waiting:
             raise InvalidRequest(f"Requests wait for the adapter {lora_id}. Abort them first.")
-        if known is not None and not known.waiting:
+        was_known = known is not None and not known.is_removed
+        if known is not None and known.waiting:
+            known.is_removed = True
+        elif known is not None:
             del self._known[lora_id]
+        self._removed.add(lora_id)
         self._pinned.discard(lora_id)
         self._tell_pinned()
-        return self._call("remove_lora", args=(lora_id,))
+        return [was_held or was_known for was_held in self._call("remove_lora", args=(lora_id,))]
 
     def _pin(self, lora_id: int) -> list[bool]:
         answers: list[bool] = self._call("pin_lora", args=(lora_id,))
@@ -213,7 +247,7 @@ class CoreAdapters:
     def _list(self) -> list[list[LoRARequest]]:
         """The known adapters, without tensors."""
         in_memory = {"lora_path": "in memory", "tensors": None, "peft_config": None}
-        requests = [known.request for known in self._known.values()]
+        requests = [known.request for known in self._known.values() if not known.is_removed]
         return [[one if one.tensors is None else replace(one, **in_memory) for one in requests]]
 
     def _tell_pinned(self) -> None:
@@ -222,18 +256,32 @@ class CoreAdapters:
 
     def _check_same(self, request: LoRARequest) -> _Known | None:
         """The known adapter of this id. Raises InvalidRequest for another one, unless it is to be replaced."""
+        if not request.has_weights:
+            raise InvalidRequest(
+                f"The adapter {request.lora_name!r} has neither lora_path nor tensors. Give lora_path, or tensors and "
+                "peft_config."
+            )
         known = self._known.get(request.lora_int_id)
         if known is None or request.load_inplace:
             return known
-        if (known.request.lora_name, known.request.lora_path) != (request.lora_name, request.lora_path):
-            raise InvalidRequest(
-                f"lora_int_id={request.lora_int_id} is {_described(known.request)} already. Give each adapter an id of "
-                "its own, remove the other one first, or replace it with load_inplace=True."
-            )
-        return known
+        if (known.request.lora_name, known.request.lora_path) == (request.lora_name, request.lora_path):
+            known.is_removed = False
+            return known
+        if known.is_removed:
+            return None
+        raise InvalidRequest(
+            f"lora_int_id={request.lora_int_id} is {_described(known.request)} already. Give each adapter an id of "
+            "its own, remove the other one first, or replace it with load_inplace=True."
+        )
 
     def _note(self, request: LoRARequest) -> _Known:
+        """Let requests use an adapter. Those of another one that had its id go on with this one."""
+        before = self._known.get(request.lora_int_id)
         known = self._known[request.lora_int_id] = _Known(request, next(self._versions))
+        if before is not None:
+            known.waiting = before.waiting
+        self._removed.discard(request.lora_int_id)
+        self._scheduler.change_parts(lambda parts: _with_new_version(parts, known))
         return known
 
     def _require_enabled(self) -> None:
@@ -246,6 +294,10 @@ class CoreAdapters:
 
 # State of an adapter that a rank does not hold.
 _GONE = object()
+
+
+def _is_same(part: AdapterPart, request: LoRARequest) -> bool:
+    return part.lora_name == request.lora_name and part.lora_path in ("", request.lora_path)
 
 
 def _described(request: LoRARequest) -> str:

@@ -126,7 +126,7 @@ class EngineCore:
         Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
         """
         self._require_alive()
-        parts = self._adapters.with_version(request.parts)
+        parts = self._adapters.with_version(request)
         self._recovery.note_request()
         self.scheduler.add_request(
             Request(

@@ -252,9 +252,9 @@ class CoreGroup:
             if done and method == "update_config":
                 for engine in self._engines:
                     engine.config_updates += [*args, *(kwargs or {}).values()]
-            if done and method in ("add_lora", "remove_lora"):
+            if done:
                 for engine in self._engines:
-                    engine.note_adapter(*args, *(kwargs or {}).values())
+                    engine.adapters.note(method, [*args, *(kwargs or {}).values()])
             if done and method == "reload_weights":
                 self._adopt_config_of(self._engines[done[0]])
             if (done or is_late) and method in CHANGE_WEIGHTS:

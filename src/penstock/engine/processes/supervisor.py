@@ -15,7 +15,6 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import encode
-from penstock.contract.lora import LoRARequest
 from penstock.engine.core.restarts import FailureCount, Quarantine, restart_backoff_s
 from penstock.engine.messages import (
     AbortRequests,
@@ -31,6 +30,7 @@ from penstock.engine.messages import (
     UtilityCall,
 )
 from penstock.engine.processes.child_process import CoreHandle
+from penstock.engine.processes.kept_adapters import KeptAdapters
 from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.errors import (
     EngineDead,
@@ -196,8 +196,7 @@ class EngineSupervisor:
         self.name = name
         self.config = config
         self.config_updates: list[Any] = []
-        # Adapters in memory, which no other core can read from their folders.
-        self._adapters: dict[int, LoRARequest] = {}
+        self.adapters = KeptAdapters()
         self.requests: dict[str, ResumableRequest] = {}
         self._start_core = start
         self._blames_requests = blames_requests
@@ -285,13 +284,6 @@ class EngineSupervisor:
         call, sent = Call(method), dumps(method, args)
         self._send_call(call, lambda call_id: UtilityCall(call_id=call_id, method=method, arguments=sent))
         return call
-
-    def note_adapter(self, adapter: LoRARequest | int) -> None:
-        """Note an adapter that was added, or the id of one that was removed, for a replacement core."""
-        if isinstance(adapter, int):
-            self._adapters.pop(adapter, None)
-        elif adapter.tensors is not None:
-            self._adapters[adapter.lora_int_id] = adapter
 
     def restart(self, why: str) -> None:
         """Replace a core that has not failed."""
@@ -400,8 +392,8 @@ class EngineSupervisor:
         logger.info("%s goes on with %d requests", self._label, len(self.requests))
         for update in self.config_updates:
             self.call("collective_rpc", "update_config", None, (update,), None).is_awaited = False
-        for adapter in self._adapters.values():
-            self.call("collective_rpc", "add_lora", None, (adapter,), None).is_awaited = False
+        for method, arguments in self.adapters.calls():
+            self.call("collective_rpc", method, None, arguments, None).is_awaited = False
         for req_id, kept in self.requests.items():
             if req_id not in self._quarantined:
                 self._submit(kept.resume()).is_awaited = False

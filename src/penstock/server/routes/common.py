@@ -71,9 +71,8 @@ async def answer(
         for submission in submissions:
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
-    generation = Generation(
-        model.engine, submissions, output_kind=kind, timeout_s=timeout_s, lora_request=model.adapter
-    )
+    adapter = None if model.adapter is None else model.adapter.reference
+    generation = Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s, lora_request=adapter)
     if not is_stream:
         async with generation:
             return json_response(await whole(await while_connected(http.receive, _finals(generation))))

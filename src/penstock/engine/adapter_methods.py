@@ -1,0 +1,128 @@
+"""Methods of `LLM` and `AsyncEngine` for LoRA adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from penstock.config import EngineConfig
+from penstock.contract.lora import LoRARequest
+from penstock.engine.inputs.prompts import as_list
+from penstock.engine.session import Session
+from penstock.errors import InvalidRequest
+
+# Poll interval while an adapter is loaded.
+_LOADING_POLL_S = 0.005
+
+
+class AdapterMethods:
+    """Methods of an offline engine for adapters."""
+
+    _session: Session
+    _config: EngineConfig
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; False if there is one of its id already, unless `load_inplace` replaces it.
+
+        A replaced adapter's running requests are preempted and go on with the new weights.
+        Raises CheckpointError or UnsupportedFeature for one that cannot be loaded, InvalidRequest without room for it.
+        """
+        return any(self._call("add_lora", lora_request))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter; False for an unknown id. Requests that run keep it until they end."""
+        return all(self._call("remove_lora", lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory and in its slot on the device; False for an unknown id."""
+        return all(self._call("pin_lora", lora_id))
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters in host memory."""
+        return set.intersection(*self._call("list_loras"))
+
+    def _call(self, method: str, *arguments: LoRARequest | int) -> list[Any]:
+        return self._session.collective_rpc(method, None, arguments, None)
+
+    def _add_adapters(self, adapters: Sequence[LoRARequest | None]) -> None:
+        """Load adapters before their requests, as many as host memory has room for, so that errors come at once."""
+        distinct = {adapter.lora_int_id: adapter for adapter in adapters if adapter is not None}
+        held = self.list_loras() if any(adapter.tensors is not None for adapter in distinct.values()) else set()
+        for lora_id, adapter in list(distinct.items())[: self._config.lora.num_on_host]:
+            is_there = adapter.tensors is not None and not adapter.load_inplace and lora_id in held
+            if adapter.has_weights and not is_there:
+                self.add_lora(adapter)
+
+
+class AsyncAdapterMethods(ABC):
+    """Loads, removes and lists adapters while requests run."""
+
+    @abstractmethod
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        unique_reply_rank: int | None = None,
+    ) -> list[Any]:
+        """As `AsyncEngine`."""
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """As `LLM.add_lora`, while requests run: folders are read in a thread, and steps go on."""
+        is_new = all(adapter.lora_int_id != lora_request.lora_int_id for adapter in await self.known_loras())
+        request = replace(lora_request, load_inplace=False) if is_new else lora_request
+        if request.lora_path:
+            await self.collective_rpc("prefetch_lora", args=(request,))
+            while any(request.lora_int_id in ids for ids in await self.collective_rpc("loading_loras")):
+                await asyncio.sleep(_LOADING_POLL_S)
+        return any(await self.collective_rpc("add_lora", args=(request,))) or is_new
+
+    async def _add_given(self, lora_request: Any) -> None:
+        """Add an adapter that a request brings with it in memory, or that is to be replaced: others are read later."""
+        if not isinstance(lora_request, LoRARequest) or not (lora_request.tensors or lora_request.load_inplace):
+            return
+        if lora_request.load_inplace or all(
+            adapter.lora_int_id != lora_request.lora_int_id for adapter in await self.known_loras()
+        ):
+            await self.add_lora(lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """As `LLM.remove_lora`."""
+        return all(await self.collective_rpc("remove_lora", args=(lora_id,)))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """As `LLM.pin_lora`."""
+        return all(await self.collective_rpc("pin_lora", args=(lora_id,)))
+
+    async def list_loras(self) -> set[int]:
+        """As `LLM.list_loras`."""
+        of_workers: list[set[int]] = await self.collective_rpc("list_loras")
+        return set.intersection(*of_workers)
+
+    async def offer_loras(self, lora_requests: Sequence[LoRARequest]) -> None:
+        """Let requests use adapters by their ids, which are loaded once they do; removed ones stay so."""
+        await self.collective_rpc("offer_loras", args=(list(lora_requests),))
+
+    async def known_loras(self) -> list[LoRARequest]:
+        """Adapters that requests may use by their ids, loaded or not; without the tensors of those in memory."""
+        of_cores: list[list[LoRARequest]] = await self.collective_rpc("known_loras")
+        known = {adapter.lora_int_id: adapter for adapter in of_cores[0]}
+        everywhere = set(known).intersection(*({adapter.lora_int_id for adapter in of_core} for of_core in of_cores))
+        return [known[lora_id] for lora_id in sorted(everywhere)]
+
+
+def list_of_adapters(lora_request: Any, num_prompts: int) -> list[Any]:
+    """The adapter of each prompt. Raises InvalidRequest for another number of them than of prompts."""
+    listed = None if isinstance(lora_request, LoRARequest) else as_list(lora_request)
+    if listed is None:
+        return [lora_request] * num_prompts
+    if len(listed) != num_prompts:
+        raise InvalidRequest(
+            f"There are {num_prompts} prompts but {len(listed)} lora_requests. Give one for all, or one per prompt."
+        )
+    return listed
