@@ -180,7 +180,7 @@ def test_parameters_that_leave_no_token_end_that_request_and_say_so(model: tuple
     impossible = SamplingParams(temperature=0, seed=0, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]])
     good, bad = run(core, [PROMPTS[0], PROMPTS[0]], [greedy(5), impossible])
     assert len(good.tokens) == 5
-    assert (bad.finish_reason, bad.tokens) == (FinishReason.ERROR, [5])
+    assert (bad.finish_reason, bad.tokens) == (FinishReason.INVALID, [5])
     assert bad.error is not None
     assert "allowed_token_ids, bad_words" in bad.error
     core.close()

@@ -184,6 +184,24 @@ def test_sigterm_lets_streams_finish_and_exits_with_0(start: Callable[..., Serve
 
 
 @pytest.mark.slow
+def test_a_terminal_that_hangs_up_lets_streams_finish(start: Callable[..., ServerProcess]) -> None:
+    server = start("--max-num-seqs", "8")
+    undisturbed = asyncio.run(answers(server, 6, 400))
+    processes = [psutil.Process(server.process.pid)]
+    processes += processes[0].children(recursive=True)
+
+    async def run() -> list[Answer]:
+        streams = asyncio.ensure_future(answers(server, 6, 400))
+        await asyncio.sleep(0.3)
+        for process in processes:
+            process.send_signal(signal.SIGHUP)
+        return await streams
+
+    assert asyncio.run(run()) == undisturbed
+    assert server.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.slow
 def test_streams_that_take_too_long_are_aborted_after_sigterm(start: Callable[..., ServerProcess]) -> None:
     server = start("--shutdown-timeout", "0.2")
 
@@ -227,6 +245,7 @@ def test_a_second_signal_ends_the_server_at_once(start: Callable[..., ServerProc
     assert time.monotonic() - begin < 20.0
     _, alive = psutil.wait_procs(processes, PATIENCE_S)
     assert not alive
+    assert "It is replaced" not in server.text
 
 
 def test_a_server_that_cannot_start_says_why_and_exits_with_an_error(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     req_ids: the step's requests in batch order at its launch.
     errors: requests that this step could not serve, with the reason; the others are unaffected.
     not_finite_req_ids: failed requests with non-finite logits, whose KV may hold NaN.
+    invalid_req_ids: failed requests whose own parameters are the cause.
     parts: data of features from the worker to the scheduler.
     """
 
@@ -35,6 +36,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     req_ids: list[str] = []
     errors: dict[str, str] = {}
     not_finite_req_ids: list[str] = []
+    invalid_req_ids: list[str] = []
     parts: Parts | None = None
 
 

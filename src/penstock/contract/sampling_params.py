@@ -18,6 +18,7 @@ MAX_SEED = 2**63 - 1
 MAX_N = 16_384
 SMALLEST_TEMPERATURE = 0.01
 LARGEST_BIAS = 100.0
+LARGEST_BUDGET = 2**31 - 1
 ALL_LOGPROBS = -1
 # Key in `extra_args` of the front end's form of thinking_token_budget.
 THINKING_BUDGET = "thinking_budget"
@@ -166,7 +167,8 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
             if not self.allowed_token_ids:
                 raise check.invalid("allowed_token_ids", self.allowed_token_ids, "at least one token id, or None")
         if self.thinking_token_budget is not None:
-            check.check_integer("thinking_token_budget", self.thinking_token_budget, -1, None, "0 or more, or None")
+            allowed = f"0 to {LARGEST_BUDGET}, or None"
+            check.check_integer("thinking_token_budget", self.thinking_token_budget, -1, LARGEST_BUDGET, allowed)
         if self.num_speculative_tokens is not None:
             check.check_integer("num_speculative_tokens", self.num_speculative_tokens, 0, None, "0 or more, or None")
         self._set("logit_bias", check.biases("logit_bias", self.logit_bias, LARGEST_BIAS))

@@ -139,7 +139,7 @@ class Dispatcher:
                 self.core.add_request(request)
             except InvalidRequest as error:
                 refused.append(
-                    EngineCoreOutput(req_id=request.req_id, finish_reason=FinishReason.ERROR, error=str(error))
+                    EngineCoreOutput(req_id=request.req_id, finish_reason=FinishReason.INVALID, error=str(error))
                 )
         if refused:
             self._take(refused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import queue
 import signal
@@ -26,7 +27,7 @@ _Launches: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], _Process], Future[_
 _THREAD_NAME = "penstock-processes"
 # Option of Linux's prctl: the signal that a process gets when the thread that started it ends.
 _PR_SET_PDEATHSIG = 1
-_ASK_TO_END = {signal.SIGINT, signal.SIGTERM}
+_ASK_TO_END = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # Signals for a process's own faults; any other signal comes from outside.
 _OWN_FAULTS = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"}
 
@@ -90,15 +91,17 @@ def end_with_parent(parent_pid: int) -> None:
 
 
 def leave_end_to_parent() -> None:
-    """Ignore SIGINT and SIGTERM, which Ctrl-C or a service manager sends to a whole process group: the parent decides.
+    """Ignore SIGINT, SIGTERM and SIGHUP, which a terminal or a service manager sends to a process group: the parent
+    decides.
 
     Processes that this one starts still end on these signals.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Unlike SIG_IGN, a handler is not inherited across exec.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.siginterrupt(signal.SIGTERM, False)
-    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    for number in _ASK_TO_END - {signal.SIGINT}:
+        # Unlike SIG_IGN, a handler is not inherited across exec.
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+        os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASK_TO_END)
 
 

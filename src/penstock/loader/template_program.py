@@ -114,6 +114,15 @@ def _compiled(source: str) -> tuple[Template, frozenset[str]]:
     return environment.from_string(source), names
 
 
+def syntax_error(source: str) -> str | None:
+    """Why a template cannot be compiled; None if it can."""
+    try:
+        _environment().from_string(source)
+    except TemplateError as error:
+        return _described(error)
+    return None
+
+
 def _answer(source: str, variables: dict[str, Any], asked: list[str]) -> dict[str, Any]:
     """Render a template; return its text and the requested names that it does not use, or the error."""
     try:

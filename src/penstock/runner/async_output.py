@@ -68,7 +68,8 @@ class AsyncOutput:
             logprobs=self._logprobs(LogprobsTensors(*tensors[:3]), token_ids) if self._has_logprobs else None,
             prompt_logprobs={} if self._prompt_logprobs is None else self._prompt_logprobs.by_request(),
             errors=self._errors if failures is None else self._errors | self._failed(token_ids, failures),
-            not_finite_req_ids=[] if failures is None else self._not_finite(failures),
+            not_finite_req_ids=[] if failures is None else self._failed_by(Failure.NOT_FINITE, failures),
+            invalid_req_ids=[] if failures is None else self._failed_by(Failure.NOTHING_LEFT, failures),
         )
 
     def _logprobs(self, logprobs: LogprobsTensors, token_ids: list[list[int]]) -> LogprobsLists:
@@ -90,8 +91,8 @@ class AsyncOutput:
     def _is_done(self) -> bool:
         return self._copy.is_done() and (self._prompt_logprobs is None or self._prompt_logprobs.is_done())
 
-    def _not_finite(self, failures: list[int]) -> list[str]:
-        return [req_id for req_id, why in zip(self._req_ids, failures, strict=True) if why == Failure.NOT_FINITE]
+    def _failed_by(self, cause: Failure, failures: list[int]) -> list[str]:
+        return [req_id for req_id, why in zip(self._req_ids, failures, strict=True) if why == cause]
 
     def _failed(self, token_ids: list[list[int]], failures: list[int]) -> dict[str, str]:
         # An unfinished prefill's token is void, but with NaN in its logits there is NaN in its KV, and it is lost.

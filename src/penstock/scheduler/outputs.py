@@ -11,12 +11,21 @@ from penstock.contract import ArrayBytes, LogprobsLists
 
 
 class FinishReason(StrEnum):
-    """Reason why a request ended, with the values of the OpenAI API where it has them."""
+    """Reason why a request ended, with the values of the OpenAI API where it has them.
+
+    INVALID: an error that the request itself causes, such as a schema that nothing satisfies.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    INVALID = "invalid"
+
+    @property
+    def shown(self) -> str:
+        """Name in outputs, where an invalid request has an error as others have."""
+        return "error" if self is FinishReason.INVALID else self.value
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +67,7 @@ class EngineCoreOutput(_NewTokens, frozen=True, kw_only=True, gc=False, omit_def
     num_draft_tokens: draft tokens that the step verified.
     pooled: pooled hidden states of the prompt, at the end of a pooling request.
     stop_reason: the stop token that ended the request, if it is one of `stop_token_ids`; else None.
-    error: error text, for finish_reason ERROR.
+    error: error text, for finish_reason ERROR and INVALID.
 
     The request's history comes with its first token, with the first after a preemption, and with its end:
     num_cached_tokens: prefix-cache hit in prompt tokens, when the request first ran.

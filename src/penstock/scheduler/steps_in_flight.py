@@ -229,7 +229,9 @@ class StepsInFlight:
         if request.req_id in results.errors:
             if request.req_id in results.not_finite_req_ids:
                 self._kv_cache.forget(request)
-            return self._fail(request, results.errors[request.req_id])
+            is_invalid = request.req_id in results.invalid_req_ids
+            reason = FinishReason.INVALID if is_invalid else FinishReason.ERROR
+            return self._fail(request, results.errors[request.req_id], reason)
         if row >= len(results.req_ids):
             return self._fail(request, f"The worker's results of step {results.step_id} leave it out.")
         if not isinstance(results, SampledOutput):
@@ -279,9 +281,9 @@ class StepsInFlight:
         self._kv_cache.cache_blocks(request, step.num_computed_tokens[row])
         return None if pooled is None else make_output(request, [], FinishReason.STOP, pooled=pooled)
 
-    def _fail(self, request: Request, error: str) -> EngineCoreOutput:
+    def _fail(self, request: Request, error: str, reason: FinishReason = FinishReason.ERROR) -> EngineCoreOutput:
         self._requests.finish(request)
-        return make_output(request, [], FinishReason.ERROR, error=error)
+        return make_output(request, [], reason, error=error)
 
 
 def _rows_in_order(step: Step, req_ids: Sequence[str]) -> list[int]:

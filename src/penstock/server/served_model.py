@@ -13,11 +13,10 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.prompts import PromptDict
 from penstock.engine.text.tokenizer import LONG_TEXT, Tokenizer
-from penstock.errors import ConfigError
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
-from penstock.server.start_checks import check_parsers, template_source
+from penstock.server.start_checks import check_lora, check_parsers, template_source
 
 _Result = TypeVar("_Result")
 
@@ -40,8 +39,7 @@ class ServedModel:
         self.max_model_len = engine.max_model_len
         self.adapters = ServedAdapters(engine, options.adapters)
         self.adapter: LoRARequest | None = None
-        if options.lora_modules and not engine.has_adapters:
-            raise ConfigError("lora_modules needs an engine with adapters. Give enable_lora too.")
+        check_lora(options, has_adapters=engine.has_adapters)
         check_parsers(options, self.tokenizer)
         self._template = template_source(options, self.tokenizer)
         self._knows_developer = self._mentions_developer()

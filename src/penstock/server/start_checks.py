@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.config import EngineConfig
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.loader.chat_template import choose_template
+from penstock.loader.template_program import syntax_error
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format
 from penstock.server.options import ServerOptions
 from penstock.server.requests.formats import choose_format
+from penstock.server.responses.store import ResponseStore
+
+
+def check_start(options: ServerOptions, config: EngineConfig) -> None:
+    """Check the options of a server that is being started, while its cores load the model. Raises ConfigError."""
+    check_lora(options, has_adapters=config.lora.enable_lora)
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    check_parsers(options, tokenizer)
+    template_source(options, tokenizer)
+    ResponseStore(options)
+
+
+def check_lora(options: ServerOptions, *, has_adapters: bool) -> None:
+    """Raise ConfigError for adapters of an engine that takes none."""
+    if options.lora_modules and not has_adapters:
+        raise ConfigError("lora_modules needs an engine with adapters. Give enable_lora too.")
 
 
 def check_parsers(options: ServerOptions, tokenizer: Tokenizer) -> None:
@@ -40,4 +58,6 @@ def template_source(options: ServerOptions, tokenizer: Tokenizer) -> str | None:
         template = choose_template(tokenizer.templates, tokenizer.folder, Path(given) if is_path else given, None)
     except InvalidRequest as error:
         raise ConfigError(str(error)) from error
+    if (why := syntax_error(template.source)) is not None:
+        raise ConfigError(f"chat_template is no valid Jinja template: {why}. Correct it, or leave the option out.")
     return template.source

@@ -24,6 +24,7 @@ from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import (
     EngineDead,
     GrammarError,
+    InvalidRequest,
     LifecycleError,
     PenstockError,
     WaitTimeout,
@@ -442,11 +443,16 @@ class EngineCore:
         Re-raises the error when that leaves no request.
         """
         failed = error.req_ids if isinstance(error, GrammarError) else filter(self._grammar.constrains, req_ids)
-        ended = self.scheduler.finish_requests(failed, FinishReason.ERROR)
+        is_invalid = isinstance(error.__cause__, InvalidRequest)
+        ended = self.scheduler.finish_requests(failed, FinishReason.INVALID if is_invalid else FinishReason.ERROR)
         if not ended:
             raise error
-        logger.error("The grammar of %d requests failed", len(ended), exc_info=error)
-        self._take_ends([msgspec.structs.replace(output, error=f"Its grammar failed: {error}") for output in ended])
+        if is_invalid:
+            logger.info("%d requests end with a constraint that is not valid: %s", len(ended), error)
+        else:
+            logger.error("The grammar of %d requests failed", len(ended), exc_info=error)
+        text = str(error) if is_invalid else f"Its grammar failed: {error}"
+        self._take_ends([msgspec.structs.replace(output, error=text) for output in ended])
 
     def _take_ends(self, ended: list[EngineCoreOutput]) -> None:
         """Queue the outputs of requests that ended without the result of a step."""

@@ -81,6 +81,7 @@ class FanOut:
         merged.finished = self.finished
         merged.metrics = merged_metrics([output.metrics for output in outputs])
         merged.error = self.error
+        merged.is_invalid = any(output.is_invalid for output in outputs)
         return merged
 
 

@@ -116,7 +116,7 @@ class RequestProgress:
             token_ids=self.token_ids[first_token:],
             cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
             logprobs=self.logprobs[first_token:] if has_logprobs else None,
-            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
+            finish_reason=None if self.finish_reason is None else self.finish_reason.shown,
             stop_reason=self.stop_reason,
         )
 
@@ -131,6 +131,7 @@ class RequestProgress:
             metrics=self.metrics(),
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            is_invalid=self.finish_reason is FinishReason.INVALID,
             pooled_data=self.pooled,
         )
 
@@ -248,7 +249,7 @@ class RequestProgress:
             piece = scanner.push(piece, may_stop=self._num_tokens_without_stop < 0) + scanner.flush()
         else:
             piece = ""
-        if scanner.found is not None and self.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
+        if scanner.found is not None and self.error is None and self.finish_reason is not FinishReason.ABORT:
             self.finish_reason, self.stop_reason = FinishReason.STOP, scanner.found
         return piece
 

@@ -108,6 +108,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         None for the first token, and altogether unless requested.
     pooled_data: pooled hidden states of the prompt, from an engine that pools; the outputs have no tokens then.
     error: why the request failed, when an output's finish_reason is "error"; the output so far is kept.
+    is_invalid: whether the request itself is the cause of its error, such as a JSON schema that nothing satisfies.
     """
 
     request_id: str
@@ -119,6 +120,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    is_invalid: bool = False
     pooled_data: ArrayBytes | None = None
 
     @property

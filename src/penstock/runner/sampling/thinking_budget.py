@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract import SamplingParams
-from penstock.contract.sampling_params import THINKING_BUDGET
+from penstock.contract.sampling_params import LARGEST_BUDGET, THINKING_BUDGET
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.staging import SlotParameter, StagedTensor
@@ -67,8 +67,8 @@ class ThinkingBudget(LogitsProcessor):
         starts = argument.get(_STARTS_IN_THINKING, False)
         if not isinstance(starts, bool):
             raise ValueError(f"{_STARTS_IN_THINKING}={starts!r} is not valid. Allowed: True or False")
-        if type(budget) is not int or budget < 0:
-            raise ValueError(f"budget={budget!r} is not valid. Allowed: an integer of at least 0")
+        if type(budget) is not int or not 0 <= budget <= LARGEST_BUDGET:
+            raise ValueError(f"budget={budget!r} is not valid. Allowed: 0 to {LARGEST_BUDGET}")
         for marker in markers:
             if not marker or not isinstance(marker, (list, tuple)) or any(type(token) is not int for token in marker):
                 raise ValueError(f"marker {marker!r} is not valid. Allowed: a non-empty list of token ids")

@@ -42,7 +42,8 @@ TABLE: dict[str, Described] = {
     "start_time_seconds": Described("gauge", "Start of the server, in Unix time.", "process_start_time_seconds"),
     "build": Described("info", "Version of Penstock, and the model.", None),
     "request_success": Described(
-        "counter", "Requests that ended, by finished_reason: stop, length, abort (by the client or a deadline), error."
+        "counter",
+        "Requests that ended, by finished_reason: stop, length, abort (client or deadline), error, invalid (400).",
     ),
     "requests_refused": Described(
         "counter", "Requests that no core admitted, by reason: queue_full (429), invalid (400), error.", None

@@ -30,6 +30,7 @@ from penstock.server.metrics.http_requests import CountRequests, HttpCounts
 from penstock.server.options import ServerOptions
 from penstock.server.processes import health
 from penstock.server.processes.network import NetworkOptions
+from penstock.server.start_checks import check_start
 
 logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
@@ -62,6 +63,7 @@ class FrontEndArguments:
 
 def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
     """Connect to the broker and serve HTTP, until the parent drains the front end or closes its connection."""
+    check_start(arguments.options, arguments.config)
     broker = BrokerState()
     engine = AsyncEngine.from_config(
         arguments.config,

@@ -92,7 +92,7 @@ class Launcher:
         self._silence_limit_s = min(_LONGEST_SILENCE_S, self._step_limit_s)
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; a second one ends it at once.
+        """Serve until SIGTERM, SIGINT or SIGHUP; a second one ends it at once.
 
         Raises ConfigError when the address cannot be had; what starting the engine raises; EngineDead when the engine
         has failed for good.
@@ -102,8 +102,9 @@ class Launcher:
                 "host=%s lets every machine that reaches it use this server, since there is no api_key",
                 self._network.host,
             )
+        self._network.check_certificates()
         _raise_open_files_limit()
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.signal(number, self._on_signal) for number in _ending_signals()}
         folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         if self._options.response_store_dir is None:
             self._options = dataclasses.replace(self._options, response_store_dir=str(folder / "responses"))
@@ -135,6 +136,9 @@ class Launcher:
                     raise event
                 if isinstance(event, int):
                     if not self._drain(fronts):
+                        # Front ends that outlived the broker would report its loss.
+                        for process in fronts:
+                            process.close()
                         broker.close()
                     return
         finally:
@@ -245,6 +249,12 @@ class Launcher:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._events.put(number)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """Signals that end the server. SIGHUP is one, unless it is ignored (`nohup`)."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
 
 
 def _raise_open_files_limit() -> None:

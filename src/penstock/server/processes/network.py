@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
+import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +64,28 @@ class NetworkOptions:
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}={path!r} is not a file. Give the path of a PEM file.")
 
+    def check_certificates(self) -> None:
+        """Raise ConfigError for certificates or a key that cannot be used."""
+        if self.ssl_certfile is None:
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # Without a password OpenSSL would ask for one in the terminal.
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, lambda: self.ssl_keyfile_password or "")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"ssl_certfile={self.ssl_certfile!r} and ssl_keyfile={self.ssl_keyfile!r} cannot be used: {error}. "
+                "Give PEM files of a certificate and its key, and ssl_keyfile_password if the key is encrypted."
+            ) from error
+        if self.ssl_ca_certs is None:
+            return
+        try:
+            context.load_verify_locations(self.ssl_ca_certs)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"ssl_ca_certs={self.ssl_ca_certs!r} cannot be used: {error}. Give a PEM file."
+            ) from error
+
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
@@ -80,9 +104,11 @@ class NetworkOptions:
             family, _, _, _, address = socket.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         except OSError as error:
+            is_taken = error.errno == errno.EADDRINUSE
+            advice = "another port, or end the process that has it" if is_taken else "an address of this machine"
             raise ConfigError(
-                f"host={self.host!r} and port={self.port} cannot be listened on: {error.strerror or error}. Give "
-                "another port, or end the process that has it."
+                f"host={self.host!r} and port={self.port} cannot be listened on: {error.strerror or error}. "
+                f"Give {advice}."
             ) from error
         return listener
 

@@ -19,6 +19,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.stream_dispatcher import AdmittedRequest
+from penstock.errors import InvalidRequest
 from penstock.server.http.errors import ApiError
 
 # Output of a prompt, after the prompt's number in its HTTP request.
@@ -96,14 +97,19 @@ class Generation:
             self._deadline = loop.call_at(end_s, self._expire)
 
     async def outputs(self) -> AsyncIterator[Numbered]:
-        """Outputs in the order of their arrival. Raises ApiError for a request that fails."""
+        """Outputs in the order of their arrival.
+
+        Raises InvalidRequest for a request that turns out not to be valid, ApiError for one that fails.
+        """
         async for index, output in self._one() if len(self._submissions) == 1 else self._several():
+            if output.error is not None and output.is_invalid:
+                raise InvalidRequest(output.error)
             if output.error is not None:
                 raise ApiError(500, output.error, code="generation_failed")
             yield index, output
 
     async def finals(self) -> list[RequestOutput]:
-        """Last output of each prompt. Raises ApiError for a request that fails, or whose deadline has passed."""
+        """Last output of each prompt. Raises as `outputs`, and ApiError for one whose deadline has passed."""
         last: dict[int, RequestOutput] = {}
         async for index, output in self.outputs():
             if self._abort is not None and any(sample.finish_reason == "abort" for sample in output.outputs):
