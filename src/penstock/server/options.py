@@ -27,6 +27,7 @@ class ServerOptions:
     allowed_methods: methods of CORS. allowed_headers: request headers of CORS.
     allow_credentials: let browsers send cookies and keys (CORS).
     root_path: path prefix that a proxy strips.
+    page: serve a page at `/`, with a playground and a live view.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
     request_read_timeout_s: seconds that the headers of a request, and then its body, may take to arrive; later ones get
         status 408.
@@ -61,6 +62,7 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     root_path: str = ""
+    page: bool = True
     max_request_bytes: int = 32 * 2**20
     request_read_timeout_s: float = 60.0
     keep_alive_interval_s: float = 15.0
