@@ -18,6 +18,7 @@ from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
 from penstock.server.start_checks import check_parsers, template_source
+from penstock.server.tracing import NoTracing, Tracing, otlp_tracing
 
 _Result = TypeVar("_Result")
 
@@ -40,6 +41,8 @@ class ServedModel:
         self.max_model_len = engine.max_model_len
         self.adapters = ServedAdapters(engine, options.adapters)
         self.adapter: LoRARequest | None = None
+        endpoint = options.otlp_traces_endpoint
+        self.tracing: Tracing = NoTracing() if endpoint is None else otlp_tracing(endpoint)
         if options.lora_modules and not engine.has_adapters:
             raise ConfigError("lora_modules needs an engine with adapters. Give enable_lora too.")
         check_parsers(options, self.tokenizer)

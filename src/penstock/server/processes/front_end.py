@@ -72,6 +72,7 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
     logging.getLogger("uvicorn").addHandler(_UvicornLog())
     try:
         app = create_app(engine, arguments.options)
+        tracing = app.state.served_model.tracing
         state = health.Health(broker, arguments.step_limit_s, arguments.silence_limit_s)
         app.state.health = state
         app.include_router(health.router)
@@ -82,6 +83,7 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
         read_timeout_s = arguments.options.request_read_timeout_s
         front_end = _FrontEnd(engine, app, state, metrics, arguments.network, read_timeout_s, listener, parent)
         asyncio.run(front_end.run())
+        tracing.close()
     finally:
         engine.shutdown()
 
