@@ -15,6 +15,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists
 from penstock.engine.messages import EngineRequest
+from penstock.engine.statistics.step_log import StepLog
 from penstock.engine.statistics.step_phases import PhaseTimer
 from penstock.engine.text.tokenizer_files import _QWEN2_WORDS
 from penstock.errors import ContextTooLong, PenstockError
@@ -47,6 +48,7 @@ class FakeCore:
         self.is_recovering = False
         self.num_worker_restarts = 0
         self.phases = PhaseTimer()
+        self.step_log = StepLog()
         self.start_stage_s: dict[str, float] = {}
         self.kv_cache_bytes = 1 << 20
         self.tokens: TokenSource = seeded_token
@@ -111,6 +113,9 @@ class FakeCore:
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(num_running_reqs=len(self.running), num_waiting_reqs=0, num_blocks=8, num_used_blocks=2)
+
+    def watch_steps(self, seconds: float) -> None:
+        self.step_log.watch(seconds)
 
     def check_health(self) -> None: ...
 

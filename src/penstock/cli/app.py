@@ -19,6 +19,7 @@ from penstock.cli.plan import plan
 from penstock.cli.pool import classify, embed, score
 from penstock.cli.replay import replay
 from penstock.cli.serve import serve
+from penstock.cli.top import top
 
 
 class CommandGroup(TyperGroup):
@@ -58,6 +59,7 @@ app.command(cls=EngineCommand)(chat)
 for _command in (embed, classify, score):
     app.command(cls=EngineCommand)(_command)
 app.command(cls=EngineCommand)(serve)
+app.command()(top)
 app.command()(env)
 app.command(cls=EngineCommand)(plan)
 app.command(cls=EngineCommand)(bench)

@@ -53,6 +53,10 @@ def serve(
     network_options = create(NetworkOptions, network)
     limits = create(QueueLimits, queue)
     _check_packages()
+    if server_options.otlp_traces_endpoint is not None:
+        from penstock.server.tracing import check_packages
+
+        check_packages()
     from penstock.config import EngineConfig
     from penstock.server.processes.launcher import Launcher
 

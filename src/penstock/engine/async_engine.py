@@ -308,6 +308,13 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         """Counters and histograms of the requests since the start; it waits for no step."""
         return self._dispatcher.totals()
 
+    def watch_steps(self, seconds: float) -> None:
+        """Record the steps of the next seconds for a live view; it waits for no step.
+
+        Raises EngineDead or LifecycleError when the engine does not run.
+        """
+        self._thread.submit(lambda: self._dispatcher.core.watch_steps(seconds))
+
     async def check_health(self) -> None:
         """Return if the engine serves; raise EngineDead, LifecycleError or WaitTimeout if it does not."""
         self._thread.check_running()

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.contract import Parts, PoolingParams, SamplingParams
 from penstock.engine.statistics.metric_totals import StepTotals
+from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import ErrorData
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
@@ -112,7 +113,7 @@ class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
     """Outputs of a step, possibly none. stats: after the step; None between a broker and its front ends.
 
     step_s: seconds that the step took; phase_s: by `StepPhase`, with the sending of the last message.
-    num_worker_restarts: replacements of the workers since the last message.
+    num_worker_restarts: replacements of the workers since the last message. recent_steps: see `StepLog`.
     """
 
     outputs: list[EngineCoreOutput]
@@ -120,6 +121,7 @@ class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
     step_s: float = 0.0
     phase_s: dict[str, float] = {}
     num_worker_restarts: int = 0
+    recent_steps: list[StepRecord] = []
 
 
 class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
@@ -137,7 +139,8 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     replaced. num_restarts: replaced cores so far. num_worker_restarts: replacements of a core's workers so far.
     stalled_s: longest time since a core with unfinished requests has computed a token. num_requests: unfinished
     requests. num_queued_requests, num_queued_tokens: those that no core could run at once, and their prompt tokens.
-    num_refused: requests refused so far since the queue was full. steps: of all cores so far.
+    num_refused: requests refused so far since the queue was full. steps: of all cores so far. recent_steps: by core,
+    those of its `StepLog` since the last heartbeat.
     """
 
     stats: SchedulerStats
@@ -151,6 +154,7 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     num_queued_tokens: int
     num_refused: int
     steps: StepTotals
+    recent_steps: list[list[StepRecord]] = []
 
 
 class CoreLog(_Message, frozen=True, kw_only=True, tag="log"):

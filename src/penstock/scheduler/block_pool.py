@@ -36,6 +36,8 @@ class BlockPool:
     found by its key until it is reused. Block 0 is the null block, which stands for positions that are never read; it
     is in none of these states.
     Several blocks may have equal content, computed by requests side by side.
+
+    num_cached_blocks: cached blocks that are not held.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -48,6 +50,7 @@ class BlockPool:
         self._pending: OrderedDict[KVCacheBlock, int] = OrderedDict()
         self._last_launched_step_id = self._last_done_step_id = -1
         self._cached: dict[BlockKey, dict[int, KVCacheBlock]] = {}
+        self.num_cached_blocks = 0
 
     def note_launched(self, step_id: int) -> None:
         """Note the launch of a step, which may access all held blocks."""
@@ -110,6 +113,7 @@ class BlockPool:
                 continue
             if block.ref_count == 0:
                 del (self._free if block in self._free else self._pending)[block]
+                self.num_cached_blocks -= block.key is not None
             block.ref_count += 1
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -127,6 +131,7 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count > 0:
                 continue
+            self.num_cached_blocks += block.key is not None
             if is_in_flight:
                 self._pending[block] = last_step_id
             else:
@@ -156,6 +161,7 @@ class BlockPool:
         """Evict a key from the prefix cache; holders of its blocks keep them."""
         for block in self._cached.pop(key, {}).values():
             block.key = None
+            self.num_cached_blocks -= block.ref_count == 0
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached content. Does nothing and returns False while any block is held."""
@@ -179,6 +185,7 @@ class BlockPool:
         assert sorted(block.block_id for block in states) == list(range(1, self.num_blocks))
         assert all(block.ref_count == num_holders.get(block, 0) for block in self.blocks)
         assert not self._pending or self._last_done_step_id < self._last_launched_step_id
+        assert self.num_cached_blocks == sum(block.key is not None for block in [*self._free, *self._pending])
         findable = {block_id: key for key, blocks in self._cached.items() for block_id in blocks}
         assert findable == {block.block_id: block.key for block in self.blocks if block.key is not None}
 
@@ -189,6 +196,7 @@ class BlockPool:
 
     def _forget_all(self) -> None:
         self._cached.clear()
+        self.num_cached_blocks = 0
         for block in self.blocks:
             block.key = None
         # Without content all are equal; the lowest ids have memory that is mapped already.
@@ -204,3 +212,4 @@ class BlockPool:
         if not blocks:
             del self._cached[block.key]
         block.key = None
+        self.num_cached_blocks -= block.ref_count == 0

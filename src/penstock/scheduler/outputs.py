@@ -31,7 +31,8 @@ class FinishReason(StrEnum):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests and KV cache blocks of one scheduler, or of several together, at one moment.
 
-    num_blocks: usable blocks. num_used_blocks: held blocks. num_computed_tokens: tokens of all steps so far.
+    num_blocks: usable blocks. num_used_blocks: held blocks. num_cached_blocks: further ones, of the prefix cache.
+    num_computed_tokens: tokens of all steps so far.
     """
 
     num_running_reqs: int
@@ -39,6 +40,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     num_used_blocks: int
     num_computed_tokens: int = 0
+    num_cached_blocks: int = 0
 
 
 NO_STATS = SchedulerStats(num_running_reqs=0, num_waiting_reqs=0, num_blocks=0, num_used_blocks=0)

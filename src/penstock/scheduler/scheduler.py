@@ -118,6 +118,7 @@ class Scheduler:
             num_blocks=pool.num_blocks - 1,
             num_used_blocks=pool.num_used_blocks,
             num_computed_tokens=self._num_computed_tokens,
+            num_cached_blocks=pool.num_cached_blocks,
         )
 
     @property

@@ -19,6 +19,7 @@ from penstock.server.http.errors import api_error
 from penstock.server.http.guards import ApiKeys, BodyLimits
 from penstock.server.http.validation import validation_error
 from penstock.server.options import ServerOptions
+from penstock.server.page import route as page
 from penstock.server.responses.store import ResponseStore
 from penstock.server.routes import admin, chat, completions, messages, models, pooling, responses, tokenize
 from penstock.server.served_model import ServedModel
@@ -34,6 +35,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.state.response_store = ResponseStore(options)
     for module in (completions, chat, responses, messages, pooling, models, tokenize):
         app.include_router(module.router)
+    if options.page:
+        app.include_router(page.router)
     if options.enable_admin:
         app.include_router(admin.router)
     app.add_exception_handler(HTTPException, _on_error)

@@ -27,10 +27,13 @@ class ServerOptions:
     allowed_methods: methods of CORS. allowed_headers: request headers of CORS.
     allow_credentials: let browsers send cookies and keys (CORS).
     root_path: path prefix that a proxy strips.
+    page: serve a page at `/`, with a playground and a live view.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
     request_read_timeout_s: seconds that the headers of a request, and then its body, may take to arrive; later ones get
         status 408.
     keep_alive_interval_s: seconds without output after which a stream gets a comment; 0 sends none.
+    otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) for a trace of each request, such as
+        http://localhost:4318/v1/traces.
     enable_log_requests: log a line per request. log_prompts: with it, log prompts and messages too.
 
     chat_template: template of chats instead of the model's own: Jinja text or a path.
@@ -61,9 +64,11 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     root_path: str = ""
+    page: bool = True
     max_request_bytes: int = 32 * 2**20
     request_read_timeout_s: float = 60.0
     keep_alive_interval_s: float = 15.0
+    otlp_traces_endpoint: str | None = None
     enable_log_requests: bool = False
     log_prompts: bool = False
     chat_template: str | None = None
@@ -108,6 +113,12 @@ class ServerOptions:
         for name in ("max_stored_responses", "max_stored_response_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: 0 or more.")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not str(endpoint).startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint={endpoint!r} is not valid. Allowed: the URL of OTLP over HTTP, "
+                "such as http://localhost:4318/v1/traces."
+            )
         if self.log_prompts and not self.enable_log_requests:
             raise ConfigError("log_prompts needs enable_log_requests.")
         if self.enable_auto_tool_choice and not self.tool_call_parser:

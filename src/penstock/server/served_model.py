@@ -17,6 +17,7 @@ from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
 from penstock.server.start_checks import check_lora, check_parsers, template_source
+from penstock.server.tracing import NoTracing, Tracing, otlp_tracing
 
 _Result = TypeVar("_Result")
 
@@ -40,6 +41,8 @@ class ServedModel:
         self.adapters = ServedAdapters(engine, options.adapters)
         self.adapter: LoRARequest | None = None
         check_lora(options, has_adapters=engine.has_adapters)
+        endpoint = options.otlp_traces_endpoint
+        self.tracing: Tracing = NoTracing() if endpoint is None else otlp_tracing(endpoint)
         check_parsers(options, self.tokenizer)
         self._template = template_source(options, self.tokenizer)
         self._knows_developer = self._mentions_developer()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.contract import ArrayBytes, ContractVersionError, LogprobsLists, SamplingParams, decode, encode
 from penstock.engine import messages
 from penstock.engine.messages import Answer, EngineRequest, FromCore, ToCore
+from penstock.engine.statistics.step_log import StepRecord
 from penstock.engine.statistics.step_phases import StepPhase
 from penstock.errors import WorkerError, error_as_data, error_from_data
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
@@ -57,6 +58,7 @@ _outputs = st.builds(
     first_scheduled_time=st.none() | _floats,
 )
 _numbers = st.integers(0, 2**32)
+_times = st.floats(0.0, 1e9)
 _stats = st.builds(
     SchedulerStats,
     num_running_reqs=_numbers,
@@ -82,6 +84,7 @@ _from_core = st.one_of(
         step_s=st.floats(0.0, 1e6),
         phase_s=st.dictionaries(st.sampled_from([phase.value for phase in StepPhase]), st.floats(0.0, 1e6)),
         num_worker_restarts=_numbers,
+        recent_steps=st.lists(st.tuples(_times, _times, *[_numbers] * 4).map(lambda row: StepRecord(*row)), max_size=3),
     ),
     st.builds(
         Answer,

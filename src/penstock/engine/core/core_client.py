@@ -76,6 +76,9 @@ class CoreClient(Protocol):
     def stats(self) -> SchedulerStats:
         """Current numbers of requests and KV-cache blocks, summed over all cores."""
 
+    def watch_steps(self, seconds: float) -> None:
+        """Record the steps of the next seconds for a live view (`StepLog`), without a wait for the cores."""
+
     def check_health(self) -> None:
         """Return if the core can serve; raise the error that keeps it from serving otherwise."""
 

@@ -20,6 +20,7 @@ from penstock.engine.core.startup import StartedEngine, start_engine
 from penstock.engine.core.structured_grammar import Grammar, StructuredGrammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.statistics.metrics import SpecDecodeLog
+from penstock.engine.statistics.step_log import StepLog
 from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import (
     EngineDead,
@@ -72,6 +73,7 @@ class EngineCore:
         self._pools = config.model.pools
         # Times of the steps since they were last taken.
         self.phases = PhaseTimer()
+        self.step_log = StepLog()
         # Set by `wake`, which ends `wait_for_work`.
         self._woken = threading.Event()
         self._has_to_wait = False
@@ -282,6 +284,7 @@ class EngineCore:
         if not output.num_scheduled_tokens and output.is_empty:
             return None
         self._launched = output
+        self.step_log.note(output)
         try:
             is_constrained = self._grammar.constrains_any(output.num_scheduled_tokens.keys())
             executor = self._executor
@@ -423,6 +426,10 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Current numbers of requests and KV-cache blocks."""
         return self.scheduler.stats
+
+    def watch_steps(self, seconds: float) -> None:
+        """Record the steps of the next seconds in `step_log`."""
+        self.step_log.watch(seconds)
 
     def check_health(self) -> None:
         """Return if the engine can serve; raise EngineDead or what the worker reports if it cannot."""

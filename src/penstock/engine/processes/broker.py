@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from msgspec.structs import replace
+
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.contract import decode, encode
@@ -279,6 +281,9 @@ class Broker:
     def _send_status(self, now: float) -> None:
         status = self._status()
         self._parent.send(status)
+        recent_steps = [engine.take_recent_steps() for engine in self._engines]
+        if any(recent_steps):
+            status = replace(status, recent_steps=recent_steps)
         for front in self._fronts:
             front.send(status)
             if front.stuck_since is not None and now - front.stuck_since > _STUCK_S:

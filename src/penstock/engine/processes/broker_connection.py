@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -14,21 +15,29 @@ from penstock.contract import decode
 from penstock.engine.messages import BrokerStatus, CoreMessage, FromCore
 from penstock.engine.processes.child_process import CoreHandle
 from penstock.engine.processes.core_group import CoreGroup
+from penstock.engine.statistics.step_log import StepRecord
 from penstock.executor.processes import limit_waits
 
 # Longest wait for a broker that takes no messages.
 _SEND_TIMEOUT_S = 30.0
+# Steps that a live view can show.
+_NUM_RECENT_STEPS = 500
 
 
 class BrokerState:
-    """Last heartbeat of the broker, for any thread: its status, None at first, and its time in monotonic seconds."""
+    """Last heartbeat of the broker, for any thread: its status, None at first, and its time in monotonic seconds.
+
+    recent_steps: last steps of the cores while a live view watches, each with its core's number, oldest first.
+    """
 
     def __init__(self) -> None:
         self.status: BrokerStatus | None = None
         self.received_at = time.monotonic()
+        self.recent_steps: deque[tuple[int, StepRecord]] = deque(maxlen=_NUM_RECENT_STEPS)
 
     def note(self, status: BrokerStatus) -> None:
         self.status, self.received_at = status, time.monotonic()
+        self.recent_steps.extend((core, step) for core, steps in enumerate(status.recent_steps) for step in steps)
 
     @property
     def silent_s(self) -> float:

@@ -280,6 +280,14 @@ class CoreGroup:
             known: list[SchedulerStats] = [_result_of(call) for _, call in calls if call.lost is None]
         return summed_stats([NO_STATS, *known])
 
+    def watch_steps(self, seconds: float) -> None:
+        """As `CoreClient`; a core that is being replaced is left out."""
+        with self._listening():
+            self._check_running()
+            for engine in self._engines:
+                if engine.is_running:
+                    engine.call("watch_steps", seconds).is_awaited = False
+
     def check_health(self) -> None:
         """As `CoreClient`, after replacement cores have started."""
         with self._listening():

@@ -23,12 +23,13 @@ from penstock.engine.messages import (
     UtilityCall,
 )
 from penstock.engine.processes.child_main import ParentConnection
+from penstock.engine.statistics.step_log import StepLog
 from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import ConfigError, error_as_data
 from penstock.executor.serialization import dumps, loads
 
 _Asked: TypeAlias = AddRequest | AbortRequests | UtilityCall | CloseCore
-_UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "stats", "check_health"})
+_UTILITIES = frozenset({"reset_prefix_cache", "collective_rpc", "stats", "watch_steps", "check_health"})
 # Heartbeat interval while the core runs no steps because of a call or a recovery.
 _HEARTBEAT_S = 0.2
 # Wait for another request after one has arrived, so that a burst of requests enters the same step.
@@ -42,10 +43,11 @@ class ServedCore(CoreClient, Protocol):
 
     is_recovering: whether workers are being replaced. num_worker_restarts: replacements of them so far.
     kv_cache_bytes: size of the KV cache per worker. start_stage_s: seconds of the start by stage. phases: times of the
-    steps.
+    steps. step_log: last steps.
     """
 
     phases: PhaseTimer
+    step_log: StepLog
 
     @property
     def is_recovering(self) -> bool: ...
@@ -117,7 +119,12 @@ class _Server:
         num_restarts = core.num_worker_restarts - self._num_restarts_sent
         self._num_restarts_sent += num_restarts
         message = StepOutputs(
-            outputs=outputs, stats=core.stats(), step_s=step_s, phase_s=phase_s, num_worker_restarts=num_restarts
+            outputs=outputs,
+            stats=core.stats(),
+            step_s=step_s,
+            phase_s=phase_s,
+            num_worker_restarts=num_restarts,
+            recent_steps=core.step_log.take(step_s, is_last=not core.has_unfinished_requests()),
         )
         # The next message has the time of sending this one.
         core.phases.begin()

@@ -32,6 +32,7 @@ from penstock.engine.messages import (
 from penstock.engine.processes.child_process import CoreHandle
 from penstock.engine.processes.kept_adapters import KeptAdapters
 from penstock.engine.statistics.metric_totals import StepTotals
+from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import (
     EngineDead,
     InvalidRequest,
@@ -202,6 +203,7 @@ class EngineSupervisor:
         self._blames_requests = blames_requests
         self.stats = NO_STATS
         self.steps = StepTotals()
+        self._recent_steps: list[StepRecord] = []
         self.num_restarts = 0
         self.num_worker_restarts = 0
         self._last_progress = time.monotonic()
@@ -285,6 +287,11 @@ class EngineSupervisor:
         self._send_call(call, lambda call_id: UtilityCall(call_id=call_id, method=method, arguments=sent))
         return call
 
+    def take_recent_steps(self) -> list[StepRecord]:
+        """Return the steps that the core has sent for a live view since the last call."""
+        taken, self._recent_steps = self._recent_steps, []
+        return taken
+
     def restart(self, why: str) -> None:
         """Replace a core that has not failed."""
         # A core that backs off is restarted anyway.
@@ -304,6 +311,7 @@ class EngineSupervisor:
                     self._last_progress = time.monotonic()
                     self.steps.note(message.step_s, num_tokens, message.phase_s)
                 self.stats = message.stats
+            self._recent_steps += message.recent_steps
             return self._handle_outputs(message.outputs)
         if isinstance(message, Answer):
             return self._handle_answer(message)

@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.http.errors import ApiError
 
-# Paths for probes, which have no key.
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))
+# Paths for probes, and the page, which asks for the key. It has no data of its own.
+PUBLIC_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
 ADMIN_PATHS = frozenset(("/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 

@@ -23,7 +23,7 @@ _FRONT_END = "front-end-"
 
 
 class FrontEndTotals(msgspec.Struct):
-    """Counters and histograms of one front end."""
+    """Counters and histograms of one front end, or of several together."""
 
     requests: RequestTotals
     http: list[HttpCount]
@@ -69,8 +69,8 @@ class FrontEndMetrics:
         self._file.write(totals)
         return totals
 
-    def collect(self) -> Iterator[Metric]:
-        """All metrics of the server, without a wait for a step or for the broker."""
+    def totals(self) -> FrontEndTotals:
+        """Write the counts of this front end, and return those of all together."""
         own = self.write()
         requests, http = own.requests, HttpCounts()
         http.add(own.http)
@@ -79,13 +79,22 @@ class FrontEndMetrics:
             if other is not None:
                 requests.add(other.requests)
                 http.add(other.http)
+        return FrontEndTotals(requests, http.counts())
+
+    def launcher_totals(self) -> LauncherTotals | None:
+        """Counts of the launcher; None before it has written any."""
+        return SharedFile(self._folder, LAUNCHER).read(LauncherTotals)
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of the server, without a wait for a step or for the broker."""
+        totals = self.totals()
         yield Gauge(f"{PREFIX}build", {**self._labels, "version": __version__}, 1.0)
         yield from self._gauges()
-        yield from metrics_of(requests, self._labels)
-        for one in http.counts():
+        yield from metrics_of(totals.requests, self._labels)
+        for one in totals.http:
             labels = {**self._labels, "handler": one.handler, "method": one.method, "status": str(one.status)}
             yield Counter(f"{PREFIX}http_requests", labels, one.count)
-        launcher = SharedFile(self._folder, LAUNCHER).read(LauncherTotals)
+        launcher = self.launcher_totals()
         if launcher is not None:
             yield from self._launcher_metrics(launcher)
 

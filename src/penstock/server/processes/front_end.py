@@ -28,6 +28,7 @@ from penstock.server.metrics import route as metrics_route
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import CountRequests, HttpCounts
 from penstock.server.options import ServerOptions
+from penstock.server.page import live
 from penstock.server.processes import health
 from penstock.server.processes.network import NetworkOptions
 from penstock.server.start_checks import check_start
@@ -73,15 +74,18 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
     logging.getLogger("uvicorn").addHandler(_UvicornLog())
     try:
         app = create_app(engine, arguments.options)
+        tracing = app.state.served_model.tracing
         state = health.Health(broker, arguments.step_limit_s, arguments.silence_limit_s)
         app.state.health = state
         app.include_router(health.router)
         app.add_middleware(health.Drainage, health=state)
         metrics = _add_metrics(app, engine, state, arguments)
+        _add_live_view(app, engine, state, metrics, arguments)
         listener = socket.socket(fileno=arguments.descriptor)
         read_timeout_s = arguments.options.request_read_timeout_s
         front_end = _FrontEnd(engine, app, state, metrics, arguments.network, read_timeout_s, listener, parent)
         asyncio.run(front_end.run())
+        tracing.close()
     finally:
         engine.shutdown()
 
@@ -107,6 +111,19 @@ def _add_metrics(
     app.include_router(metrics_route.router)
     app.add_middleware(CountRequests, counts=counts)
     return metrics
+
+
+def _add_live_view(
+    app: FastAPI, engine: AsyncEngine, state: health.Health, metrics: FrontEndMetrics, arguments: FrontEndArguments
+) -> None:
+    app.state.live_view = live.LiveView(
+        engine,
+        state,
+        metrics,
+        model_name=arguments.options.served_model_name[0],
+        max_num_seqs=arguments.config.scheduler.max_num_seqs,
+    )
+    app.include_router(live.router)
 
 
 class _FrontEnd:

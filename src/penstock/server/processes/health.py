@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.processes.broker_connection import BrokerState
+from penstock.engine.statistics.step_log import StepRecord
 from penstock.server.http.errors import ApiError
 from penstock.server.http.guards import PUBLIC_PATHS
 
@@ -38,6 +39,11 @@ class Health:
     def status(self) -> BrokerStatus | None:
         """Last heartbeat of the broker."""
         return self._broker.status
+
+    @property
+    def recent_steps(self) -> list[tuple[int, StepRecord]]:
+        """Last steps, each with its core's number, oldest first; only those while a live view watched."""
+        return list(self._broker.recent_steps)
 
     @property
     def silent_s(self) -> float:

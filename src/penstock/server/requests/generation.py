@@ -21,6 +21,7 @@ from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.stream_dispatcher import AdmittedRequest
 from penstock.errors import InvalidRequest
 from penstock.server.http.errors import ApiError
+from penstock.server.tracing import NoTracing, RequestTrace
 
 # Output of a prompt, after the prompt's number in its HTTP request.
 Numbered: TypeAlias = tuple[int, RequestOutput]
@@ -50,7 +51,8 @@ class Generation:
     """Outputs of an HTTP request's prompts, as an async context manager.
 
     output_kind: DELTA for streams, FINAL_ONLY for whole answers. timeout_s: deadline, after which the requests are
-    aborted; their outputs end with finish_reason "abort". lora_request: adapter of all prompts.
+    aborted; their outputs end with finish_reason "abort". lora_request: adapter of all prompts. trace: gets the end of
+    each prompt that was admitted.
 
     `start` returns once the engine has admitted all prompts. Leaving the context aborts what still runs.
     """
@@ -63,12 +65,16 @@ class Generation:
         output_kind: RequestOutputKind,
         timeout_s: float | None = None,
         lora_request: LoRARequest | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         self._engine = engine
         self._submissions = submissions
         self._kind = output_kind
         self._timeout_s = timeout_s
         self._lora_request = lora_request
+        self._trace = trace or NoTracing()
+        # Outputs of the prompts that have not ended.
+        self._last: dict[int, RequestOutput] = {}
         self._admitted: dict[int, AdmittedRequest] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._abort: asyncio.Task[None] | None = None
@@ -102,6 +108,9 @@ class Generation:
         Raises InvalidRequest for a request that turns out not to be valid, ApiError for one that fails.
         """
         async for index, output in self._one() if len(self._submissions) == 1 else self._several():
+            self._last[index] = output
+            if output.finished:
+                self._end_trace(index)
             if output.error is not None and output.is_invalid:
                 raise InvalidRequest(output.error)
             if output.error is not None:
@@ -123,6 +132,12 @@ class Generation:
             self._deadline.cancel()
         for request in self._admitted.values():
             request.close()
+        for index in list(self._last):
+            self._end_trace(index)
+
+    def _end_trace(self, index: int) -> None:
+        submission = self._submissions[index]
+        self._trace.end(submission.request_id, submission.params, self._last.pop(index))
 
     async def _submit_all(self) -> None:
         if len(self._submissions) == 1:

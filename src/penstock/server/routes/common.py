@@ -71,8 +71,14 @@ async def answer(
         for submission in submissions:
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY
-    adapter = None if model.adapter is None else model.adapter.reference
-    generation = Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s, lora_request=adapter)
+    generation = Generation(
+        model.engine,
+        submissions,
+        output_kind=kind,
+        timeout_s=timeout_s,
+        lora_request=None if model.adapter is None else model.adapter.reference,
+        trace=model.tracing.begin(http.scope, model.name),
+    )
     if not is_stream:
         async with generation:
             return json_response(await whole(await while_connected(http.receive, _finals(generation))))
@@ -95,7 +101,8 @@ async def whole_outputs(
         for submission in submissions:
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.FINAL_ONLY
-    async with Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s) as generation:
+    trace = model.tracing.begin(http.scope, model.name)
+    async with Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s, trace=trace) as generation:
         return await while_connected(http.receive, _finals(generation))
 
 
