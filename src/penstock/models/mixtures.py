@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -77,6 +77,31 @@ class MixtureForCausalLM(DecoderForCausalLM):
         return table
 
 
+class SharedExpertsForCausalLM(MixtureForCausalLM):
+    """A mixture with `shared_experts`, and layers for drafting more tokens after the others, which are not loaded.
+
+    num_drafting: number of these layers.
+    """
+
+    num_drafting = 0
+
+    def names_elsewhere(self) -> Sequence[str]:
+        first = self.config.num_layers
+        drafting = [rf"model\.layers\.{layer}\..*" for layer in range(first, first + self.num_drafting)]
+        return [*super().names_elsewhere(), *drafting]
+
+    def _expert_table(self, layer: int) -> WeightTable:
+        prefix = f"model.layers.{layer}.mlp"
+        if self._has_no_shared_expert(layer):
+            return super()._expert_table(layer)
+        shared = gated_mlp(f"{prefix}.shared_experts", f"{prefix}.shared_expert", self.expert_names)
+        return {**super()._expert_table(layer), **dict(shared)}
+
+    def _has_no_shared_expert(self, layer: int) -> bool:
+        mlp = getattr(self.model.layers[layer], "mlp", None)
+        return mlp is not None and mlp.shared_expert is None
+
+
 def gated_mlp(theirs: str, ours: str, names: ExpertNames) -> Iterator[tuple[str, Into]]:
     yield f"{theirs}.{names.gate_proj}", Into(f"{ours}.gate_up_proj", shard="gate")
     yield f"{theirs}.{names.up_proj}", Into(f"{ours}.gate_up_proj", shard="up")
@@ -95,6 +120,16 @@ def read_routing(fields: ConfigFields, *, normalizes: bool | None = None) -> Rou
     if normalizes is None:
         normalizes = fields.flag("norm_topk_prob", default=False)
     return Routing(num_experts, top_k, normalizes=normalizes)
+
+
+def read_groups(fields: ConfigFields, routing: Routing, *, best_of_group: int = 1) -> Routing:
+    """Add the groups of experts: `n_group`, of which a token takes `topk_group`."""
+    num_groups, top_groups = fields.integer("n_group", default=1), fields.integer("topk_group", default=1)
+    if routing.num_experts % num_groups or not top_groups <= num_groups:
+        raise fields.unsupported(
+            "n_group", num_groups, f"divisors of {routing.num_experts} experts, from topk_group={top_groups} on"
+        )
+    return replace(routing, num_groups=num_groups, top_groups=top_groups, best_of_group=best_of_group)
 
 
 def mixtures(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.parallel import ParallelState
 
 _MODELS = {
+    "DeepseekV2ForCausalLM": "penstock.models.deepseek",
+    "DeepseekV3ForCausalLM": "penstock.models.deepseek",
     "GPT2LMHeadModel": "penstock.models.gpt2",
     "Gemma2ForCausalLM": "penstock.models.gemma",
     "Gemma3ForCausalLM": "penstock.models.gemma",
@@ -30,6 +32,8 @@ _MODELS = {
     "Qwen3ForCausalLM": "penstock.models.qwen",
     "Qwen3MoeForCausalLM": "penstock.models.qwen_moe",
 }
+# Those with latent attention (MLA).
+LATENT_ATTENTION = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
 # Architectures of draft heads, by method and target, whatever their own `config.json` says.
 _DRAFT_HEADS = {
     "EagleLlamaForCausalLM": "penstock.models.eagle",
