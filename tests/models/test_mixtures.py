@@ -54,6 +54,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("deepseek_v3", {"rope_parameters": YARN, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
     ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "first_k_dense_replace": 2}),
+    ("glm4_moe_lite", {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
     ("olmoe", {}),
     ("olmoe", {"norm_topk_prob": True, "num_experts_per_tok": 6}),
 ]
@@ -129,13 +130,16 @@ def test_a_request_has_the_same_bits_alone_and_among_others(family: str, dtype: 
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_experts_are_quantised_and_the_router_is_not(quantization: str, tmp_path: Path) -> None:
-    config = save_checkpoint(tiny_model("qwen3_moe"), tmp_path)
+@pytest.mark.parametrize(("family", "layer"), [("qwen3_moe", 0), ("deepseek_v3", 1)])
+def test_experts_are_quantised_and_the_router_is_not(
+    family: str, layer: int, quantization: str, tmp_path: Path
+) -> None:
+    config = save_checkpoint(tiny_model(family), tmp_path)
     rounded = load(type(config).load(str(tmp_path), quantization=quantization), ParallelState())
     exact = load(config, ParallelState())
-    expert = rounded.model.layers[0].mlp.experts[0]
-    assert type(expert.down_proj.method) is not type(exact.model.layers[0].mlp.experts[0].down_proj.method)
-    assert type(rounded.model.layers[0].mlp.gate.method) is type(exact.model.layers[0].mlp.gate.method)
+    ours, theirs = (model.model.layers[layer].mlp for model in (rounded, exact))
+    assert type(ours.experts[0].down_proj.method) is not type(theirs.experts[0].down_proj.method)
+    assert type(ours.gate.method) is type(theirs.gate.method)
     ours, theirs = (torch.cat(sequence_logits(model, SEQUENCES)) for model in (rounded, exact))
     assert 0 < (ours - theirs).abs().mean() < 0.3 * theirs.std()
 

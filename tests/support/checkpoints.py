@@ -82,6 +82,7 @@ _TINY_LATENT = {
     "kv_lora_rank": 24,
     "q_lora_rank": 36,
 }
+_TINY_LATENT_FLASH = {name: value for name, value in _TINY_LATENT.items() if name != "first_k_dense_replace"}
 MIXTURES = {
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {**_TINY, "num_local_experts": 5}),
     "qwen2_moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_TINY_MOE, "shared_expert_intermediate_size": 40}),
@@ -106,6 +107,7 @@ MIXTURES = {
         {**_TINY_LATENT, "topk_method": "group_limited_greedy"},
     ),
     "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", _TINY_LATENT),
+    "glm4_moe_lite": Family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _TINY_LATENT_FLASH),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
 }
 _ALL = {**FAMILIES, **MIXTURES}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.config import ModelConfig
-from penstock.layers.experts import Routing
+from penstock.layers.experts import MoE, Routing
 from penstock.layers.latent_attention import LatentAttention, LatentAttentionSizes
 from penstock.layers.rope_scaling import RopeParameters, attention_sharpening, read_rope_parameters
 from penstock.models.config_fields import ConfigFields
@@ -22,23 +23,13 @@ class DeepseekV2ForCausalLM(SharedExpertsForCausalLM):
     """Latent attention; experts after the first layers, chosen by a softmax, and shared ones."""
 
     has_correction = False
-    interleaves_by_default = True
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config, sizes, has_bias = read_latent_attention(fields)
         routing = self._read_routing(fields)
         layers = self._moe_layers_of(fields, config.num_layers)
-        size = fields.integer("moe_intermediate_size")
-        moe = mixtures(
-            config,
-            routing,
-            size,
-            parallel,
-            layers,
-            shared_size=size * fields.count("n_shared_experts", default=0),
-            has_correction=self.has_correction,
-        )
+        moe = deepseek_experts(fields, config, routing, parallel, layers, has_correction=self.has_correction)
 
         def layer(index: int) -> DecoderLayer:
             attention = LatentAttention(sizes, config.hidden_size, index, parallel, bias=has_bias)
@@ -47,6 +38,7 @@ class DeepseekV2ForCausalLM(SharedExpertsForCausalLM):
         super().__init__(config, parallel, DecoderModel(config, parallel, layer), layers, routing)
         self._has_query_latent = sizes.q_lora_rank is not None
         self.num_drafting = fields.count("num_nextn_predict_layers", default=0)
+        self.has_shared = fields.count("n_shared_experts", default=0) > 0
 
     def _read_routing(self, fields: ConfigFields) -> Routing:
         fields.refuse_flags("norm_topk_prob", "mlp_bias")
@@ -65,7 +57,8 @@ class DeepseekV2ForCausalLM(SharedExpertsForCausalLM):
 
     def _table(self) -> WeightTable:
         table = {name: into for name, into in super()._table().items() if ".self_attn." not in name}
-        return {**table, **latent_weights(has_query_latent=self._has_query_latent)}
+        layer = "model.layers.*"
+        return {**table, **latent_weights(layer, layer, has_query_latent=self._has_query_latent)}
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -77,6 +70,18 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         _refuse_scoring(fields, "sigmoid")
         fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
         return read_grouped_routing(fields)
+
+
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """GLM-4.7-Flash: as DeepSeek V3, with the experts' layers named one by one."""
+
+    def _moe_layers_of(self, fields: ConfigFields, num_layers: int) -> list[int]:
+        kinds = fields.hf_config.get("mlp_layer_types")
+        if kinds is None:
+            return super()._moe_layers_of(fields, num_layers)
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+            raise fields.unsupported("mlp_layer_types", kinds, f"a list of {num_layers} of dense and sparse")
+        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
 
 
 def read_latent_attention(fields: ConfigFields) -> tuple[DecoderConfig, LatentAttentionSizes, bool]:
@@ -103,14 +108,29 @@ def read_latent_attention(fields: ConfigFields) -> tuple[DecoderConfig, LatentAt
     return config, sizes, has_bias
 
 
-def latent_weights(prefix: str = "model.layers.*", *, has_query_latent: bool) -> WeightTable:
-    """Weights of latent attention in the layers of this name."""
-    attention = f"{prefix}.self_attn"
+def deepseek_experts(
+    fields: ConfigFields,
+    config: DecoderConfig,
+    routing: Routing,
+    parallel: ParallelState,
+    layers: list[int],
+    *,
+    has_correction: bool,
+) -> Callable[[int], MoE | None]:
+    """Function that makes the experts of a layer, or None for a layer with an MLP."""
+    size = fields.integer("moe_intermediate_size")
+    shared_size = size * fields.count("n_shared_experts", default=0)
+    return mixtures(config, routing, size, parallel, layers, shared_size=shared_size, has_correction=has_correction)
+
+
+def latent_weights(theirs: str, ours: str, *, has_query_latent: bool) -> WeightTable:
+    """Weights of latent attention of a layer with these names in the checkpoint and in the model."""
+    theirs, ours = f"{theirs}.self_attn", f"{ours}.self_attn"
     own = ["kv_a_layernorm", "kv_b_proj", "o_proj"] + ["q_a_layernorm", "q_b_proj"] * has_query_latent
     return {
-        f"{attention}.{'q_a_proj' if has_query_latent else 'q_proj'}": Into(f"{attention}.qkv_a_proj", shard="q"),
-        f"{attention}.kv_a_proj_with_mqa": Into(f"{attention}.qkv_a_proj", shard="kv"),
-        **{f"{attention}.{name}": Into(f"{attention}.{name}") for name in own},
+        f"{theirs}.{'q_a_proj' if has_query_latent else 'q_proj'}": Into(f"{ours}.qkv_a_proj", shard="q"),
+        f"{theirs}.kv_a_proj_with_mqa": Into(f"{ours}.qkv_a_proj", shard="kv"),
+        **{f"{theirs}.{name}": Into(f"{ours}.{name}") for name in own},
     }
 
 

@@ -69,21 +69,18 @@ class MixtureForCausalLM(DecoderForCausalLM):
         return table
 
     def _expert_table(self, layer: int) -> WeightTable:
-        names, ours = self.expert_names, f"model.layers.{layer}.mlp"
-        theirs = f"model.layers.{layer}.{names.block}"
-        table = {f"{theirs}.gate": Into(f"{ours}.gate")}
-        for expert in range(self._num_experts):
-            table |= dict(gated_mlp(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", names))
-        return table
+        theirs, ours = f"model.layers.{layer}.{self.expert_names.block}", f"model.layers.{layer}.mlp"
+        return expert_weights(theirs, ours, self._num_experts, self.expert_names)
 
 
 class SharedExpertsForCausalLM(MixtureForCausalLM):
     """A mixture with `shared_experts`, and layers for drafting more tokens after the others, which are not loaded.
 
-    num_drafting: number of these layers.
+    num_drafting: number of these layers. has_shared: whether there are shared experts.
     """
 
     num_drafting = 0
+    has_shared = True
 
     def names_elsewhere(self) -> Sequence[str]:
         first = self.config.num_layers
@@ -92,14 +89,20 @@ class SharedExpertsForCausalLM(MixtureForCausalLM):
 
     def _expert_table(self, layer: int) -> WeightTable:
         prefix = f"model.layers.{layer}.mlp"
-        if self._has_no_shared_expert(layer):
-            return super()._expert_table(layer)
-        shared = gated_mlp(f"{prefix}.shared_experts", f"{prefix}.shared_expert", self.expert_names)
-        return {**super()._expert_table(layer), **dict(shared)}
+        return expert_weights(prefix, prefix, self._num_experts, has_shared=self.has_shared)
 
-    def _has_no_shared_expert(self, layer: int) -> bool:
-        mlp = getattr(self.model.layers[layer], "mlp", None)
-        return mlp is not None and mlp.shared_expert is None
+
+def expert_weights(
+    theirs: str, ours: str, num_experts: int, names: ExpertNames | None = None, *, has_shared: bool = False
+) -> WeightTable:
+    """Weights of a mixture with these names in the checkpoint and in the model. has_shared: of `shared_experts` too."""
+    names = names or ExpertNames()
+    table = {f"{theirs}.gate": Into(f"{ours}.gate")}
+    for expert in range(num_experts):
+        table |= dict(gated_mlp(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", names))
+    if has_shared:
+        table |= dict(gated_mlp(f"{theirs}.shared_experts", f"{ours}.shared_expert", names))
+    return table
 
 
 def gated_mlp(theirs: str, ours: str, names: ExpertNames) -> Iterator[tuple[str, Into]]:
