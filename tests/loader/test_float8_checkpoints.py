@@ -62,10 +62,10 @@ FORMATS: dict[str, tuple[Scales, str, dict[str, Any]]] = {
 }
 
 
-def write(folder: Path, name: str, **sizes: Any) -> tuple[ModelConfig, ModelConfig]:
+def write(folder: Path, name: str, family: str = "llama", **sizes: Any) -> tuple[ModelConfig, ModelConfig]:
     """Configurations of an FP8 checkpoint and of its float twin. Sizes that no block divides."""
     scales_of, kind, config = FORMATS[name]
-    tiny_checkpoint(folder / "float", tie_word_embeddings=False, intermediate_size=104, **sizes)
+    tiny_checkpoint(folder / "float", family, tie_word_embeddings=False, intermediate_size=104, **sizes)
     floats, stored = load_file(folder / "float" / "model.safetensors"), {}
     for key, weight in floats.items():
         if "_proj.weight" not in key:
@@ -93,9 +93,11 @@ def test_logits_are_those_of_the_float_twin(tmp_path: Path, name: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_an_engine_generates_the_tokens_of_the_float_twin(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_an_engine_generates_the_tokens_of_the_float_twin(tmp_path: Path, family: str) -> None:
     results = []
-    for config in write(tmp_path, "fp8 blocks"):
+    sizes = {} if family == "llama" else {"kv_lora_rank": 48}
+    for config in write(tmp_path, "fp8 blocks", family, **sizes):
         core = make_core(config.folder, dtype="float32")
         results.append(run(core, random_prompts((5, 21), 97), greedy(12, logprobs=1)))
         core.close()

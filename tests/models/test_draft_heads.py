@@ -22,6 +22,7 @@ from penstock.parallel import ParallelState
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.draft_heads import (
     HIDDEN,
+    deepseek_mtp_hidden,
     eagle3_fused,
     eagle3_hidden,
     eagle3_logits,
@@ -31,6 +32,7 @@ from support.draft_heads import (
     mtp_hidden,
     mtp_weights,
     random_weights,
+    write_deepseek_mtp,
     write_head,
 )
 from support.plain_attention import plain_context
@@ -181,6 +183,17 @@ def test_mtp(tmp_path: Path) -> None:
         plain = [model(ids_T, positions_T, plain_context(model, LENGTHS)) for model in (qwen, target)]
     assert torch.equal(*plain)
     assert head.aux_layers == (2,)
+
+
+@pytest.mark.parametrize("options", [{}, {"q_lora_rank": None, "rope_interleave": False}], ids=str)
+def test_deepseek_mtp(tmp_path: Path, options: dict[str, Any]) -> None:
+    oracle = write_deepseek_mtp(tmp_path, **options)
+    target = load(tmp_path)
+    assert isinstance(target, DecoderForCausalLM)
+    head = load_head(tmp_path, "DeepSeekMTP", target, {})
+    embedding = oracle.get_input_embeddings().weight
+    assert_computes(head, lambda *args: deepseek_mtp_hidden(oracle, *args), embedding, target.compute_logits)
+    assert head.aux_layers == ()
 
 
 def test_taps_take_down_the_residual_stream(target: DecoderForCausalLM) -> None:

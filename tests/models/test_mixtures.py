@@ -29,6 +29,14 @@ from support.ranks import contexts, run_ranks
 _RANDOM = random.Random(0)
 SEQUENCES = [[_RANDOM.randrange(VOCAB_SIZE) for _ in range(length)] for length in (23, 1, 60, 7)]
 WHOLE_HEADS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.7,
+}
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
     ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
@@ -40,6 +48,13 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {}),
     ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "attention_bias": True, "n_shared_experts": 2}),
     ("glm4_moe", {"norm_topk_prob": False, "first_k_dense_replace": 0, "rope_parameters": WHOLE_HEADS}),
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "routed_scaling_factor": 16.0}),
+    ("deepseek_v2", {"rope_parameters": YARN, "first_k_dense_replace": 0, "attention_bias": True}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"rope_parameters": YARN, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+    ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "first_k_dense_replace": 2}),
+    ("glm4_moe_lite", {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
     ("olmoe", {}),
     ("olmoe", {"norm_topk_prob": True, "num_experts_per_tok": 6}),
 ]
@@ -115,13 +130,16 @@ def test_a_request_has_the_same_bits_alone_and_among_others(family: str, dtype: 
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_experts_are_quantised_and_the_router_is_not(quantization: str, tmp_path: Path) -> None:
-    config = save_checkpoint(tiny_model("qwen3_moe"), tmp_path)
+@pytest.mark.parametrize(("family", "layer"), [("qwen3_moe", 0), ("deepseek_v3", 1)])
+def test_experts_are_quantised_and_the_router_is_not(
+    family: str, layer: int, quantization: str, tmp_path: Path
+) -> None:
+    config = save_checkpoint(tiny_model(family), tmp_path)
     rounded = load(type(config).load(str(tmp_path), quantization=quantization), ParallelState())
     exact = load(config, ParallelState())
-    expert = rounded.model.layers[0].mlp.experts[0]
-    assert type(expert.down_proj.method) is not type(exact.model.layers[0].mlp.experts[0].down_proj.method)
-    assert type(rounded.model.layers[0].mlp.gate.method) is type(exact.model.layers[0].mlp.gate.method)
+    ours, theirs = (model.model.layers[layer].mlp for model in (rounded, exact))
+    assert type(ours.experts[0].down_proj.method) is not type(theirs.experts[0].down_proj.method)
+    assert type(ours.gate.method) is type(theirs.gate.method)
     ours, theirs = (torch.cat(sequence_logits(model, SEQUENCES)) for model in (rounded, exact))
     assert 0 < (ours - theirs).abs().mean() < 0.3 * theirs.std()
 

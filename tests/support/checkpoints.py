@@ -67,6 +67,22 @@ FAMILIES = {
 
 # Mixtures of experts.
 _TINY_MOE = {**_TINY, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}
+_TINY_LATENT = {
+    **{name: value for name, value in _TINY_MOE.items() if name not in ("num_experts", "head_dim")},
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 36,
+}
+_TINY_LATENT_FLASH = {name: value for name, value in _TINY_LATENT.items() if name != "first_k_dense_replace"}
 MIXTURES = {
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {**_TINY, "num_local_experts": 5}),
     "qwen2_moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_TINY_MOE, "shared_expert_intermediate_size": 40}),
@@ -85,6 +101,13 @@ MIXTURES = {
             "head_dim": 16,
         },
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**_TINY_LATENT, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", _TINY_LATENT),
+    "glm4_moe_lite": Family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _TINY_LATENT_FLASH),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
 }
 _ALL = {**FAMILIES, **MIXTURES}

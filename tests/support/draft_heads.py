@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from support.checkpoints import VOCAB_SIZE, edit_config, tiny_checkpoint
+from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_model
 
 HIDDEN, INNER, HEADS, KV_HEADS, EPS, THETA = 64, 112, 4, 2, 1e-5, 10000.0
 HEAD_SIZE = HIDDEN // HEADS
@@ -201,3 +202,35 @@ def _turned(heads_SHD: Tensor) -> Tensor:
     angles = torch.outer(torch.arange(len(heads_SHD)), inv_freq)[:, None]
     first, second = heads_SHD.chunk(2, -1)
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def deepseek_mtp_weights(seed: int = 1) -> dict[str, Tensor]:
+    """Weights of the MTP layer of a DeepSeek V3 with two layers, beside those of its block."""
+    names = ("enorm", "hnorm", "shared_head.norm")
+    sizes = {f"model.layers.2.{name}.weight": (HIDDEN,) for name in names}
+    return random_weights({**sizes, "model.layers.2.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}, seed)
+
+
+def write_deepseek_mtp(folder: Path, **overrides: Any) -> PreTrainedModel:
+    """Write a tiny DeepSeek V3 of two layers with an MTP layer; returns it with the MTP layer's block as a third."""
+    oracle = tiny_model("deepseek_v3", num_hidden_layers=3, **overrides)
+    save_checkpoint(oracle, folder)
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    weights = load_file(folder / "model.safetensors")
+    weights |= {f"model.layers.2.{name}.weight": weights[f"{of}.weight"].clone() for name, of in copies.items()}
+    save_file({**weights, **deepseek_mtp_weights()}, folder / "model.safetensors", {"format": "pt"})
+    edit_config(folder, num_hidden_layers=2, num_nextn_predict_layers=1)
+    return oracle
+
+
+def deepseek_mtp_hidden(oracle: PreTrainedModel, embed_SD: Tensor, hidden_SD: Tensor) -> Tensor:
+    """DeepSeek V3's MTP hidden states (equations 21 and 22), with Transformers' layer as the block."""
+    weights = deepseek_mtp_weights()
+    enorm, hnorm, norm = (weights[f"model.layers.2.{name}.weight"] for name in ("enorm", "hnorm", "shared_head.norm"))
+    both_SX = torch.cat([_rms(embed_SD, enorm), _rms(hidden_SD, hnorm)], -1)
+    x_BSD = F.linear(both_SX, weights["model.layers.2.eh_proj.weight"])[None]
+    size = x_BSD.shape[1]
+    mask = torch.full((size, size), float("-inf")).triu(1)[None, None]
+    turns = oracle.model.rotary_emb(x_BSD, torch.arange(size)[None])
+    (x_SD,) = oracle.model.layers[2](x_BSD, position_embeddings=turns, attention_mask=mask)
+    return _rms(x_SD, norm)

@@ -149,6 +149,10 @@ def gpt2(folder: Path) -> Path:
     return tiny_checkpoint(folder, "gpt2", vocab_size=VOCAB_SIZE, n_layer=LAYERS).folder
 
 
+def with_latents(folder: Path) -> Path:
+    return tiny_checkpoint(folder, "deepseek_v3", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
+
+
 def of_transformers(folder: Path) -> Path:
     class_name, changes = FAMILIES["starcoder2"]
     return save_for_fallback(tiny_transformers_model(class_name, **changes), folder).folder
@@ -165,6 +169,7 @@ INT8_OF_TORCHAO = torchao_config("Int8WeightOnlyConfig", group_size=None)
 WAYS = {
     "GPT-2": Way(model=gpt2),
     "Transformers models": Way(model=of_transformers),
+    "latent attention": Way(model=with_latents),
     "bfloat16 weights": Way(always(dtype="bfloat16")),
     "int8 weights": Way(always(quantization="int8"), off_by=0.15),
     "int4 weights": Way(always(quantization="int4"), off_by=0.7),
@@ -194,6 +199,7 @@ SETS = (
     *((name,) for name in WAYS if name.endswith("checkpoints")),
     ("GPT-2", "n-gram drafts"),
     ("Transformers models",),
+    ("latent attention",),
     ("EAGLE",),
     ("EAGLE-3",),
 )

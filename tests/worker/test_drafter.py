@@ -324,7 +324,11 @@ def _no_mtp(folder: Path) -> dict[str, Any]:
         (_not_runnable, UnsupportedModel, r"\(MambaForCausalLM\) cannot run through Transformers .* recurrent state"),
         (_other_head, PenstockError, "fc.weight"),
         (_other_pages, UnsupportedFeature, r"model.layers.0.self_attn.attn .* draft.model.layers.0"),
-        (_no_mtp, UnsupportedFeature, "LlamaForCausalLM has not. Supported: MiMoForCausalLM"),
+        (
+            _no_mtp,
+            UnsupportedFeature,
+            "LlamaForCausalLM has not. Supported: DeepseekV3ForCausalLM, Glm4MoeLiteForCausalLM, MiMo",
+        ),
     ],
 )
 def test_what_cannot_draft_is_refused(

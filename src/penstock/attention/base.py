@@ -37,6 +37,8 @@ class LayerAttention:
     sliding_window: number of visible last positions, including the current one; None for full attention.
     soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before the mask; None for no cap.
     context: ranks that shard the positions of the layer's KV heads (decode context parallelism); None without.
+    latent_size: latent attention: there is one KV head, and its value is the last so many elements of its key, so that
+    the cache keeps keys alone; None for attention with values of their own.
     """
 
     name: str
@@ -47,6 +49,12 @@ class LayerAttention:
     sliding_window: int | None = None
     soft_cap: float | None = None
     context: ContextShare | None = None
+    latent_size: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's value, and of its output."""
+        return self.head_size if self.latent_size is None else self.latent_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +180,8 @@ class AttentionBackend(CacheBackend):
 
     # Whether it supports decode context parallelism: positions sharded over ranks (`LayerAttention.context`).
     shares_positions: ClassVar[bool] = False
+    # Whether it supports latent attention (`LayerAttention.latent_size`).
+    attends_latents: ClassVar[bool] = False
 
     def __init__(self, layer: LayerAttention) -> None:
         self.sliding_window = layer.sliding_window
@@ -184,7 +194,7 @@ class AttentionBackend(CacheBackend):
 
     @abstractmethod
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
-        """View pages as [2, num_blocks, ...] of the spec's dtype: keys are [0], values [1]."""
+        """View pages as [2, num_blocks, ...] of the spec's dtype: keys are [0], values [1]; [1, ...] of latents."""
 
     @abstractmethod
     def forward(
@@ -199,8 +209,8 @@ class AttentionBackend(CacheBackend):
         """Write the step's keys and values to the cache, then attend causally to each request's positions.
 
         Requests may share blocks, including blocks that a request with several tokens fills in this step. Where the
-        geometry has `is_written`, the given keys and values are not read. Returns [T, H, D] in the query's dtype;
-        padding rows hold any finite value.
+        geometry has `is_written`, the given keys and values are not read. Returns [T, H, D] in the query's dtype,
+        where D is the values' size; padding rows hold any finite value.
         """
 
     @abstractmethod
@@ -244,7 +254,8 @@ class AttentionBackend(CacheBackend):
     ) -> Tensor:
         """Run `forward` on the output of the QKV projection, after normalisation and rotary embedding of its heads.
 
-        qkv_TX: [T, (H + 2 * K) * D], query heads, key heads, value heads; overwritten. Returns [T, H * D].
+        qkv_TX: [T, (H + 2 * K) * D], query heads, key heads, value heads; overwritten. Of latent attention,
+        [T, (H + 1) * D]. Returns [T, H * D].
         A backend with a fused kernel overrides this.
         """
         heads = prepared_heads(layer, qkv_TX, norm, rotation)
@@ -278,4 +289,6 @@ def prepared_heads(
     if rotation is not None:
         apply_rotary(query_key_THD, rotation)
     query_THD, key_TKD = query_key_THD.split_with_sizes([layer.num_heads, layer.num_kv_heads], 1)
+    if layer.latent_size is not None:
+        return query_THD, key_TKD, key_TKD[..., layer.head_size - layer.latent_size :]
     return query_THD, key_TKD, heads_THD[:, num_query_key_heads:]

@@ -3,7 +3,7 @@
 It computes in float32, or in integers over an int8 KV cache with one scale per position and head.
 Keys are stored as [num_blocks, K, D, block_size], values as [num_blocks, K, block_size, D]: the innermost dimension is
 the kernel's vector dimension. Int8 rows are interleaved in pairs. In memory a head's values of a block follow its
-keys, because longer contiguous reads are faster.
+keys, because longer contiguous reads are faster. Latents are stored once, as [num_blocks, block_size, D].
 
 With decode context parallelism, a block has this rank's positions only, and the kernel exchanges query heads and
 partial results between ranks.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, StepGeometry
-from penstock.contract import AttentionSpec
+from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import CACHE_TYPES, HeadPreparation, HeadShape, StepRequests
@@ -37,6 +37,7 @@ class CpuNativeBackend(AttentionBackend):
     name = "cpu_native"
     keeps_metadata = True
     shares_positions = True
+    attends_latents = True
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
@@ -50,11 +51,15 @@ class CpuNativeBackend(AttentionBackend):
             return "the C++ kernels are not built or are turned off"
         if dtype not in CACHE_TYPES:
             return f"it supports KV caches of {', '.join(map(str, CACHE_TYPES))}, not {dtype}"
+        if layer.latent_size is not None and not dtype.is_floating_point:
+            return f"it does not support a {dtype} KV cache of latents"
         if layer.context is not None and layer.context.group.collectives is None:
             return "decode context parallel ranks have no shared memory in common"
         return None
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
+        if isinstance(spec, MLAAttentionSpec):
+            return pages_NX.view(TORCH_DTYPES[spec.dtype]).view(1, -1, 1, spec.block_size, spec.elements_per_head)
         sizes = spec.num_kv_heads, 2, spec.positions_per_page, spec.elements_per_head
         return pages_NX.view(TORCH_DTYPES[spec.dtype]).view(-1, *sizes).permute(2, 0, 1, 3, 4)
 
@@ -75,7 +80,7 @@ class CpuNativeBackend(AttentionBackend):
     ) -> Tensor:
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         if metadata.num_tokens == 0:
-            return torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
+            return query_THD.new_zeros(*query_THD.shape[:2], layer.value_size)
         output_THD = NATIVE.attention(
             _as_the_kernel_takes_it(query_THD),
             _as_the_kernel_takes_it(key_TKD),
@@ -157,7 +162,8 @@ class CpuNativeBackend(AttentionBackend):
                 layer.scale,
                 layer.sliding_window,
                 layer.soft_cap,
-                *(() if layer.context is None else (layer.context.group.collectives, layer.context.interleave)),
+                *((None, 1) if layer.context is None else (layer.context.group.collectives, layer.context.interleave)),
+                layer.latent_size or 0,
             )
         return shape
 

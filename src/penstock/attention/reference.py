@@ -14,6 +14,7 @@ class ReferenceBackend(TokenMajorBackend):
     """Attention by its definition, for tests and as the fallback of any device."""
 
     name = "reference"
+    attends_latents = True
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -24,7 +25,7 @@ class ReferenceBackend(TokenMajorBackend):
         return paged_attention_reference(
             query_THD,
             kv_cache[0],
-            kv_cache[1],
+            kv_cache[0][..., -layer.latent_size :] if layer.latent_size is not None else kv_cache[1],
             geometry.block_table[:num_reqs],
             geometry.query_start_loc,
             geometry.seq_lens[:num_reqs],

@@ -68,6 +68,8 @@ def _why_not(
 ) -> str | None:
     if layer.context is not None and not backend.shares_positions:
         return f"it does not support decode_context_parallel_size={layer.context.group.size}"
+    if layer.latent_size is not None and not backend.attends_latents:
+        return "it does not support latent attention"
     return backend.why_not(layer, dtype, device, block_size)
 
 

@@ -16,6 +16,8 @@ HOST_METHODS = ("ngram", "suffix")
 HEAD_METHODS = ("eagle", "eagle3", "mtp")
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)
 METHODS = HOST_METHODS + MODEL_METHODS
+# Older name in vLLM.
+_MTP_OF_DEEPSEEK = "deepseek_mtp"
 REJECTION_SAMPLE_METHODS = ("exact", "standard", "synthetic")
 # Default draft lengths. For "suffix" it is the depth of the tree.
 _DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "eagle": 3, "eagle3": 3, "mtp": 1}
@@ -184,6 +186,8 @@ def _as_ours(given: Mapping[Any, Any]) -> dict[Any, Any]:
             "it out."
         )
     model, method = options.get("model"), options.get("method")
+    if method == _MTP_OF_DEEPSEEK:
+        return options | {"method": "mtp"}
     if model in HOST_METHODS and method in (None, model):
         return options | {"method": model, "model": None}
     if method is None and isinstance(model, str) and model:

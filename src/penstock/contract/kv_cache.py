@@ -76,7 +76,7 @@ class FullAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
 class MLAAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
     """Multi-head latent attention: one latent vector per position, shared by all query heads.
 
-    head_size: kv_lora_rank + qk_rope_head_dim: the compressed latent, and the rotary part of the key (DeepSeek-V2,
+    head_size: qk_rope_head_dim + kv_lora_rank: the rotary part of the key, and the compressed latent (DeepSeek-V2,
         arXiv:2405.04434, section 2.1).
     """
 
@@ -144,8 +144,8 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return 1
 
 
-AttentionSpec: TypeAlias = FullAttentionSpec | SlidingWindowSpec
-KVCacheSpec: TypeAlias = AttentionSpec | MLAAttentionSpec | CrossAttentionSpec | RecurrentStateSpec
+AttentionSpec: TypeAlias = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec
+KVCacheSpec: TypeAlias = AttentionSpec | CrossAttentionSpec | RecurrentStateSpec
 
 
 class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):

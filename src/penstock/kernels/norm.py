@@ -30,6 +30,13 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm_reference(x_TD, weight_D, eps)
 
 
+def leading_rms_norm(rows_TX: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of the first elements of contiguous rows: [T, D] from [T, D or more]."""
+    if NATIVE is not None and NATIVE.runs(rows_TX) and weight_D.dtype is torch.float32:
+        return NATIVE.rms_norm(rows_TX, weight_D, eps)
+    return rms_norm(rows_TX[:, : weight_D.shape[0]], weight_D, eps)
+
+
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The specification of `rms_norm`."""
     wide_TD = x_TD.to(torch.float32)

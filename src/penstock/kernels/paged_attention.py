@@ -35,13 +35,14 @@ def paged_attention_reference(
 ) -> Tensor:
     """Causal attention of every request's queries to its own positions. Pads all requests to the longest.
 
-    key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D]. block_table_RB: int32.
+    key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D], where values may have a size of their own.
+    block_table_RB: int32.
     query_start_loc: [R + 1]. seq_lens_R: positions after this step; the queries are the last ones.
     Returns [T, H, D]. Computes in float32. Reads no tensor on the host, so it works on any device.
     """
     num_reqs = block_table_RB.shape[0]
-    num_tokens, num_heads, head_size = query_THD.shape
-    num_kv_heads = key_BPKD.shape[2]
+    num_tokens, num_heads, _ = query_THD.shape
+    num_kv_heads, value_size = key_BPKD.shape[2], value_BPKD.shape[3]
     table = block_table_RB.long()
     key_RLKD = key_BPKD[table].flatten(1, 2).float()
     value_RLKD = value_BPKD[table].flatten(1, 2).float()
@@ -64,7 +65,7 @@ def paged_attention_reference(
     output_RQHD = torch.einsum("rkgql,rlkd->rqkgd", weights, value_RLKD).flatten(2, 3)
 
     # Rows beyond a shorter query belong to other requests: mask them out of the scatter.
-    output_THD = torch.zeros(num_tokens + 1, num_heads, head_size, device=query_THD.device)
+    output_THD = torch.zeros(num_tokens + 1, num_heads, value_size, device=query_THD.device)
     is_own_RQ = offset_Q < query_len_R[:, None]
     output_THD[torch.where(is_own_RQ, token_RQ, num_tokens)] = output_RQHD
     return output_THD[:num_tokens].to(query_THD.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, HeadNorm, LayerAttention
-from penstock.contract import FullAttentionSpec, SlidingWindowSpec
+from penstock.contract import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from penstock.kernels.rotary import Rotation
 
 
@@ -22,7 +22,7 @@ class Attention(nn.Module):
         self.layer = layer
 
     def forward(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, context: ForwardContext) -> Tensor:
-        """[T, H, D], or [R, H, D] where the context is narrowed to last tokens.
+        """[T, H, D] with the values' size D, or [R, H, D] where the context is narrowed to last tokens.
 
         The arguments may be strided views; their last dimension is contiguous.
         """
@@ -33,14 +33,18 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention from the output of the QKV projection, [T, (H + 2 * K) * D], which it overwrites: [T, H * D].
 
+        Of latent attention, from [T, (H + 1) * D] to [T, H * latent_size].
+
         [R, H * D] where the context is narrowed to last tokens. Query and key heads are normalised and rotated first.
         """
         return context.attend_projected(self.layer, qkv_TX, norm, rotation)
 
-    def get_kv_cache_spec(self, block_size: int, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
+    def get_kv_cache_spec(self, block_size: int, dtype: str) -> AttentionSpec:
         """KV cache spec of this layer. block_size: positions per block on this rank. dtype: of the cache, by name."""
         layer = self.layer
         num_ranks = 1 if layer.context is None else layer.context.group.size
+        if layer.latent_size is not None:
+            return MLAAttentionSpec(block_size=block_size, head_size=layer.head_size, dtype=dtype)
         kept: dict[str, Any] = {
             "block_size": block_size * num_ranks,
             "num_kv_heads": layer.num_kv_heads,

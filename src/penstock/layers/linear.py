@@ -211,7 +211,10 @@ def process_weights_after_loading(
     """
     for module in model.modules():
         if isinstance(module, LinearLayer):
-            if choose is None or module.keeps_precision:
+            own_method = module.own_method()
+            if own_method is not None:
+                module.method = own_method
+            elif choose is None or module.keeps_precision:
                 arithmetic = "float32" if module.keeps_precision else module.cpu_arithmetic
                 module.method = choose_linear_method(module.weight, module.compute_dtype, arithmetic)
             else:
@@ -297,6 +300,10 @@ class LinearLayer(nn.Module):
     def loaded_weight(self) -> Tensor | None:
         """The weight as it was loaded, [O, I]; None for a quantised one."""
         return self.method.loaded_weight(self)
+
+    def own_method(self) -> LinearMethod | None:
+        """The method of a layer that is not a plain product of rows; None for others."""
+        return None
 
     def adapter_place(self, shard: Shard | None) -> AdapterPlace:
         """Place of an adapter of this layer, or of one of its shards."""

@@ -235,12 +235,16 @@ def _yarn_attention_scaling(rope: RopeParameters, factor: float) -> float:
     if rope.settings.get("attention_factor") is not None:
         return rope.number("attention_factor")
 
-    def sharpening(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     if rope.settings.get("mscale") and rope.settings.get("mscale_all_dim"):
-        return sharpening(rope.number("mscale")) / sharpening(rope.number("mscale_all_dim"))
-    return sharpening(1.0)
+        return attention_sharpening(factor, rope.number("mscale")) / attention_sharpening(
+            factor, rope.number("mscale_all_dim")
+        )
+    return attention_sharpening(factor, 1.0)
+
+
+def attention_sharpening(factor: float, mscale: float) -> float:
+    """Factor of YaRN on queries and keys of contexts that are `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _periods(theta: float, rotary_dim: int) -> Tensor:

@@ -197,13 +197,14 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them.
 
     A layer takes and returns the residual stream as two tensors, x = hidden + residual, so that the next norm can add
-    them. input_layernorm: replaces the RMSNorm. moe: replaces the MLP.
+    them. self_attn: `SelfAttention`, or a layer called like it. input_layernorm: replaces the RMSNorm. moe: replaces
+    the MLP.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
-        self_attn: SelfAttention,
+        self_attn: nn.Module,
         parallel: ParallelState,
         *,
         mlp_bias: bool = False,

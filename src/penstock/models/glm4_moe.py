@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,7 @@ from penstock.layers.norm import QueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, plain_decoder
-from penstock.models.mixtures import MixtureForCausalLM, gated_mlp, mixtures, read_routing
+from penstock.models.mixtures import SharedExpertsForCausalLM, mixtures, read_groups, read_routing
 from penstock.models.qwen import QUERY_KEY_NORMS
 from penstock.models.weights import WeightTable
 from penstock.parallel import ParallelState
@@ -24,22 +23,11 @@ _DEFAULT_ROTARY_PART = 0.5
 def read_grouped_routing(fields: ConfigFields) -> Routing:
     """Sigmoid routing with a correction for the choice, of the best groups of experts (DeepSeek-V3)."""
     routing = read_routing(fields, normalizes=fields.flag("norm_topk_prob", default=True))
-    num_groups, top_groups = fields.integer("n_group", default=1), fields.integer("topk_group", default=1)
-    if routing.num_experts % num_groups or not top_groups <= num_groups:
-        raise fields.unsupported(
-            "n_group", num_groups, f"divisors of {routing.num_experts} experts, from topk_group={top_groups} on"
-        )
-    return replace(
-        routing,
-        scoring=SIGMOID,
-        scale=fields.number("routed_scaling_factor", default=1.0),
-        num_groups=num_groups,
-        top_groups=top_groups,
-        best_of_group=2,
-    )
+    routing = replace(routing, scoring=SIGMOID, scale=fields.number("routed_scaling_factor", default=1.0))
+    return read_groups(fields, routing, best_of_group=2)
 
 
-class Glm4MoeForCausalLM(MixtureForCausalLM):
+class Glm4MoeForCausalLM(SharedExpertsForCausalLM):
     """Experts after the first layers, chosen by sigmoids with a correction, and shared ones; a part of a head rotates.
 
     The layers for drafting more tokens are not loaded.
@@ -69,20 +57,10 @@ class Glm4MoeForCausalLM(MixtureForCausalLM):
         )
         super().__init__(config, parallel, model, layers, routing)
         self._has_norms = has_norms
-        self._num_drafting = fields.count("num_nextn_predict_layers", default=0)
-
-    def names_elsewhere(self) -> Sequence[str]:
-        first = self.config.num_layers
-        drafting = [rf"model\.layers\.{layer}\..*" for layer in range(first, first + self._num_drafting)]
-        return [*super().names_elsewhere(), *drafting]
+        self.num_drafting = fields.count("num_nextn_predict_layers", default=0)
 
     def _table(self) -> WeightTable:
         return {**super()._table(), **(QUERY_KEY_NORMS if self._has_norms else {})}
-
-    def _expert_table(self, layer: int) -> WeightTable:
-        prefix = f"model.layers.{layer}.mlp"
-        shared = gated_mlp(f"{prefix}.shared_experts", f"{prefix}.shared_expert", self.expert_names)
-        return {**super()._expert_table(layer), **dict(shared)}
 
 
 def _read_rope(fields: ConfigFields, head_size: int) -> RopeParameters:

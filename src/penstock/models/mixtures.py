@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -92,12 +92,40 @@ class MixtureForCausalLM(DecoderForCausalLM):
         return table
 
     def _expert_table(self, layer: int) -> WeightTable:
-        names, ours = self.expert_names, f"model.layers.{layer}.mlp"
-        theirs = f"model.layers.{layer}.{names.block}"
-        table = {f"{theirs}.gate": Into(f"{ours}.gate")}
-        for expert in range(self._routing.num_experts):
-            table |= dict(gated_mlp(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", names))
-        return table
+        theirs, ours = f"model.layers.{layer}.{self.expert_names.block}", f"model.layers.{layer}.mlp"
+        return expert_weights(theirs, ours, self._routing.num_experts, self.expert_names)
+
+
+class SharedExpertsForCausalLM(MixtureForCausalLM):
+    """A mixture with `shared_experts`, and layers for drafting more tokens after the others, which are not loaded.
+
+    num_drafting: number of these layers. has_shared: whether there are shared experts.
+    """
+
+    num_drafting = 0
+    has_shared = True
+
+    def names_elsewhere(self) -> Sequence[str]:
+        first = self.config.num_layers
+        drafting = [rf"model\.layers\.{layer}\..*" for layer in range(first, first + self.num_drafting)]
+        return [*super().names_elsewhere(), *drafting]
+
+    def _expert_table(self, layer: int) -> WeightTable:
+        prefix = f"model.layers.{layer}.mlp"
+        return expert_weights(prefix, prefix, self._routing.num_experts, has_shared=self.has_shared)
+
+
+def expert_weights(
+    theirs: str, ours: str, num_experts: int, names: ExpertNames | None = None, *, has_shared: bool = False
+) -> WeightTable:
+    """Weights of a mixture with these names in the checkpoint and in the model. has_shared: of `shared_experts` too."""
+    names = names or ExpertNames()
+    table = {f"{theirs}.gate": Into(f"{ours}.gate")}
+    for expert in range(num_experts):
+        table |= dict(gated_mlp(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", names))
+    if has_shared:
+        table |= dict(gated_mlp(f"{theirs}.shared_experts", f"{ours}.shared_expert", names))
+    return table
 
 
 def gated_mlp(theirs: str, ours: str, names: ExpertNames) -> Iterator[tuple[str, Into]]:
@@ -118,6 +146,16 @@ def read_routing(fields: ConfigFields, *, normalizes: bool | None = None) -> Rou
     if normalizes is None:
         normalizes = fields.flag("norm_topk_prob", default=False)
     return Routing(num_experts, top_k, normalizes=normalizes)
+
+
+def read_groups(fields: ConfigFields, routing: Routing, *, best_of_group: int = 1) -> Routing:
+    """Add the groups of experts: `n_group`, of which a token takes `topk_group`."""
+    num_groups, top_groups = fields.integer("n_group", default=1), fields.integer("topk_group", default=1)
+    if routing.num_experts % num_groups or not top_groups <= num_groups:
+        raise fields.unsupported(
+            "n_group", num_groups, f"divisors of {routing.num_experts} experts, from topk_group={top_groups} on"
+        )
+    return replace(routing, num_groups=num_groups, top_groups=top_groups, best_of_group=best_of_group)
 
 
 def mixtures(

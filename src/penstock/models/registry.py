@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from penstock.parallel import ParallelState
 
 _MODELS = {
+    "DeepseekV2ForCausalLM": "penstock.models.deepseek",
+    "DeepseekV3ForCausalLM": "penstock.models.deepseek",
     "GPT2LMHeadModel": "penstock.models.gpt2",
     "Gemma2ForCausalLM": "penstock.models.gemma",
     "Gemma3ForCausalLM": "penstock.models.gemma",
     "Glm4MoeForCausalLM": "penstock.models.glm4_moe",
+    "Glm4MoeLiteForCausalLM": "penstock.models.deepseek",
     "LlamaForCausalLM": "penstock.models.llama",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MistralForCausalLM": "penstock.models.llama",
@@ -30,10 +33,13 @@ _MODELS = {
     "Qwen3ForCausalLM": "penstock.models.qwen",
     "Qwen3MoeForCausalLM": "penstock.models.qwen_moe",
 }
+# Those with latent attention (MLA).
+LATENT_ATTENTION = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
 # Architectures of draft heads, by method and target, whatever their own `config.json` says.
 _DRAFT_HEADS = {
     "EagleLlamaForCausalLM": "penstock.models.eagle",
     "Eagle3LlamaForCausalLM": "penstock.models.eagle3",
+    "DeepSeekMTP": "penstock.models.deepseek_mtp",
     "MiMoMTP": "penstock.models.mimo",
 }
 _registered: dict[str, str | Callable[[ModelConfig, ParallelState], CausalLM]] = {}

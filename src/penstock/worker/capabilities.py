@@ -70,6 +70,18 @@ def _transformers(config: EngineConfig) -> str | None:
     return f"{config.model.architecture} of Transformers" if runs_through_transformers(config.model) else None
 
 
+def _latents(config: EngineConfig) -> str | None:
+    from penstock.models.registry import LATENT_ATTENTION, runs_through_transformers
+
+    architecture = config.model.architecture
+    is_native = architecture in LATENT_ATTENTION and not runs_through_transformers(config.model)
+    return architecture if is_native else None
+
+
+def _int8_cache(config: EngineConfig) -> str | None:
+    return "kv_cache_dtype='int8'" if config.cache.kv_cache_dtype == "int8" else None
+
+
 def _calibration(config: EngineConfig) -> str | None:
     path = config.model.calibration_file
     return None if path is None else f"quantization_calibration={str(path)!r}"
@@ -104,6 +116,8 @@ CORE_PROCESS = Option("core process", _core_process)
 ASYNC_ENGINE = Option("AsyncEngine", lambda _: "AsyncEngine")
 TRANSFORMERS = Option("Transformers models", _transformers)
 GPT2 = Option("GPT-2", lambda config: name if (name := config.model.architecture) == "GPT2LMHeadModel" else None)
+LATENTS = Option("latent attention", _latents)
+INT8_CACHE = Option("int8 KV cache", _int8_cache)
 CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
 CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
 FLOAT8_CACHE = Option("FP8 KV cache", _float8_cache)
@@ -134,6 +148,16 @@ REFUSALS = (
         (DCP, GPT2),
         "each of its query heads has a KV head of its own, so no two workers have the same KV heads",
         "Leave decode_context_parallel_size out.",
+    ),
+    Refusal(
+        (DCP, LATENTS),
+        "its cache of latents is not sharded by positions yet",
+        "Leave decode_context_parallel_size out.",
+    ),
+    Refusal(
+        (INT8_CACHE, LATENTS),
+        "the kernels of latent attention read float32 and bfloat16 so far",
+        "Use kv_cache_dtype='bfloat16'.",
     ),
     Refusal((SP, GPT2), "its residual stream is not split by tokens yet", "Leave enable_sp out."),
     Refusal((SP, EAGLE3), "it reads auxiliary hidden states of all tokens", "Leave enable_sp out."),

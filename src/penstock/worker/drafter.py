@@ -32,7 +32,11 @@ from penstock.parallel import ONE_RANK, ParallelState, layers_of_stage
 PREFIX = "draft."
 _EAGLE_HEADS = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
 # MTP head classes by architecture of the target.
-_MTP_HEADS = {"MiMoForCausalLM": "MiMoMTP"}
+_MTP_HEADS = {
+    "DeepseekV3ForCausalLM": "DeepSeekMTP",
+    "Glm4MoeLiteForCausalLM": "DeepSeekMTP",
+    "MiMoForCausalLM": "MiMoMTP",
+}
 
 
 def load_drafter(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
 from penstock.device.dtypes import DtypeChoice
 from penstock.observability.units import format_bytes
 from penstock.worker.memory_plan import MemoryPlan
@@ -170,8 +170,13 @@ class EnginePlan:
 
     def _cache_lines(self) -> list[str]:
         attention = [layer for layer in self.layers if isinstance(layer, AttentionSpec)]
-        heads = Counter((layer.num_kv_heads, layer.head_size) for layer in attention)
-        sizes = [f"2 x {num_heads} heads x {size} x {count} layers" for (num_heads, size), count in heads.items()]
+        kinds = Counter(
+            f"latents of {layer.head_size}"
+            if isinstance(layer, MLAAttentionSpec)
+            else f"2 x {layer.num_kv_heads} heads x {layer.head_size}"
+            for layer in attention
+        )
+        sizes = [f"{kind} x {count} layers" for kind, count in kinds.items()]
         per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"
         rows = [
             ("size", format_bytes(self.kv_cache.size_bytes), ""),

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
 
-from penstock import __version__
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from penstock.contract.codec import CONTRACT_VERSION
 from penstock.contract.lora import LoRARequest
@@ -106,7 +106,12 @@ class RecordingFile:
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
         self._encoder = msgspec.msgpack.Encoder()
-        versions = {"kind": _KIND, "format": FORMAT_VERSION, "contract": CONTRACT_VERSION, "penstock": __version__}
+        versions = {
+            "kind": _KIND,
+            "format": FORMAT_VERSION,
+            "contract": CONTRACT_VERSION,
+            "penstock": metadata.version("penstock"),
+        }
         self._file.write(json.dumps(versions).encode() + b"\n")
 
     def write(self, entry: Entry) -> None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch  # before the kernels: they use the OpenMP runtime that it loads
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.env import cpu_kernels
@@ -19,6 +20,7 @@ from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
+from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import operation_types
 from penstock.kernels.native.operations import NativeOperation, row_width
@@ -80,6 +82,8 @@ class NativeKernels:
         self._concatenate = self.operation("concatenate")
         self._argmax = self.operation("argmax")
         self.adapters = self.operation("adapters")
+        self._head_products = self.operation("head_products")
+        self._absorb = self.operation("absorb")
 
     @property
     def has_bfloat16_products(self) -> bool:
@@ -111,6 +115,17 @@ class NativeKernels:
         packed = weight_memory(shape[0] * columns * dtype.itemsize).view(dtype).view(shape)
         self.module.pack_weight(self._index, weight_OI, num_outputs, *_inputs_and_type(packed), packed)
         return packed
+
+    def pack_head_weights(self, weight_HOI: Tensor) -> Tensor:
+        """Pack a weight for each head, for `head_products` and `absorb`: [H * O rounded up to whole panels, I]."""
+        width = self.instruction_set.panel_width
+        padded = F.pad(weight_HOI, (0, 0, 0, -weight_HOI.shape[1] % width))
+        return self.pack_weight(padded.flatten(0, 1))
+
+    def unpack_head_weights(self, packed: Tensor, num_heads: int, num_outputs: int) -> Tensor:
+        """Restore the weights of `pack_head_weights` bit for bit: [H, O, I]."""
+        weight_XI = self.unpack_weight(packed, packed.shape[0])
+        return weight_XI.view(num_heads, -1, weight_XI.shape[1])[:, :num_outputs]
 
     def unpack_weight(self, packed: Tensor, num_outputs: int) -> Tensor:
         """Restore the packed weight bit for bit: [O, I]."""
@@ -194,6 +209,22 @@ class NativeKernels:
     def concatenate_rows(self, first_TD: Tensor, second_TD: Tensor) -> Tensor:
         """Concatenate along the last dimension: [T, D of the first + D of the second]. Both are contiguous."""
         return self._concatenate.rows(first_TD, row_width(first_TD) + row_width(second_TD), second=second_TD)
+
+    def head_products(self, x_TX: Tensor, packed: Tensor, num_heads: int, num_outputs: int) -> Tensor:
+        """Product of each head, [T, H * I], with its weight: [T, H * O]."""
+        num_inputs, weight_type = _inputs_and_type(packed)
+        arguments = packed, weight_type, num_heads, num_inputs, num_outputs
+        return self._head_products.rows(x_TX, num_heads * num_outputs, *arguments)
+
+    def absorb(
+        self, query_TX: Tensor, rows_TY: Tensor, packed: Tensor, norm_weight_C: Tensor, eps: float, shape: LatentShape
+    ) -> Tensor:
+        """`kernels.latent.absorb` with the packed [C, N] of each head; both have contiguous rows."""
+        _, weight_type = _inputs_and_type(packed)
+        offset = row_width(rows_TY) - shape.key_size
+        sizes = shape.num_heads, shape.nope_size, shape.latent_size, shape.rotary_size
+        arguments = packed, weight_type, *sizes, int(shape.is_interleaved), offset, norm_weight_C, eps
+        return self._absorb.rows(query_TX, (shape.num_heads + 1) * shape.key_size, *arguments, second=rows_TY)
 
     def argmax(self, x_RV: Tensor, *, with_largest: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Argmax of each row, the first of ties, int64 [R], and whether the maximum is not finite, bool [R].

@@ -31,11 +31,15 @@ _NO_CACHE = (0, 0, 0, 0)
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-def cache_arguments(kv_cache: Tensor) -> tuple[int, int, int, int]:
+def cache_arguments(kv_cache: Tensor, latent_size: int = 0) -> tuple[int, int, int, int]:
     """Library arguments of a cache: [2, blocks, K, ...] of one of `CACHE_TYPES`, at any address.
 
-    The heads of all blocks must have a constant stride.
+    The heads of all blocks must have a constant stride. Of latent attention, [1, blocks, 1, block_size, D].
     """
+    if latent_size:
+        element, (key_size, keys) = kv_cache.element_size(), (kv_cache.shape[-1], kv_cache.data_ptr())
+        block_bytes = kv_cache.stride(1) * element
+        return keys, keys + (key_size - latent_size) * element, block_bytes, CACHE_TYPES[kv_cache.dtype]
     size, keys = kv_cache.element_size(), kv_cache.data_ptr()
     return keys, keys + kv_cache.stride(0) * size, kv_cache.stride(2) * size, CACHE_TYPES[kv_cache.dtype]
 
@@ -77,6 +81,8 @@ NO_REQUESTS = StepRequests((0, 0, 0, 0, 0), ())
 class HeadShape:
     """Parameters of a layer. sliding_window, soft_cap: None for none.
 
+    latent_size: of latent attention: values are the last so many elements of keys; 0 for others.
+
     collectives: decode context parallel ranks, with runs of `interleave` positions each; None without. block_size:
     positions of a block on this rank.
     """
@@ -90,6 +96,12 @@ class HeadShape:
     soft_cap: float | None
     collectives: Collectives | None = None
     interleave: int = 1
+    latent_size: int = 0
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's output."""
+        return self.latent_size or self.head_size
 
     @cached_property
     def arguments(self) -> tuple[int | float, ...]:
@@ -100,6 +112,7 @@ class HeadShape:
             self.head_size,
             self.block_size,
             self.sliding_window or 0,
+            self.latent_size,
             self.scale,
             self.soft_cap or 0.0,
         )
@@ -134,7 +147,8 @@ class NativeAttention:
     Results have the same bits for any split of a request into steps, any batch, and any number of threads.
     The tensors are float32. The cache is [2, blocks, K, block_size, D] in float32, bfloat16 or int8, where int8 has D +
     4 bytes for a position of a head. Its first half, the keys, is stored as [blocks, K, D, block_size]. The layout of
-    int8 is internal to the kernels (`attention_cache.inl`).
+    int8 is internal to the kernels (`attention_cache.inl`). Latent attention has [1, blocks, 1, block_size, D] in
+    float32 or bfloat16, and no values of its own: they are the end of the keys.
 
     With decode context parallelism all ranks make the same calls, each with its own heads, and exchange data in
     attention; errors as in `Collectives.fail`. Head norms are the same for all ranks' query heads.
@@ -160,7 +174,7 @@ class NativeAttention:
 
         is_written: the keys and values are in the cache already; the given ones are not read.
         """
-        out_THD = torch.empty(query_THD.shape)
+        out_THD = torch.empty(*query_THD.shape[:2], shape.value_size)
         heads = _rows_of(query_THD), _rows_of(key_TKD), _rows_of(value_TKD), _rows_of(out_THD)
         self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _ATTEND if is_written else _BOTH)
         return out_THD
@@ -186,11 +200,11 @@ class NativeAttention:
 
         is_written: as in `__call__`. A traced projection is recorded.
         """
-        width = shape.num_heads * shape.head_size
+        width = shape.num_heads * shape.value_size
         if isinstance(requests, TracedRequests):
             if not isinstance(qkv_TX, TracedTensor):
                 raise Untraceable("attention reads something else than projections of the step's tokens")
-            cache, positions_T = cache_arguments(kv_cache), preparation.positions_T
+            cache, positions_T = cache_arguments(kv_cache, shape.latent_size), preparation.positions_T
             arguments = *cache, *shape.arguments, *preparation.arguments, *shape.ranks
             return qkv_TX.origin.attend(qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.collectives)
         out_TX = torch.empty(qkv_TX.shape[0], width)
@@ -280,7 +294,7 @@ class NativeAttention:
             phase,
             0,
             False,
-            *(_NO_CACHE if kv_cache is None else cache_arguments(kv_cache)),
+            *(_NO_CACHE if kv_cache is None else cache_arguments(kv_cache, shape.latent_size)),
             *shape.arguments,
             *preparation,
             *shape.ranks,
@@ -299,4 +313,5 @@ def _heads_side_by_side(qkv_TX: Tensor, shape: HeadShape) -> tuple[tuple[int, in
     address, stride = qkv_TX.data_ptr(), qkv_TX.stride(0)
     size = shape.head_size * qkv_TX.element_size()
     key = address + shape.num_heads * size
-    return (address, stride), (key, stride), (key + shape.num_kv_heads * size, stride)
+    value = key if shape.latent_size else key + shape.num_kv_heads * size
+    return (address, stride), (key, stride), (value, stride)

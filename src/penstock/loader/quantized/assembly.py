@@ -113,10 +113,9 @@ class _Assembly:
     def _finish(self, weight_OI: Tensor) -> None:
         pieces = [self.pieces[row] for row in sorted(self.pieces)]
         method = None if self.layer.keeps_precision else self.choose(self.layer, pieces)
+        self.layer.take_weight(weight_OI.to(self.dtype) if method is None else weight_OI)
         if method is None:
-            weight_OI = weight_OI.to(self.dtype)
-            method = choose_linear_method(weight_OI, self.layer.compute_dtype)
-        self.layer.take_weight(weight_OI)
+            method = self.layer.own_method() or choose_linear_method(self.layer.weight, self.layer.compute_dtype)
         self.layer.method = method
         method.process_weights_after_loading(self.layer)
 

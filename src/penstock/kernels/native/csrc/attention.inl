@@ -98,7 +98,7 @@ static __attribute__((noinline)) void merge(const Sums& total, const Sums& chunk
 }
 
 // Floats of one head's output.
-PENSTOCK_INLINE int64_t out_size(const AttentionArgs& a) { return a.head_size + (a.num_shares > 1 ? 1 : 0); }
+PENSTOCK_INLINE int64_t out_size(const AttentionArgs& a) { return value_size(a) + (a.num_shares > 1 ? 1 : 0); }
 
 // Prefetch distance of queries in tokens: their stride is too large for the hardware prefetcher.
 constexpr int64_t kTokensAhead = 8;
@@ -126,7 +126,7 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
 }
 
 PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Unit& unit, const Sums& sums) {
-  const int64_t group = a.num_heads / a.num_kv_heads, size = a.head_size;
+  const int64_t group = a.num_heads / a.num_kv_heads, size = value_size(a);
   for (int64_t h = 0; h < unit.num_heads; ++h)
     for (int64_t p = 0; p < unit.num_parts; ++p) {
       const Part& part = unit.parts[p];
@@ -238,8 +238,8 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
     int64_t limit = 0;
     for (int64_t i = row; i < row + rows; ++i) limit = seen_to[i] > limit ? seen_to[i] : limit;
     limit = limit < stop ? limit - start : stop - start;
-    weigh_rows(rows, buffers.scores + row * stride, stride, buffers.weight_scale + row, segments, limit, size,
-               buffers.keep + row, sums.values + (run.first_row + row) * size);
+    weigh_rows(rows, buffers.scores + row * stride, stride, buffers.weight_scale + row, segments, limit, value_size(a),
+               size, buffers.keep + row, sums.values + (run.first_row + row) * value_size(a));
     row += rows;
   }
 }
@@ -270,7 +270,7 @@ PENSTOCK_INLINE void find_next(const AttentionArgs& a, const Cut& cut, const Uni
 template <class T>
 static void attend_chunk(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
                          const Unit& unit, const Unit* next_unit, int64_t chunk) {
-  clear(sums, unit.num_heads * unit.rows, a.head_size);
+  clear(sums, unit.num_heads * unit.rows, value_size(a));
   const int64_t first = chunk * cut.chunk, begin = first > unit.from ? first : unit.from;
   const int64_t end = first + cut.chunk < unit.to ? first + cut.chunk : unit.to;
   const int64_t group = a.num_heads / a.num_kv_heads;
@@ -321,7 +321,7 @@ static void attend(const AttentionArgs& a, const Cut& cut, const AttentionBuffer
   attend_chunk<T>(a, cut, buffers, buffers.total, unit, next_unit, first);
   for (int64_t chunk = first + 1; chunk <= last; ++chunk) {
     attend_chunk<T>(a, cut, buffers, buffers.chunk, unit, next_unit, chunk);
-    merge(buffers.total, buffers.chunk, unit.num_heads * unit.rows, a.head_size);
+    merge(buffers.total, buffers.chunk, unit.num_heads * unit.rows, value_size(a));
   }
   write_output(a, unit, buffers.total);
 }
@@ -330,7 +330,7 @@ static void attend(const AttentionArgs& a, const Cut& cut, const AttentionBuffer
 template <class T>
 static void attend_split(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Unit& unit,
                          const Unit* next_unit) {
-  const int64_t size = a.head_size, rows = unit.num_heads * unit.rows, stride = rows * sums_size(size);
+  const int64_t size = value_size(a), rows = unit.num_heads * unit.rows, stride = rows * sums_size(size);
   const Work& work = *unit.work;
   const int64_t heads = unit.kv_head / unit.num_heads;
   float* partial = work.partial + heads * work.num_splits * stride;
@@ -420,13 +420,14 @@ static void attention_thread(void* data, int thread, const Team& team) {
   const AttentionArgs& a = *job.args;
   const AttentionPlan& plan = *job.plan;
   const int64_t rows = plan.tokens_per_item * (a.num_heads / a.num_kv_heads), size = a.head_size;
+  const int64_t sums = sums_size(value_size(a));
   const int64_t stride = plan.cut.stride();
   static thread_local Scratch scratch;
   // The scores' buffer also holds one key head while it is written.
   const int64_t scores = rows * stride > size ? rows * stride : size;
   const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
   float* memory =
-      scratch.get(static_cast<size_t>(rows * (size + 4 + 2 * sums_size(size)) + scores + 2 * stride + keep));
+      scratch.get(static_cast<size_t>(rows * (size + 4 + 2 * sums) + scores + 2 * stride + keep));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
   b.scores = memory;
@@ -434,9 +435,9 @@ static void attention_thread(void* data, int thread, const Team& team) {
   b.key_scale = b.keep + keep;
   b.value_scale = b.key_scale + stride;
   b.query = b.value_scale + stride;
-  b.total = sums_at(b.query + rows * size, rows, size);
-  b.chunk = sums_at(b.query + rows * (size + sums_size(size)), rows, size);
-  b.query_scale = b.query + rows * (size + 2 * sums_size(size));
+  b.total = sums_at(b.query + rows * size, rows, value_size(a));
+  b.chunk = sums_at(b.query + rows * (size + sums), rows, value_size(a));
+  b.query_scale = b.query + rows * (size + 2 * sums);
   b.weight_scale = b.query_scale + rows;
   b.seen_from = reinterpret_cast<int32_t*>(b.weight_scale + rows);
   b.seen_to = b.seen_from + rows;
@@ -472,15 +473,31 @@ static void write_thread(void* data, int thread, const Team& team) {
   write_all<T>(*job.args, thread, team.num_threads, key);
 }
 
+// Calls run(T*) for the type of the cache's elements.
 template <class Function>
-static Function for_cache(CacheType type, Function float32, Function bfloat16, Function int8) {
-  return type == CacheType::kFloat32 ? float32 : type == CacheType::kBfloat16 ? bfloat16 : int8;
+static void with_cache_type(const AttentionArgs& a, const Function& run) {
+  const bool is_float32 = a.cache_type == CacheType::kFloat32;
+  if (a.latent_size > 0) {
+    if (is_float32) return run(static_cast<Latent<float>*>(nullptr));
+    return run(static_cast<Latent<Bfloat16>*>(nullptr));
+  }
+  if (is_float32) return run(static_cast<float*>(nullptr));
+  if (a.cache_type == CacheType::kBfloat16) return run(static_cast<Bfloat16*>(nullptr));
+  run(static_cast<int8_t*>(nullptr));
+}
+
+template <class T>
+static void attention_on_threads(T*, int num_threads, AttentionJob& job) {
+  run_parallel(num_threads, attention_thread<T>, &job);
+}
+template <class T>
+static void write_on_threads(T*, int num_threads, AttentionJob& job) {
+  run_parallel(num_threads, write_thread<T>, &job);
 }
 
 static bool write_only(const AttentionArgs& a) {
   AttentionJob job{&a, nullptr, 0, false};
-  run_parallel(a.num_threads, for_cache(a.cache_type, write_thread<float>, write_thread<Bfloat16>, write_thread<int8_t>),
-               &job);
+  with_cache_type(a, [&](auto* element) { write_on_threads(element, a.num_threads, job); });
   return !job.has_failed;
 }
 
@@ -517,7 +534,7 @@ static bool attention(const AttentionArgs& a) {
   int64_t num_partials = 0;
   for (int64_t w = 0; w < plan.num_work; ++w)
     if (plan.work[w].num_splits > 1)
-      num_partials += a.num_kv_heads * (1 + plan.work[w].num_splits * plan.work[w].rows * sums_size(a.head_size));
+      num_partials += a.num_kv_heads * (1 + plan.work[w].num_splits * plan.work[w].rows * sums_size(value_size(a)));
   float* partial = partial_scratch.get(static_cast<size_t>(num_partials));
   if (partial == nullptr && num_partials > 0) return false;
   for (int64_t w = 0; w < plan.num_work; ++w) {
@@ -526,12 +543,10 @@ static bool attention(const AttentionArgs& a) {
     work.left = reinterpret_cast<int32_t*>(partial);
     for (int64_t head = 0; head < a.num_kv_heads; ++head) work.left[head] = static_cast<int32_t>(work.num_splits);
     work.partial = partial + a.num_kv_heads;
-    partial = work.partial + a.num_kv_heads * work.num_splits * work.rows * sums_size(a.head_size);
+    partial = work.partial + a.num_kv_heads * work.num_splits * work.rows * sums_size(value_size(a));
   }
   AttentionJob job{&a, &plan, plan.work[plan.num_work].first_unit, false};
-  run_parallel(
-      plan.num_threads,
-      for_cache(a.cache_type, attention_thread<float>, attention_thread<Bfloat16>, attention_thread<int8_t>), &job);
+  with_cache_type(a, [&](auto* element) { attention_on_threads(element, plan.num_threads, job); });
   return !job.has_failed;
 }
 

@@ -54,6 +54,9 @@ PENSTOCK_INLINE int64_t whole_position(const AttentionArgs& a, int64_t position)
   return (position / a.interleave * a.num_shares + a.share) * a.interleave + position % a.interleave;
 }
 
+// Elements of a value.
+PENSTOCK_INLINE int64_t value_size(const AttentionArgs& a) { return a.latent_size > 0 ? a.latent_size : a.head_size; }
+
 // Query heads of this rank.
 PENSTOCK_INLINE int64_t own_heads(const AttentionArgs& a) { return a.num_heads / a.num_shares; }
 

@@ -98,7 +98,7 @@ static void attend_rows(const AttentionArgs& a, const EncoderBuffers& b, int64_t
   for (int64_t row = 0; row < rows;) {
     const int64_t count = rows_at_once(rows, row);
     weigh_rows(count, b.scores + row * b.stride + offset, b.stride, static_cast<const float*>(nullptr), segments,
-               end - offset, size, b.keep, b.out + row * size);
+               end - offset, size, size, b.keep, b.out + row * size);
     row += count;
   }
   for (int64_t row = 0; row < rows; ++row) {

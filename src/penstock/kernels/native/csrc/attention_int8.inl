@@ -124,7 +124,7 @@ PENSTOCK_INLINE float score_one(const float* x, const float* scale, const KeyBlo
 template <int R, int V>
 static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const float* scale,
                                             const Segment<int8_t>* segments, int64_t limit, int64_t column,
-                                            int64_t size, const float* keep, float* out) {
+                                            int64_t size, int64_t, const float* keep, float* out) {
   IntVec sum[R][V] = {};
   for (; segments->offset < limit; ++segments) {
     const int8_t* values = segments->values + 2 * column;
@@ -170,7 +170,7 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
 }
 
 PENSTOCK_INLINE float weigh_one(const float* weights, const float* scale, const Segment<int8_t>* segments, int64_t limit,
-                                int64_t column, int64_t size, float before) {
+                                int64_t column, int64_t size, int64_t, float before) {
   int32_t sum = 0;
   for (const Segment<int8_t>* s = segments; s->offset < limit; ++s)
     for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)

@@ -102,10 +102,12 @@ PENSTOCK_INLINE float score_one(const float* x, const float*, const KeyBlock<T>&
 
 // out[i][.] = out[i][.] * keep[i] + sum over positions before `limit` of weights[i][position] * values[position][.],
 // for R rows, V vectors.
+//
+// apart: elements from one position's value to the next.
 template <int R, int V, class T>
 static __attribute__((noinline)) void weigh(const float* weights, int64_t weights_stride, const float*,
                                             const Segment<T>* segments, int64_t limit, int64_t column, int64_t size,
-                                            const float* keep, float* out) {
+                                            int64_t apart, const float* keep, float* out) {
   Vec sum[R][V];
   PENSTOCK_UNROLL
   for (int i = 0; i < R; ++i)
@@ -120,8 +122,8 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
       Vec value[V];
       PENSTOCK_UNROLL
       for (int v = 0; v < V; ++v) {
-        if (R <= kFewRows && v * kLanes * sizeof(T) % kLine == 0) __builtin_prefetch(next + k * size + v * kLanes, 0, 2);
-        value[v] = widen(values + k * size + v * kLanes);
+        if (R <= kFewRows && v * kLanes * sizeof(T) % kLine == 0) __builtin_prefetch(next + k * apart + v * kLanes, 0, 2);
+        value[v] = widen(values + k * apart + v * kLanes);
       }
       PENSTOCK_UNROLL
       for (int i = 0; i < R; ++i) {
@@ -140,11 +142,11 @@ static __attribute__((noinline)) void weigh(const float* weights, int64_t weight
 // One element of the output.
 template <class T>
 PENSTOCK_INLINE float weigh_one(const float* weights, const float*, const Segment<T>* segments, int64_t limit,
-                                int64_t column, int64_t size, float before) {
+                                int64_t column, int64_t, int64_t apart, float before) {
   float sum = before;
   for (const Segment<T>* s = segments; s->offset < limit; ++s)
     for (int64_t k = 0; k < s->count && s->offset + k < limit; ++k)
-      sum += weights[s->offset + k] * widen(s->values[k * size + column]);
+      sum += weights[s->offset + k] * widen(s->values[k * apart + column]);
   return sum;
 }
 
@@ -189,20 +191,21 @@ PENSTOCK_INLINE void score_blocks(int64_t rows, const float* x, const float* sca
 // elements.
 template <class T>
 PENSTOCK_INLINE void weigh_rows(int64_t rows, const float* weights, int64_t weights_stride, const float* scale,
-                                const Segment<T>* segments, int64_t limit, int64_t size, const float* keep, float* out) {
+                                const Segment<T>* segments, int64_t limit, int64_t size, int64_t apart,
+                                const float* keep, float* out) {
   with_constant<kManyRows>(rows, [&](auto r) {
     int64_t column = 0;
     if constexpr (vectors_at_once<T>(r) == 4)
       for (; column + 4 * kLanes <= size; column += 4 * kLanes)
-        weigh<r, 4>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+        weigh<r, 4>(weights, weights_stride, scale, segments, limit, column, size, apart, keep, out);
     for (; column + 2 * kLanes <= size; column += 2 * kLanes)
-      weigh<r, 2>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+      weigh<r, 2>(weights, weights_stride, scale, segments, limit, column, size, apart, keep, out);
     for (; column + kLanes <= size; column += kLanes)
-      weigh<r, 1>(weights, weights_stride, scale, segments, limit, column, size, keep, out);
+      weigh<r, 1>(weights, weights_stride, scale, segments, limit, column, size, apart, keep, out);
     for (; column < size; ++column)
       for (int i = 0; i < r; ++i) {
         float* const to = out + i * size + column;
-        *to = weigh_one(weights + i * weights_stride, scale + i, segments, limit, column, size, *to * keep[i]);
+        *to = weigh_one(weights + i * weights_stride, scale + i, segments, limit, column, size, apart, *to * keep[i]);
       }
   });
 }

@@ -49,6 +49,9 @@ struct GreedyArgs {
 // lengths and windows count all positions, blocks those of this rank. Queries are the heads of all ranks, equal in
 // number; norm weights are this rank's. With several ranks, an output vector is the weighted mean over this rank's
 // positions (zeros without any), followed by the base-2 logarithm of the sum of its weights (log-sum-exp).
+// latent_size: latent attention, with one KV head whose values are the last latent_size elements of its keys; 0 for
+// none. Blocks then hold keys alone, as [position in block][dimension]; value_cache is where their values begin. It has
+// no int8 and one share.
 // kWholeTexts: attention in both directions over the tokens of each request, without a cache, whose fields, lengths and
 // block tables are not read; `window` is then the number of visible positions on either side, 0 for all.
 enum class AttentionPhase : int { kBoth = 0, kWrite = 1, kAttend = 2, kWholeTexts = 3 };
@@ -71,7 +74,7 @@ struct AttentionArgs {
   int64_t num_requests;
   float* out;  // [tokens][heads][head_size], or [heads][head_size + 1]
   int64_t out_stride;
-  int64_t num_heads, num_kv_heads, head_size, block_size, window;
+  int64_t num_heads, num_kv_heads, head_size, block_size, window, latent_size;
   float scale, soft_cap;
   const float* norm_weight;  // [heads + kv heads][head_size], or nullptr
   float norm_eps;
@@ -226,6 +229,35 @@ struct AdapterArgs {
   int num_threads;
 };
 
+// out[m][h][n] = sum over k of x[m][h][k] * weight[h][n][k], as in LinearArgs for each head.
+//
+// weight: each head's from pack_weight, one behind the other, not in pairs.
+struct HeadProductsArgs {
+  const float* x;
+  int64_t x_stride, x_head_stride;
+  const void* weight;
+  float* out;
+  int64_t out_stride, out_head_stride, out_offset;
+  int64_t rows, heads, in_features, out_features;
+  WeightType weight_type;
+  int num_threads;
+};
+
+// Query heads and the key of latent attention: heads of the rotary part, then the product of the rest with the head's
+// weight; last the key, of its rotary part, then the normalised latent.
+//
+// product: x has heads of in_features and rotary_size, out heads of rotary_size and out_features. latents: rows with
+// out_features and rotary_size from latent_offset on. is_interleaved: rotated pairs are adjacent in x and latents; in
+// the output they are in either half.
+struct AbsorbArgs {
+  HeadProductsArgs product;
+  const float* latents;
+  int64_t latents_stride, latent_offset, rotary_size;
+  int is_interleaved;
+  const float* norm_weight;
+  float norm_eps;
+};
+
 struct Kernels {
   const char* name;
   // Whether the CPU has an instruction for products of bfloat16 pairs.
@@ -249,6 +281,8 @@ struct Kernels {
   void (*layer_norm)(const LayerNormArgs&);
   void (*activate)(const ActivationArgs&);
   bool (*adapters)(const AdapterArgs&);  // false as above
+  bool (*head_products)(const HeadProductsArgs&);  // false as above
+  bool (*absorb)(const AbsorbArgs&);               // false as above
 };
 
 // nullptr where the library was built for another architecture.

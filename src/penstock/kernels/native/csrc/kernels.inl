@@ -7,12 +7,14 @@
 #include "elementwise.inl"
 #include "linear.inl"
 #include "adapters.inl"
+#include "latent.inl"
 #include "greedy.inl"
 #include "sampling.inl"
 #include "masking.inl"
 #include "attention_cache.inl"
 #include "attention_tiles.inl"
 #include "attention_int8.inl"
+#include "attention_latent.inl"
 #include "attention_plan.inl"
 #include "attention.inl"
 #include "attention_encoder.inl"
@@ -22,7 +24,7 @@ namespace PENSTOCK_NAMESPACE {
 static const Kernels kTable = {
     PENSTOCK_NAME, kHasPairProducts, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
     rows,          lookup,           rms_norm, gate_and_mul, rotary,        argmax, draw,   allow_by_bits,
-    layer_norm,    activate,         adapters,
+    layer_norm,    activate,         adapters, head_products, absorb,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -181,6 +181,21 @@ Result concatenate(const Operation&, const Call& call) {
   return kDone;
 }
 
+Result head_products(const Operation& operation, const Call& call) {
+  HeadProductsArgs a = of_product(operation.get<HeadProductsArgs>(), call);
+  a.x_head_stride = a.in_features;
+  a.out_head_stride = a.out_features;
+  return with_memory(call.kernels->head_products(a));
+}
+
+Result absorb(const Operation& operation, const Call& call) {
+  AbsorbArgs a = operation.get<AbsorbArgs>();
+  a.product = of_product(a.product, call);
+  a.latents = call.second.at;
+  a.latents_stride = call.second.stride;
+  return with_memory(call.kernels->absorb(a));
+}
+
 Result greedy(const Operation& operation, const Call& call) {
   GreedyArgs a{};
   a.product = of_rows(operation.get<LinearArgs>(), call);
@@ -395,7 +410,8 @@ const OperationType kTypes[] = {
       FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),
       FIELD(AttentionArguments, attention.num_heads), FIELD(AttentionArguments, attention.num_kv_heads),
       FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
-      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.scale),
+      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.latent_size),
+      FIELD(AttentionArguments, attention.scale),
       FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.norm_weight),
       FIELD(AttentionArguments, attention.norm_eps), FIELD(AttentionArguments, attention.rotary_table),
       FIELD(AttentionArguments, attention.rotary_half), RANKS(AttentionArguments),
@@ -407,7 +423,8 @@ const OperationType kTypes[] = {
       FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),
       FIELD(AttentionArguments, attention.num_heads), FIELD(AttentionArguments, attention.num_kv_heads),
       FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
-      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.scale),
+      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.latent_size),
+      FIELD(AttentionArguments, attention.scale),
       FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.norm_weight),
       FIELD(AttentionArguments, attention.norm_eps), FIELD(AttentionArguments, attention.rotary_table),
       FIELD(AttentionArguments, attention.rotary_half), RANKS(AttentionArguments),
@@ -438,6 +455,16 @@ const OperationType kTypes[] = {
       FIELD(AdapterArgs, pieces), FIELD(AdapterArgs, num_slots), FIELD(AdapterArgs, num_pieces),
       FIELD(AdapterArgs, in_features), FIELD(AdapterArgs, max_rank), FIELD(AdapterArgs, b_size),
       FIELD(AdapterArgs, weight_type)},
+     nullptr},
+    {"head_products", kRows, kRead, kNone, kMake, kNoInput, false, head_products,
+     {PACKED(HeadProductsArgs, weight), FIELD(HeadProductsArgs, weight_type), FIELD(HeadProductsArgs, heads),
+      FIELD(HeadProductsArgs, in_features), FIELD(HeadProductsArgs, out_features)},
+     nullptr},
+    {"absorb", kRows, kRead, kRead, kMake, kNoInput, false, absorb,
+     {PACKED(AbsorbArgs, product.weight), FIELD(AbsorbArgs, product.weight_type), FIELD(AbsorbArgs, product.heads),
+      FIELD(AbsorbArgs, product.in_features), FIELD(AbsorbArgs, product.out_features), FIELD(AbsorbArgs, rotary_size),
+      FIELD(AbsorbArgs, is_interleaved), FIELD(AbsorbArgs, latent_offset), FIELD(AbsorbArgs, norm_weight),
+      FIELD(AbsorbArgs, norm_eps)},
      nullptr},
     {"argmax", kRows, kRead, kNone, kMakeAny, kNoInput, true, argmax, {}, nullptr},
     {"all_reduce", kRows, kChange, kNone, kNone, kNoInput, false, all_reduce, {RANKS(RanksArguments)},

@@ -65,7 +65,7 @@ struct Call {
 
 struct Operation;
 
-constexpr int kMaxFields = 24;
+constexpr int kMaxFields = 28;
 
 struct OperationType {
   const char* name;
@@ -82,7 +82,7 @@ struct OperationType {
 // An operation with its constant arguments, stored as the structure that its type's fields describe.
 struct Operation {
   const OperationType* type;
-  alignas(8) unsigned char arguments[384];
+  alignas(8) unsigned char arguments[416];
 
   template <class Arguments>
   Arguments get() const {

@@ -69,11 +69,12 @@ PENSTOCK_INLINE void multiply_add(Vec& sum, Vec x, Vec w) {
 
 // Sum of the lanes, in a fixed order for bit-exactness.
 PENSTOCK_INLINE float sum_lanes(Vec v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &v, sizeof v);
+  for (int width = kLanes / 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
 // Largest lane; no lane may be NaN.
