@@ -131,7 +131,7 @@ class ModelConfig:
             )
         check_integer("max_model_len", self.max_model_len, 1)
         # A model without such a field is refused by the model registry, which knows the architectures.
-        if self._context_field is not None and self.max_model_len > self.longest_context:
+        if self.has_longest_context and self.max_model_len > self.longest_context:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} is more than the {self.longest_context} positions that "
                 f"{self.model} was made for ({self.context_source}). Ask for at most that."
@@ -218,6 +218,11 @@ class ModelConfig:
     @property
     def vocab_size(self) -> int:
         return self.require_int("vocab_size")
+
+    @property
+    def has_longest_context(self) -> bool:
+        """Whether `config.json` limits the context."""
+        return self._context_field is not None
 
     @property
     def longest_context(self) -> int:
