@@ -185,8 +185,20 @@ def test_prompts_of_the_model_are_put_before_a_text(tmp_path: Path) -> None:
         for name in (None, "query", "passage"):
             expected = oracle.encode(TEXTS, **({} if name is None else {"prompt_name": name}))
             assert cosines(embed(llm, TEXTS, prompt_name=name), expected).min() >= 0.99999
-        with pytest.raises(InvalidParameter, match=r"prompt_name='other' is not valid. Allowed: passage, query"):
+        with pytest.raises(
+            InvalidParameter, match=r"prompt_name='other' is not valid. Allowed: document, passage, query"
+        ):
             llm.embed(TEXTS, prompt_name="other")
+
+
+@_ONE_PATH
+def test_scores_have_the_prompts_of_roles_and_the_similarity_of_the_checkpoint(tmp_path: Path) -> None:
+    prompts = {"query": f"{random_text(4, seed=50)} ", "document": f"{random_text(3, seed=51)} "}
+    oracle = make_oracle(tmp_path, "Bert", normalize=False, prompts=prompts, similarity_fn_name="euclidean")
+    expected = oracle.similarity(oracle.encode_query(TEXTS[:1]), oracle.encode_document(TEXTS[1:]))[0]
+    with open_llm(tmp_path) as llm:
+        scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
 @_ONE_PATH

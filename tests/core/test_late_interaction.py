@@ -109,6 +109,7 @@ def test_every_kind_of_model_scores_as_the_oracle(family: str, tmp_path: Path) -
             np.testing.assert_allclose(scores, row, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_expanded_queries_are_refused_unless_they_are_turned_off(tmp_path: Path) -> None:
     make_oracle(tmp_path, query_expansion={"strategy": "fixed", "attend": False, "length": 12})
     with pytest.raises(ConfigError, match=r"filled up with mask tokens .*query_expansion': false"):
@@ -118,6 +119,7 @@ def test_expanded_queries_are_refused_unless_they_are_turned_off(tmp_path: Path)
     assert len(output.prompt_token_ids) < 12
 
 
+@pytest.mark.slow
 def test_any_model_scores_by_its_tokens_where_it_has_no_other_task(tmp_path: Path) -> None:
     save(random_model("BertModel", "BertConfig", **TINY_ENCODER), tmp_path)
     with LLM(tmp_path, convert="none") as llm:

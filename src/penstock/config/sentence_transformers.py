@@ -94,7 +94,8 @@ class SentenceTransformersFiles:
                 "it again."
             )
         named = texts.get("prompts")
-        prompts = {str(key): str(text) for key, text in named.items() if text} if isinstance(named, Mapping) else {}
+        # An empty one says that these texts have none, not even the default one.
+        prompts = {str(key): str(text or "") for key, text in named.items()} if isinstance(named, Mapping) else {}
         default = texts.get("default_prompt_name")
         late = None if modules.mask is None else _late_interaction(folder, modules.mask)
         return cls(

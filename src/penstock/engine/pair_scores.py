@@ -21,7 +21,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-# Names of a checkpoint's prompts for the texts of each role; the first that it has is taken.
+# Names of a checkpoint's prompts for the texts of each role; the first that has a text is taken.
 _PROMPTS_OF_ROLES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 
 
@@ -67,7 +67,8 @@ class PairScores:
 
     def _place(self, role: str, text: str) -> int:
         pooling, late = self._pooling, self._pooling.late_interaction
-        name = next((one for one in _PROMPTS_OF_ROLES[role] if one in pooling.prompts), None)
+        names = [name for name in _PROMPTS_OF_ROLES[role] if name in pooling.prompts]
+        name = max(names, key=lambda one: bool(pooling.prompts[one]), default=None)
         key = named_prompt(pooling, text, name), None if late is None else late.length(role)
         return self._places.setdefault(key, len(self._places))
 
