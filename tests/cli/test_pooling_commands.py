@@ -71,8 +71,16 @@ def test_a_wrong_line_is_named(folders: dict[str, Path], tmp_path: Path) -> None
     ("command", "model", "options", "message"),
     [
         ("classify", "embed", [], "cannot do classify: it has BertModel. Allowed: embed, token_embed"),
-        ("embed", "score", [], "cannot do embed: it has BertForSequenceClassification. Allowed: classify, score"),
-        ("embed", "embed", ["--dimensions", "4"], "was not trained for shorter embeddings"),
+        pytest.param(
+            "embed",
+            "score",
+            [],
+            "cannot do embed: it has BertForSequenceClassification. Allowed: classify, score",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "embed", "embed", ["--dimensions", "4"], "was not trained for shorter embeddings", marks=pytest.mark.slow
+        ),
         ("embed", "embed", [], "prompts[1]: The text has 202 tokens, but this engine takes 128 at most"),
         (
             "embed",
@@ -80,7 +88,7 @@ def test_a_wrong_line_is_named(folders: dict[str, Path], tmp_path: Path) -> None
             ["--truncate-prompt-tokens", "999"],
             "--truncate-prompt-tokens 999 is not valid. Allowed: at most 128",
         ),
-        ("embed", "embed", ["--truncate-prompt-tokens", "-1"], None),
+        pytest.param("embed", "embed", ["--truncate-prompt-tokens", "-1"], None, marks=pytest.mark.slow),
     ],
 )
 def test_bad_input_is_refused_by_name(

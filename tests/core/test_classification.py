@@ -237,7 +237,10 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "num_labels", "activate"),
-    [("Qwen2ForRewardModel", 1, lambda x: x), ("Qwen2ForProcessRewardModel", 2, lambda x: x.softmax(-1))],
+    [
+        pytest.param("Qwen2ForRewardModel", 1, lambda x: x, marks=pytest.mark.slow),
+        ("Qwen2ForProcessRewardModel", 2, lambda x: x.softmax(-1)),
+    ],
 )
 def test_reward_models_have_a_reward_per_token(
     architecture: str, num_labels: int, activate: Any, tmp_path: Path

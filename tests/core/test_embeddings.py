@@ -192,6 +192,7 @@ def test_prompts_of_the_model_are_put_before_a_text(tmp_path: Path) -> None:
 
 
 @_ONE_PATH
+@pytest.mark.slow
 def test_scores_have_the_prompts_of_roles_and_the_similarity_of_the_checkpoint(tmp_path: Path) -> None:
     prompts = {"query": f"{random_text(4, seed=50)} ", "document": f"{random_text(3, seed=51)} "}
     oracle = make_oracle(tmp_path, "Bert", normalize=False, prompts=prompts, similarity_fn_name="euclidean")

@@ -69,7 +69,7 @@ class ModelConfig:
     convert: what a pooling runner makes of the model: "embed", "classify", or "none" for vectors of tokens only; "auto"
     is what the model was made for.
     pooler_config: how it pools, in place of what its files say: pooling_type, normalize, activation, dimensions,
-    classifier_from_token; a dictionary, or JSON.
+    classifier_from_token, query_expansion; a dictionary, or JSON.
     quantization: quantisation of linear layers while loading; None keeps the checkpoint's weights; "none" dequantises
     a GGUF file, whose products a CPU computes from its blocks otherwise.
     quantization_calibration: calibration data for GPTQ with quantization "int4", a JSONL file; "auto" is
