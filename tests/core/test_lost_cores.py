@@ -14,13 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock import LLM, SamplingParams, StructuredOutputsParams
+from penstock import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
+from support.pooling_models import TINY_DECODER, TINY_ENCODER, random_model, random_text, save
 from support.waiting import is_running, wait_until
 
 pytestmark = pytest.mark.one_path(reason="what outlives a core is no matter of how it makes its steps")
@@ -105,6 +106,48 @@ def test_whatever_a_request_asks_for_goes_on_over_the_death_of_its_core(options:
                 ends[progress.req_id] = progress.output()
         assert len(pids | set(core.process_ids)) == 3
     assert said([ends[accepted.request.req_id] for accepted in requests]) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("class_name", "config_name", "fields", "task"),
+    [
+        ("BertModel", "BertConfig", TINY_ENCODER, "embed"),
+        ("MistralModel", "MistralConfig", TINY_DECODER, "token_embed"),
+        ("Qwen2ForSequenceClassification", "Qwen2Config", TINY_DECODER, "classify"),
+    ],
+)
+def test_texts_are_pooled_again_when_their_core_is_killed(
+    class_name: str, config_name: str, fields: dict[str, Any], task: str, tmp_path: Path
+) -> None:
+    save(random_model(class_name, config_name, **fields), tmp_path, kind="bert" if "Bert" in class_name else "last")
+    texts, params = [random_text(20 + seed, seed=seed) for seed in range(40)], PoolingParams(task=task)
+    options: dict[str, Any] = {"kv_cache_memory_bytes": "4MiB", "num_threads": 1, "max_num_seqs": 1}
+    with LLM(tmp_path, **options) as llm:
+        expected = [one.outputs.data.tolist() for one in llm.encode(texts, params, use_tqdm=False)]
+
+    async def serve() -> list[Any]:
+        engine = AsyncEngine(tmp_path, **options)
+        core = engine._dispatcher.core
+        assert isinstance(core, CoreGroup)
+        (first,) = core.process_ids
+
+        async def pool(text: str) -> Any:
+            async for output in engine.encode(text, params):
+                if is_running(first):
+                    os.kill(first, signal.SIGKILL)
+                found = output.outputs.data.tolist()
+            return found
+
+        try:
+            # Some when the core dies, and some afterwards.
+            vectors = [*await asyncio.gather(*map(pool, texts[:32])), *await asyncio.gather(*map(pool, texts[32:]))]
+            assert core.process_ids != [first]
+            return vectors
+        finally:
+            engine.shutdown()
+
+    assert asyncio.run(serve()) == expected
 
 
 @pytest.mark.slow

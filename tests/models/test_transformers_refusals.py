@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GraniteConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from penstock.config import ModelConfig
+from penstock.config import EngineConfig, ModelConfig
 from penstock.errors import UnsupportedFeature, UnsupportedModel
-from penstock.models.registry import find_model_class
+from penstock.models.registry import find_model_class, refuse_unsuitable
 from penstock.models.transformers_fallback import hf_class
 from penstock.parallel import ParallelState
 from support.transformers_models import load, save_for_fallback, tiny_config_of, tiny_transformers_model
@@ -66,6 +68,26 @@ OTHER_MASK = "neither causal nor causal with a sliding window"
 def test_a_model_is_refused_with_the_reason(class_name: str, overrides: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"some/model \({class_name}\) cannot run through.*{reason}"):
         build(config_of(class_name, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "reason"),
+    [
+        ("T5Model", "it is an encoder-decoder model"),
+        ("T5EncoderModel", "it is an encoder-decoder model"),
+        ("BartModel", "it is an encoder-decoder model"),
+        ("RwkvModel", f"it {STATE}"),
+        ("MambaModel", f"it {STATE}"),
+        ("XLNetModel", "config.json limits no context"),
+        ("CLIPModel", "it takes images"),
+    ],
+)
+def test_a_model_that_cannot_embed_is_refused_for_its_kind(class_name: str, reason: str, tmp_path: Path) -> None:
+    config = getattr(transformers, class_name).config_class()
+    content = {"vocab_size": 97, **config.to_dict(), "architectures": [class_name]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UnsupportedModel, match=rf"\({class_name}\) cannot run through Transformers: {reason}"):
+        refuse_unsuitable(EngineConfig.create(tmp_path).model)
 
 
 class OwnForCausalLM(PreTrainedModel):

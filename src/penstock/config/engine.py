@@ -211,7 +211,9 @@ class EngineConfig:
             options = {name: value for name, value in options.items() if name != _STEP_SIZE} | default
         if model_config.pooling is not None and not model_config.pooling.is_pooled_in_chunks:
             wanted = model_config.max_model_len
-            longest = wanted if isinstance(wanted, int) else model_config.longest_context
+            # A model without a limit is refused, or runs, by its kind; the model registry knows which.
+            longest = model_config.longest_context if model_config.has_longest_context else 0
+            longest = wanted if isinstance(wanted, int) else longest
             default = {_STEP_SIZE: max(_WHOLE_TEXTS_TOKENS, longest)}
             options = {**default, **options, "enable_chunked_prefill": False}
         return cls(

@@ -69,7 +69,7 @@ class ModelConfig:
     convert: what a pooling runner makes of the model: "embed", "classify", or "none" for vectors of tokens only; "auto"
     is what the model was made for.
     pooler_config: how it pools, in place of what its files say: pooling_type, normalize, activation, dimensions,
-    classifier_from_token; a dictionary, or JSON.
+    classifier_from_token, query_expansion; a dictionary, or JSON.
     quantization: quantisation of linear layers while loading; None keeps the checkpoint's weights; "none" dequantises
     a GGUF file, whose products a CPU computes from its blocks otherwise.
     quantization_calibration: calibration data for GPTQ with quantization "int4", a JSONL file; "auto" is
@@ -131,7 +131,7 @@ class ModelConfig:
             )
         check_integer("max_model_len", self.max_model_len, 1)
         # A model without such a field is refused by the model registry, which knows the architectures.
-        if self._context_field is not None and self.max_model_len > self.longest_context:
+        if self.has_longest_context and self.max_model_len > self.longest_context:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} is more than the {self.longest_context} positions that "
                 f"{self.model} was made for ({self.context_source}). Ask for at most that."
@@ -218,6 +218,11 @@ class ModelConfig:
     @property
     def vocab_size(self) -> int:
         return self.require_int("vocab_size")
+
+    @property
+    def has_longest_context(self) -> bool:
+        """Whether `config.json` limits the context."""
+        return self._context_field is not None
 
     @property
     def longest_context(self) -> int:

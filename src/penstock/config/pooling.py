@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config.architectures import Architecture, Use
+from penstock.config.architectures import MODERN_BERT, PROCESS_REWARD, Architecture, Use
 from penstock.config.checks import check_choice, did_you_mean
-from penstock.config.sentence_transformers import SentenceTransformersFiles, tokenizer_limit
+from penstock.config.sentence_transformers import LateInteraction, SentenceTransformersFiles, tokenizer_limit
 from penstock.errors import ConfigError, ModelError
 
 # Output head of the models of this file.
@@ -33,6 +33,7 @@ _OPTIONS = (
     "activation",
     "dimensions",
     "classifier_from_token",
+    "query_expansion",
 )
 
 
@@ -49,7 +50,9 @@ class PoolingConfig:
     dimensions: sizes that embeddings may be cut to; None if the model was not trained for that, empty for any size.
     is_causal: whether tokens see the tokens before them only.
     prompts: texts that are put before a text, by name. default_prompt_name: None for none.
-    similarity: of two embeddings: "cosine", "dot", "euclidean" or "manhattan".
+    similarity: of two embeddings: "cosine", "dot", "euclidean" or "manhattan"; of embeddings per token "maxsim" or
+    "meanmaxsim".
+    late_interaction: of a model that was made for it; None for others.
     max_length: most tokens of a text, if less than the model's positions; None for those.
     embedding_size: of the embeddings; None if unknown.
     defaults: what no file says, for the log.
@@ -70,6 +73,7 @@ class PoolingConfig:
     similarity: str = "cosine"
     max_length: int | None = None
     embedding_size: int | None = None
+    late_interaction: LateInteraction | None = None
     defaults: tuple[str, ...] = ()
 
     @property
@@ -152,16 +156,21 @@ def _of_files(
         "default_prompt_name": files.default_prompt_name,
         "similarity": files.similarity,
         "max_length": files.max_length,
+        "late_interaction": files.late_interaction,
     }
     if use in (Use.CLASSIFY, Use.CLASSIFY_TOKENS, Use.REWARD) or from_token:
-        labels = _labels(hf_config, is_reward=use is Use.REWARD, from_token=from_token)
-        return _classifier(use, labels, hf_config, files, tuple(from_token), default_pooling, common)
+        labels = _labels(hf_config, num_rewards=architecture.num_rewards, from_token=from_token)
+        if architecture.encoder == MODERN_BERT:
+            default_pooling = hf_config.get("classifier_pooling", "cls")
+            if default_pooling not in ("cls", "mean"):
+                raise ModelError(f"config.json has classifier_pooling={default_pooling!r}. Allowed: cls, mean.")
+        return _classifier(use, labels, hf_config, tuple(from_token), default_pooling, common)
     normalize = files.normalize
     if normalize is None:
         normalize = True
         defaults.append("normalised")
     return PoolingConfig(
-        tasks=("embed", "token_embed"),
+        tasks=("embed", "token_embed") if files.late_interaction is None else ("token_embed",),
         pooling=pooling,
         normalize=normalize,
         dense=files.dense,
@@ -176,12 +185,12 @@ def _classifier(
     use: Use,
     labels: tuple[str, ...],
     hf_config: Mapping[str, Any],
-    files: SentenceTransformersFiles,
     from_token: tuple[str, ...],
     pooling: str,
     common: dict[str, Any],
 ) -> PoolingConfig:
-    activation, defaults = _activation(use, len(labels), hf_config, files)
+    is_of_steps = common["architecture"].suffix == PROCESS_REWARD
+    activation, defaults = ("softmax", ()) if is_of_steps else _activation(use, len(labels), hf_config)
     tasks: tuple[str, ...]
     if use in (Use.CLASSIFY_TOKENS, Use.REWARD):
         tasks = ("token_classify",)
@@ -198,12 +207,8 @@ def _classifier(
     )
 
 
-def _activation(
-    use: Use, num_labels: int, hf_config: Mapping[str, Any], files: SentenceTransformersFiles
-) -> tuple[str, tuple[str, ...]]:
+def _activation(use: Use, num_labels: int, hf_config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Activation of the logits, and what was assumed."""
-    if files.activation is not None:
-        return files.activation, ()
     own = hf_config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, Mapping) else None
     named = named or hf_config.get("sbert_ce_default_activation_function")
@@ -223,11 +228,11 @@ def _activation(
     return activation, (f"activation {activation}",)
 
 
-def _labels(hf_config: Mapping[str, Any], *, is_reward: bool, from_token: Any) -> tuple[str, ...]:
+def _labels(hf_config: Mapping[str, Any], *, num_rewards: int = 0, from_token: Any) -> tuple[str, ...]:
     if from_token:
         return ("LABEL_0",) if len(from_token) <= 2 else tuple(map(str, from_token))
-    if is_reward:
-        return tuple(f"LABEL_{index}" for index in range(int(hf_config.get("num_labels", 1) or 1)))
+    if num_rewards:
+        return tuple(f"LABEL_{index}" for index in range(int(hf_config.get("num_labels") or num_rewards)))
     named = hf_config.get("id2label")
     if isinstance(named, Mapping) and named:
         try:
@@ -279,6 +284,7 @@ def _read_options(given: Any) -> dict[str, Any]:
 
 def _with_options(config: PoolingConfig, options: dict[str, Any], convert: str) -> PoolingConfig:
     changes: dict[str, Any] = {}
+    _check_query_expansion(config, options)
     pooling = options.get("seq_pooling_type", options.get("pooling_type"))
     if pooling is not None:
         pooling = {"lasttoken": "last", "first": "cls"}.get(str(pooling).lower(), str(pooling).lower())
@@ -312,9 +318,24 @@ def _with_options(config: PoolingConfig, options: dict[str, Any], convert: str) 
         )
     if convert == "none":
         changes["tasks"] = tuple(task for task in config.tasks if task in TOKEN_TASKS)
+        if not config.similarity.endswith("maxsim"):
+            changes["similarity"] = "maxsim"
     changed = {"pooling": "pooling", "normalize": "normalised", "activation": "activation"}
     kept = tuple(one for one in config.defaults if not any(one.startswith(changed.get(name, "\0")) for name in changes))
     return replace(config, **changes, defaults=kept)
+
+
+def _check_query_expansion(config: PoolingConfig, options: Mapping[str, Any]) -> None:
+    """Refuse queries that are filled up with mask tokens, unless the options say to leave them as they are."""
+    is_off = options.get("query_expansion") is False
+    if "query_expansion" in options and not is_off:
+        raise ConfigError(f"pooler_config has query_expansion={options['query_expansion']!r}. Allowed: false.")
+    if config.late_interaction is not None and config.late_interaction.expands_queries and not is_off:
+        raise ConfigError(
+            f"{config.architecture.name} was trained with queries that are filled up with mask tokens (query_expansion "
+            "in sentence_bert_config.json), which is not supported. With pooler_config={'query_expansion': false} "
+            "queries have their own tokens only, and other scores."
+        )
 
 
 def _from_tokens(config: PoolingConfig, tokens: Any) -> PoolingConfig:
@@ -324,7 +345,7 @@ def _from_tokens(config: PoolingConfig, tokens: Any) -> PoolingConfig:
         raise ConfigError(
             f"classifier_from_token={tokens!r} needs a language model head, which {config.architecture.name} has not."
         )
-    labels = _labels({}, is_reward=False, from_token=tokens)
+    labels = _labels({}, from_token=tokens)
     one = len(labels) == 1
     return replace(
         config,

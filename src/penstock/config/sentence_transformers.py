@@ -18,7 +18,17 @@ _PROMPTS_FILE = "config_sentence_transformers.json"
 _TRANSFORMER_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
 # Transformers writes a larger number where there is no limit.
 _NO_LIMIT = 10**9
-_SIMILARITIES = {"cosine": "cosine", "dot": "dot", "dot_score": "dot", "euclidean": "euclidean"}
+_SIMILARITIES = {
+    "cosine": "cosine",
+    "dot": "dot",
+    "dot_score": "dot",
+    "euclidean": "euclidean",
+    "manhattan": "manhattan",
+    "maxsim": "maxsim",
+    "meanmaxsim": "meanmaxsim",
+}
+# Inputs of sentence-transformers' modules: a vector per text, and one per token.
+_TEXT, _TOKENS = "sentence_embedding", "token_embeddings"
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -28,6 +38,26 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _NAMES = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last", "last": "last"}
+
+
+@dataclass(frozen=True, slots=True)
+class LateInteraction:
+    """Late interaction of an embedding per token (Khattab and Zaharia 2020, https://arxiv.org/abs/2004.12832).
+
+    query_length, document_length: most tokens of each; None for the model's.
+    expands_queries: whether the model was trained with queries that are filled up with mask tokens.
+    skipped: tokens that scores leave out, by their texts, in the texts of these roles: "query" and "document".
+    """
+
+    query_length: int | None = None
+    document_length: int | None = None
+    expands_queries: bool = False
+    skipped: tuple[str, ...] = ()
+    skipped_in: tuple[str, ...] = ("document",)
+
+    def length(self, role: str) -> int | None:
+        """Most tokens of a text of this role."""
+        return self.query_length if role == "query" else self.document_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +71,11 @@ class SentenceTransformersFiles:
     normalize: bool | None = None
     dense: tuple[str, ...] = ()
     dense_size: int | None = None
-    activation: str | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     similarity: str = "cosine"
     max_length: int | None = None
+    late_interaction: LateInteraction | None = None
 
     @classmethod
     def read(cls, folder: Path) -> SentenceTransformersFiles | None:
@@ -56,37 +86,67 @@ class SentenceTransformersFiles:
         path = folder / MODULES_FILE
         if not os.path.lexists(path):
             return None
-        pooling, normalize, dense, activation = None, False, list[str](), None
+        modules = _Modules.read(folder, path)
+        texts = read_json_object(folder / _PROMPTS_FILE, ModelError, is_optional=True)
+        if texts.get("model_type") == "ColBERT":
+            raise UnsupportedModel(
+                f"{folder} was saved by PyLate. Load it with MultiVectorEncoder of sentence-transformers 6, and save "
+                "it again."
+            )
+        named = texts.get("prompts")
+        # An empty one says that these texts have none, not even the default one.
+        prompts = {str(key): str(text or "") for key, text in named.items()} if isinstance(named, Mapping) else {}
+        default = texts.get("default_prompt_name")
+        late = None if modules.mask is None else _late_interaction(folder, modules.mask)
+        return cls(
+            pooling=modules.pooling,
+            normalize=modules.normalize,
+            dense=modules.dense,
+            dense_size=_outputs_of(folder / modules.dense[-1]) if modules.dense else None,
+            prompts=prompts,
+            default_prompt_name=default if isinstance(default, str) and default in prompts else None,
+            similarity=_similarity(texts, folder, "cosine" if late is None else "maxsim"),
+            max_length=_positive(_transformer_content(folder).get("max_seq_length")),
+            late_interaction=late,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """Modules after the one that tokenises and runs the model. mask: configuration of MultiVectorMask."""
+
+    pooling: str | None
+    normalize: bool
+    dense: tuple[str, ...]
+    mask: Mapping[str, Any] | None
+
+    @classmethod
+    def read(cls, folder: Path, path: Path) -> _Modules:
+        pooling, normalize, dense, mask, inputs = None, False, list[str](), None, set[str]()
         for module in _read_modules(path):
             kind, place = str(module.get("type", "")).rsplit(".", 1)[-1], str(module.get("path") or "")
-            if kind == "Transformer":
-                continue
+            content = read_json_object(folder / place / "config.json", ModelError, is_optional=True)
             if kind == "Pooling":
                 pooling = _pooling_of(folder / place)
             elif kind == "Normalize":
                 normalize = True
             elif kind == "Dense":
                 dense.append(place)
-            elif kind != "Dropout":
+            elif kind == "MultiVectorMask":
+                mask = content
+            elif kind not in ("Transformer", "Dropout"):
                 raise UnsupportedModel(
                     f"{path} has the module {kind!r}, which is not supported. Supported: Transformer, Pooling, Dense, "
-                    "Normalize, Dropout."
+                    "Normalize, Dropout, MultiVectorMask."
                 )
-        texts = read_json_object(folder / _PROMPTS_FILE, ModelError, is_optional=True)
-        named = texts.get("prompts")
-        prompts = {str(key): str(text) for key, text in named.items() if text} if isinstance(named, Mapping) else {}
-        default = texts.get("default_prompt_name")
-        return cls(
-            pooling=pooling,
-            normalize=normalize,
-            dense=tuple(dense),
-            dense_size=_outputs_of(folder / dense[-1]) if dense else None,
-            activation=activation,
-            prompts=prompts,
-            default_prompt_name=default if isinstance(default, str) and default in prompts else None,
-            similarity=_SIMILARITIES.get(str(texts.get("similarity_fn_name") or "cosine"), "cosine"),
-            max_length=_max_length(folder),
-        )
+            if kind in ("Normalize", "Dense"):
+                inputs.add(str(content.get("module_input_name") or _TEXT))
+        if inputs - {_TEXT if mask is None else _TOKENS}:
+            raise UnsupportedModel(
+                f"{path} has Dense or Normalize with the input {', '.join(sorted(inputs))}, which is not supported. "
+                f"Supported: {_TEXT} after Pooling, {_TOKENS} beside MultiVectorMask."
+            )
+        return cls(pooling, normalize, tuple(dense), mask)
 
 
 def tokenizer_limit(folder: Path) -> int | None:
@@ -130,9 +190,34 @@ def _outputs_of(folder: Path) -> int | None:
     return size if type(size) is int else None
 
 
-def _max_length(folder: Path) -> int | None:
-    for name in _TRANSFORMER_FILES:
-        length = read_json_object(folder / name, ModelError, is_optional=True).get("max_seq_length")
-        if type(length) is int and length > 0:
-            return length
-    return None
+def _similarity(texts: Mapping[str, Any], folder: Path, default: str) -> str:
+    name = str(texts.get("similarity_fn_name") or default)
+    if name not in _SIMILARITIES:
+        raise UnsupportedModel(
+            f"{folder / _PROMPTS_FILE} has similarity_fn_name={name!r}. Supported: {', '.join(_SIMILARITIES)}."
+        )
+    return _SIMILARITIES[name]
+
+
+def _late_interaction(folder: Path, mask: Mapping[str, Any]) -> LateInteraction:
+    """mask: configuration of the module MultiVectorMask."""
+    if mask.get("keep_only_token_ids"):
+        raise UnsupportedModel(f"{folder} has keep_only_token_ids, which is not supported: all tokens are scored.")
+    content = _transformer_content(folder)
+    return LateInteraction(
+        query_length=_positive(content.get("query_length")),
+        document_length=_positive(content.get("document_length")),
+        expands_queries=content.get("query_expansion") is not None,
+        skipped=tuple(map(str, mask.get("skiplist_words") or ())),
+        skipped_in=tuple(map(str, mask.get("skiplist_tasks") or ("document",))),
+    )
+
+
+def _transformer_content(folder: Path) -> Mapping[str, Any]:
+    """Configuration of the tokenizing module."""
+    found = (read_json_object(folder / name, ModelError, is_optional=True) for name in _TRANSFORMER_FILES)
+    return next((content for content in found if content), {})
+
+
+def _positive(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None

@@ -29,6 +29,7 @@ class PoolingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, for
 
     Filled in by the engine when it accepts the request:
     second_text_start: position from which on a pair's second text is; None for a single text.
+    max_length: most tokens of the text, if that is less than the engine takes: of a query, say.
 
     Raises InvalidParameter for a value outside its range or an unknown name.
     """
@@ -42,6 +43,7 @@ class PoolingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, for
     step_tag_id: int | None = None
     returned_token_ids: Sequence[int] | None = None
     second_text_start: int | None = None
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in POOLING_TASKS:
@@ -51,6 +53,8 @@ class PoolingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, for
         for name in ("use_activation", "skip_reading_prefix_cache"):
             if getattr(self, name) is not None:
                 check.check_flag(name, getattr(self, name))
+        if self.max_length is not None:
+            check.check_integer("max_length", self.max_length, 1, None, "at least 1, or None")
         kept = self.truncate_prompt_tokens
         if kept is not None:
             allowed = "at least 1, -1 (as many as fit), or None"

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from penstock.config.vllm import also_from_vllm
 from penstock.contract import PoolingParams
+from penstock.engine.inputs.input_processor import PooledPrompt
 from penstock.engine.inputs.pooling_prompts import (
     check_is_pooling_params,
     check_task,
@@ -19,6 +20,7 @@ from penstock.engine.inputs.pooling_prompts import (
 from penstock.engine.inputs.prompts import Prompt, Prompts, as_list, list_of_prompts
 from penstock.engine.output import pooling_outputs as outputs
 from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.pair_scores import PairScores
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.observability.progress_bar import progress_bar
@@ -118,7 +120,9 @@ class PoolingMethods:
     ) -> list[outputs.ScoringRequestOutput]:
         """Score pairs of texts: one of `data_1` with each of `data_2`, or pair by pair.
 
-        A cross-encoder reads both texts at once; of an embedding model the score is the cosine of two embeddings.
+        A cross-encoder reads both texts at once. Of an embedding model the score is the similarity of two embeddings,
+        the cosine unless the checkpoint says otherwise; of a late-interaction model it is that of the texts' tokens
+        (MaxSim).
         chat_template: of a reranker: a Jinja template whose messages have the roles "query" and "document".
         """
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
@@ -126,17 +130,16 @@ class PoolingMethods:
             raise InvalidRequest(
                 f"data_1 has {len(first)} texts and data_2 {len(second)}. Allowed: one, or as many as data_2."
             )
-        pooling = check_task(self._session.model_config, "score", "embed")
+        pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        pooling = check_task(self._session.model_config, "score", "embed", "token_embed")
         if "score" in pooling.tasks:
-            pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
             prompts = score_prompts(self._session.tokenizer, pairs, chat_template)
             return self._pool(prompts, pooling_params, "score", outputs.as_score, use_tqdm, priority)
         if chat_template is not None:
             raise InvalidParameter("chat_template is for rerankers, and this model embeds each text. Leave it out.")
-        embedded = self._run([*first, *second], pooling_params, "embed", use_tqdm, priority)
-        queries, documents = embedded[: len(first)], embedded[len(first) :]
-        queries = queries * len(documents) if len(queries) == 1 else queries
-        return [outputs.cosine_score(one, other) for one, other in zip(queries, documents, strict=True)]
+        task = PairScores.task(pooling)
+        scores = PairScores(pooling, self._session.tokenizer, pairs, _with_task(pooling_params, task))
+        return scores.scores(self._run(scores.prompts, scores.params, task, use_tqdm, priority))
 
     def _pool(
         self,
@@ -157,18 +160,21 @@ class PoolingMethods:
         priorities = as_list(priority) or [priority or 0] * len(prompts)
         if len(priorities) != len(prompts):
             raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or {len(prompts)} of them.")
-        names = [f"prompts[{index}]" if len(prompts) > 1 else "" for index in range(len(prompts))]
-        requests = [
-            self._session.accept(prompt, one, name, priority=number)
-            for prompt, one, name, number in zip(prompts, params_list, names, priorities, strict=True)
+        items = [
+            PooledPrompt(prompt, one, f"prompts[{index}]" if len(prompts) > 1 else "", priority=number)
+            for index, (prompt, one, number) in enumerate(zip(prompts, params_list, priorities, strict=True))
         ]
         finished: dict[str, RequestOutput] = {}
-        with progress_bar(len(requests), is_wanted=use_tqdm) as bar, closing(self._session.run(requests)) as steps:
+        with (
+            self._session.accept_pooled(items) as requests,
+            progress_bar(len(items), is_wanted=use_tqdm) as bar,
+            closing(self._session.run(requests)) as steps,
+        ):
             for progress in steps:
                 if progress.finished:
                     finished[progress.req_id] = progress.output()
                     bar.update()
-        return [finished[accepted.request.req_id] for accepted in requests]
+        return [finished[accepted.request.req_id] for accepted in requests.accepted]
 
 
 def _params_for(params: Any, count: int, task: str) -> list[PoolingParams]:

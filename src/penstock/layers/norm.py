@@ -62,13 +62,13 @@ class RMSNormRoundedLast(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias. has_bias: whether there is a bias."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, has_bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
         self.weight = new_parameter(size)
-        self.bias = new_parameter(size)
+        self.bias = new_parameter(size) if has_bias else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return layer_norm(x_TD, self.weight, self.bias, self.eps)

@@ -7,20 +7,19 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.errors import ModelError
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNormRoundedLast, RoundedLastQueryKeyNorm
-from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
+from penstock.layers.rope_scaling import RopeParameters
 from penstock.models.config_fields import FULL, SLIDING, ConfigFields, read_layer_kinds, windows_of
 from penstock.models.decoder import (
     DECODER_WEIGHTS,
@@ -30,6 +29,7 @@ from penstock.models.decoder import (
     DecoderModel,
     SelfAttention,
 )
+from penstock.models.layer_ropes import read_rope_of_kind
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
@@ -204,11 +204,11 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
-        config = read_gemma_config(fields, rope=lambda head_size: _read_rope(fields, FULL, head_size))
+        config = read_gemma_config(fields, rope=partial(read_rope_of_kind, fields, FULL, _THETA))
         pattern = fields.integer("sliding_window_pattern", default=_DEFAULT_PATTERN)
         patterned = [SLIDING if (layer + 1) % pattern else FULL for layer in range(config.num_layers)]
         kinds = read_layer_kinds(fields, default=patterned)
-        ropes = {FULL: config.rope, SLIDING: _read_rope(fields, SLIDING, config.head_size)}
+        ropes = {FULL: config.rope, SLIDING: read_rope_of_kind(fields, SLIDING, _THETA, config.head_size)}
         if fields.optional_number("attn_logit_softcapping") is not None:
             raise fields.unsupported(
                 "attn_logit_softcapping", fields.hf_config["attn_logit_softcapping"], "null, as in all Gemma 3 models"
@@ -223,34 +223,3 @@ class Gemma3ForCausalLM(GemmaForCausalLM):
             logits_soft_cap=fields.optional_number("final_logit_softcapping"),
             ropes=[ropes[kind] for kind in kinds],
         )
-
-
-def _read_rope(fields: ConfigFields, kind: str, head_size: int) -> RopeParameters:
-    """Read the rotary embedding of one attention type.
-
-    Transformers 5 has `rope_parameters` with an object for each type. Older files have two bases, and `rope_scaling`
-    for full attention only.
-    """
-    by_kind = _object(fields, "rope_parameters")
-    if not set(by_kind) <= set(_THETA) or not all(isinstance(value, Mapping | None) for value in by_kind.values()):
-        raise ModelError(
-            f"config.json of {fields.model_config.model} has rope_parameters={by_kind!r}. "
-            f"It must have an object for each kind of layer: {', '.join(_THETA)}."
-        )
-    settings = dict(by_kind.get(kind) or {})
-    if kind == FULL:
-        settings.update(_object(fields, "rope_scaling"))
-    old_field, default = _THETA[kind]
-    settings.setdefault("rope_theta", fields.number(old_field, default=default))
-    others = ("rope_parameters", "rope_scaling", "rope_theta")
-    content = {name: value for name, value in fields.hf_config.items() if name not in others}
-    return read_rope_parameters(
-        {**content, "rope_parameters": settings}, head_size=head_size, num_positions=fields.num_positions
-    )
-
-
-def _object(fields: ConfigFields, name: str) -> Mapping[str, Any]:
-    value = fields.hf_config.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise ModelError(f"config.json of {fields.model_config.model} has {name}={value!r}. It must be an object.")
-    return value

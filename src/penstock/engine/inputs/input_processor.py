@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from penstock.engine.inputs.params_processor import ParamsProcessor
 from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
 from penstock.engine.inputs.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
 from penstock.engine.messages import EngineRequest
-from penstock.engine.text.tokenizer import LONG_TEXT, Tokenizer
+from penstock.engine.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest, UnsupportedParameter
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,26 @@ class AcceptedRequest(NamedTuple):
     request: EngineRequest
     prompt: str | None
     where: str
+
+
+class PooledPrompt(NamedTuple):
+    """A prompt of an engine that pools. where: its name in errors. request_id: None numbers the requests."""
+
+    prompt: Prompt
+    params: SamplingParams | PoolingParams
+    where: str = ""
+    request_id: str | None = None
+    priority: int = 0
+
+
+class _ReadPrompt(NamedTuple):
+    """A checked prompt. text: to tokenise; None for one that came as token ids."""
+
+    params: PoolingParams
+    text: TextToEncode | None
+    token_ids: list[int] | None
+    cache_salt: str | None
+    parts: Parts | None
 
 
 class InputProcessor:
@@ -91,7 +111,7 @@ class InputProcessor:
         )
         self._pooling: PoolingInputs | None = None
         if model.pooling is not None:
-            self._pooling = PoolingInputs(model.pooling, tokenizer, model=model.model, max_model_len=max_model_len)
+            self._pooling = PoolingInputs(model.pooling, model=model.model, max_model_len=max_model_len)
         self._numbers = itertools.count()
         self._has_warned_of_second_bos = False
 
@@ -114,12 +134,10 @@ class InputProcessor:
         lora_request: its adapter; None for none.
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
+        if self._pooling is not None:
+            (accepted,) = self.process_pooled([PooledPrompt(prompt, sampling_params, where, request_id, priority)])
+            return accepted
         with located(where):
-            if self._pooling is not None:
-                if not isinstance(sampling_params, PoolingParams):
-                    raise text_parameters_refused(self._pooling.pooling, sampling_params)
-                pooled = self._process_pooled(self._pooling, prompt, sampling_params, request_id, priority)
-                return AcceptedRequest(*pooled, where)
             if isinstance(sampling_params, PoolingParams):
                 raise InvalidParameter(
                     "This engine generates text, and PoolingParams are for one that pools. Start it with "
@@ -131,6 +149,25 @@ class InputProcessor:
             parts = Parts({**(request.parts or {}), part.feature: part})
             request = msgspec.structs.replace(request, parts=parts)
         return AcceptedRequest(request, text, where)
+
+    def process_pooled(self, prompts: Sequence[PooledPrompt]) -> list[AcceptedRequest]:
+        """Check and tokenise prompts of an engine that pools, texts in parallel. Any thread may call it.
+
+        Raises as `process`, for the first prompt that is wrong.
+        """
+        pooling = self._pooling
+        assert pooling is not None, "an engine that pools"
+        time_s, read = time.monotonic(), []
+        for asked in prompts:
+            with located(asked.where):
+                read.append(self._read_pooled(pooling, asked))
+        encoded = iter(self._tokenizer.encode_texts([one.text for one in read if one.text is not None]))
+        accepted = []
+        for asked, one in zip(prompts, read, strict=True):
+            with located(asked.where):
+                of_text = None if one.text is None else next(encoded)
+                accepted.append(self._pooled_request(pooling, asked, one, of_text, time_s))
+        return accepted
 
     @property
     def model(self) -> ModelConfig:
@@ -202,42 +239,45 @@ class InputProcessor:
         )
         return request, text
 
-    def _process_pooled(
-        self,
-        pooling: PoolingInputs,
-        prompt: Prompt,
-        params: PoolingParams,
-        request_id: str | None,
-        priority: int,
-    ) -> tuple[EngineRequest, str | None]:
-        arrival_time = time.monotonic()
-        params = pooling.params(params)
+    def _read_pooled(self, pooling: PoolingInputs, asked: PooledPrompt) -> _ReadPrompt:
+        if not isinstance(asked.params, PoolingParams):
+            raise text_parameters_refused(pooling.pooling, asked.params)
+        params, prompt = pooling.params(asked.params), asked.prompt
         text: str | TextPair | None
         if isinstance(prompt, TextPair):
             text, given, cache_salt, parts = prompt, None, None, None
         else:
             text, given, cache_salt, parts = _fields_of(prompt)
         plain = list(map(str, text)) if isinstance(text, TextPair) else None if text is None else str(text)
-        check_sendable({"request_id": request_id, "prompt": plain, "cache_salt": cache_salt, "parts": parts})
-        if given is None:
-            encoded = pooling.encode(text or "", params, add_special_tokens=not isinstance(text, RenderedText))
+        check_sendable({"request_id": asked.request_id, "prompt": plain, "cache_salt": cache_salt, "parts": parts})
+        self._check_priority(asked.priority)
+        if given is not None:
+            given = pooling.cut(given, params)
+            return _ReadPrompt(params, None, given, cache_salt, parts)
+        return _ReadPrompt(params, pooling.text(text or "", params), None, cache_salt, parts)
+
+    def _pooled_request(
+        self, pooling: PoolingInputs, asked: PooledPrompt, read: _ReadPrompt, encoded: EncodedText | None, time_s: float
+    ) -> AcceptedRequest:
+        params, token_ids = read.params, read.token_ids
+        if encoded is not None:
             token_ids = encoded.token_ids
+            pooling.check_length(len(token_ids), params)
             params = msgspec.structs.replace(params, second_text_start=encoded.second_start)
-        else:
-            token_ids = pooling.cut(given, params)
+        assert token_ids is not None, "a prompt is a text or token ids"
         self._check_prompt(token_ids)
-        self._check_priority(priority)
         request = EngineRequest(
-            req_id=str(self.take_number()) if request_id is None else request_id,
+            req_id=str(self.take_number()) if asked.request_id is None else asked.request_id,
             prompt_token_ids=token_ids,
             sampling_params=_NOT_SAMPLED,
-            arrival_time=arrival_time,
-            priority=priority,
-            cache_salt=cache_salt,
-            parts=parts,
+            arrival_time=time_s,
+            priority=asked.priority,
+            cache_salt=read.cache_salt,
+            parts=read.parts,
             pooling_params=params,
         )
-        return request, text if isinstance(text, str) else None
+        text = None if read.text is None or read.text.second is not None else read.text.first
+        return AcceptedRequest(request, text, asked.where)
 
     def _adapter_of(self, lora_request: Any) -> AdapterPart | None:
         if lora_request is None:

@@ -1,4 +1,4 @@
-"""Processing of pooling requests: texts and parameters are checked against the model, cut and tokenised."""
+"""Processing of pooling requests: texts and parameters are checked against the model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import msgspec
 from penstock.config.pooling import TOKEN_TASKS, PoolingConfig
 from penstock.contract import PoolingParams
 from penstock.contract.param_checks import shown
-from penstock.engine.inputs.prompts import TextPair
-from penstock.engine.text.tokenizer import EncodedText, Tokenizer
+from penstock.engine.inputs.prompts import RenderedText, TextPair
+from penstock.engine.text.tokenizer import TextToEncode
 from penstock.errors import ContextTooLong, InvalidParameter
 
 
 class PoolingInputs:
-    """Checks and tokenises the texts of one pooling model. max_model_len: most tokens of a text."""
+    """Checks the texts and parameters of one pooling model. max_model_len: most tokens of a text."""
 
-    def __init__(self, pooling: PoolingConfig, tokenizer: Tokenizer, *, model: str, max_model_len: int) -> None:
+    def __init__(self, pooling: PoolingConfig, *, model: str, max_model_len: int) -> None:
         self.pooling = pooling
-        self._tokenizer = tokenizer
         self._model = model
         self._max_model_len = max_model_len
 
@@ -50,22 +49,19 @@ class PoolingInputs:
             )
         return msgspec.structs.replace(params, task=task, skip_reading_prefix_cache=bool(skips) or not reads)
 
-    def encode(self, text: str | TextPair, params: PoolingParams, *, add_special_tokens: bool) -> EncodedText:
-        """Tokenise a text or a pair, cut as the parameters say. Raises ContextTooLong for one that is too long."""
+    def text(self, text: str | TextPair, params: PoolingParams) -> TextToEncode:
+        """A text or a pair as the tokenizer takes it, cut as the parameters say."""
         first, second = text if isinstance(text, TextPair) else (text, None)
-        limit = self._limit(params)
-        encoded = self._tokenizer.encode_text(
-            first, second, add_special_tokens=add_special_tokens, limit=limit, side=params.truncation_side
-        )
-        self._check_length(len(encoded.token_ids))
-        return encoded
+        limit, side = self._limit(params), params.truncation_side
+        is_rendered = isinstance(text, RenderedText)
+        return TextToEncode(str(first), second, add_special_tokens=not is_rendered, limit=limit, side=side)
 
     def cut(self, token_ids: list[int], params: PoolingParams) -> list[int]:
         """Cut token ids as the parameters say. Raises ContextTooLong."""
         limit = self._limit(params)
         if limit is not None and len(token_ids) > limit:
             return token_ids[-limit:] if params.truncation_side == "left" else token_ids[:limit]
-        self._check_length(len(token_ids))
+        self.check_length(len(token_ids), params)
         return token_ids
 
     def _limit(self, params: PoolingParams) -> int | None:
@@ -77,14 +73,23 @@ class PoolingInputs:
                 f"truncate_prompt_tokens={kept} is not valid. Allowed: at most {self._max_model_len} (max_model_len), "
                 "or -1 for as many as that."
             )
-        return self._max_model_len if kept == -1 else kept
+        longest = self._longest(params)
+        return longest if kept == -1 else min(kept, longest)
 
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self._max_model_len:
-            raise ContextTooLong(
-                f"The text has {num_tokens:,} tokens, but this engine takes {self._max_model_len:,} at most "
-                "(max_model_len). Shorten it, or cut it with truncate_prompt_tokens=-1."
+    def check_length(self, num_tokens: int, params: PoolingParams) -> None:
+        """Raise ContextTooLong for a text with more tokens than fit."""
+        longest = self._longest(params)
+        if num_tokens > longest:
+            limit = (
+                "max_model_len" if longest == self._max_model_len else "query_length or document_length of the model"
             )
+            raise ContextTooLong(
+                f"The text has {num_tokens:,} tokens, but this engine takes {longest:,} at most "
+                f"({limit}). Shorten it, or cut it with truncate_prompt_tokens=-1."
+            )
+
+    def _longest(self, params: PoolingParams) -> int:
+        return min(self._max_model_len, params.max_length or self._max_model_len)
 
     def _check_dimensions(self, dimensions: int, *, embeds: bool, task: str) -> None:
         pooling = self.pooling

@@ -97,20 +97,6 @@ def as_score(output: RequestOutput) -> ScoringRequestOutput:
     return ScoringRequestOutput(outputs=ScoringOutput(float(pooled_array(output)[0])), **_common(output))
 
 
-def cosine_score(first: RequestOutput, second: RequestOutput) -> ScoringRequestOutput:
-    """Cosine of two embeddings."""
-    import numpy as np
-
-    x, y = (pooled_array(one).astype(np.float64) for one in (first, second))
-    length = float(np.linalg.norm(x) * np.linalg.norm(y))
-    return ScoringRequestOutput(
-        request_id=f"{first.request_id}_{second.request_id}",
-        outputs=ScoringOutput(float(x @ y) / length if length else 0.0),
-        prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
-        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
-    )
-
-
 def _common(output: RequestOutput) -> dict[str, Any]:
     return {
         "request_id": output.request_id,

@@ -67,6 +67,24 @@ class EncodedText(NamedTuple):
     second_start: int | None = None
 
 
+class TextToEncode(NamedTuple):
+    """A text, or a pair, cut to `limit` tokens if there are more, special ones included.
+
+    side: "right" drops the end, "left" the beginning; None as the tokenizer's files say. Of a pair, the longer text is
+    cut.
+    """
+
+    first: str
+    second: str | None = None
+    add_special_tokens: bool = True
+    limit: int | None = None
+    side: str | None = None
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.first) >= LONG_TEXT or len(self.second or "") >= LONG_TEXT
+
+
 class Tokenizer:
     """The engine's tokenizer: encodes, decodes and renders conversations. Thread-safe.
 
@@ -104,21 +122,12 @@ class Tokenizer:
         """Encode a text; returns only the number of tokens if there are more than `limit`."""
         return self._backend.encode_up_to(text, add_special_tokens, limit)
 
-    def encode_text(
-        self,
-        text: str,
-        second: str | None = None,
-        *,
-        add_special_tokens: bool = True,
-        limit: int | None = None,
-        side: str | None = None,
-    ) -> EncodedText:
-        """Encode a text, or a pair, cut to `limit` tokens if there are more, special ones included.
+    def encode_texts(self, texts: Sequence[TextToEncode]) -> list[EncodedText]:
+        """Encode texts and pairs, cut where they are too long. Several are encoded in parallel, without the GIL.
 
-        side: "right" drops the end, "left" the beginning; None as the tokenizer's files say. Of a pair, the longer text
-        is cut. No more of a long text is tokenised than is needed.
+        No more of a long text is tokenised than is needed. Raises InvalidRequest for a text that cannot be encoded.
         """
-        return self._backend.encode_text(text, second, add_special_tokens, limit, side)
+        return self._backend.encode_texts(texts)
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -136,6 +145,10 @@ class Tokenizer:
     def as_json(self) -> str | None:
         """Serialise the tokenizer as `tokenizer.json`; None if it is not of the `tokenizers` library."""
         return self._backend.fast.to_str() if isinstance(self._backend, FastBackend) else None
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its text in the vocabulary; None for a text that is no token."""
+        return self._backend.token_id(token)
 
     def token_text(self, token_id: int) -> str:
         """Text of a single token, special tokens included."""
@@ -233,6 +246,9 @@ class FastBackend:
         self.fast = fast
         self.detokenizers = detokenizer_factory(fast)
 
+    def token_id(self, token: str) -> int | None:
+        return self.fast.token_to_id(token)
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._encoding(text, add_special_tokens).ids
 
@@ -241,9 +257,36 @@ class FastBackend:
         # Avoids building a list of millions of integers.
         return encoding.ids if len(encoding) <= limit else len(encoding)
 
-    def encode_text(
-        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None, side: str | None
-    ) -> EncodedText:
+    def encode_texts(self, texts: Sequence[TextToEncode]) -> list[EncodedText]:
+        together = self._short_ones(texts) if len(texts) > 1 else {}
+        return [together.get(index) or self._encode_one(text) for index, text in enumerate(texts)]
+
+    def _short_ones(self, texts: Sequence[TextToEncode]) -> dict[int, EncodedText]:
+        """Encode short texts in one call, in parallel; without those that are to be cut. By their numbers."""
+        found: dict[int, EncodedText] = {}
+        for add_special_tokens in (True, False):
+            numbers = [
+                number
+                for number, text in enumerate(texts)
+                if text.add_special_tokens is add_special_tokens and not text.is_long
+            ]
+            inputs = [
+                text.first if text.second is None else (text.first, text.second)
+                for text in (texts[number] for number in numbers)
+            ]
+            try:
+                encodings = self.fast.encode_batch_fast(inputs, add_special_tokens=add_special_tokens)
+            except Exception:  # encoded one by one, which finds the text
+                return {}
+            for number, encoding in zip(numbers, encodings, strict=True):
+                limit = texts[number].limit
+                if limit is None or len(encoding) <= limit:
+                    start = _second_start(encoding.type_ids, texts[number].second)
+                    found[number] = EncodedText(encoding.ids, start)
+        return found
+
+    def _encode_one(self, given: TextToEncode) -> EncodedText:
+        text, second, add_special_tokens, limit, side = given
         if limit is None:
             encoding = self._encoding(text, add_special_tokens, second)
             return EncodedText(encoding.ids, _second_start(encoding.type_ids, second))
@@ -296,13 +339,19 @@ class PythonBackend:
         self.lock = threading.Lock()
         self.detokenizers = WindowFactory(window_decode(self.decode, frozenset(hf_tokenizer.all_special_ids)))
 
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self.hf_tokenizer.get_vocab().get(token)
+        return found
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with self.lock:
             return list(self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_text(
-        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None, side: str | None
-    ) -> EncodedText:
+    def encode_texts(self, texts: Sequence[TextToEncode]) -> list[EncodedText]:
+        return [self._encode_one(text) for text in texts]
+
+    def _encode_one(self, given: TextToEncode) -> EncodedText:
+        text, second, add_special_tokens, limit, side = given
         cut = {} if limit is None else {"truncation": "longest_first", "max_length": limit}
         with self.lock:
             before = self.hf_tokenizer.truncation_side

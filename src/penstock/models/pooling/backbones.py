@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from penstock.config import ModelConfig
+from penstock.config.architectures import MODERN_BERT, Architecture
 from penstock.layers.encoder_attention import attend_in_both_directions
 from penstock.models.weights import elsewhere
 from penstock.parallel import ParallelState
@@ -36,11 +37,19 @@ def make_backbone(config: ModelConfig, parallel: ParallelState) -> Backbone:
         texts = TransformersTexts(config, parallel)
         return Backbone(texts, texts.hidden_size, is_logits=pooling.has_classes)
     if pooling.architecture.encoder is not None:
-        from penstock.models.bert import BertEncoder
-
-        encoder = BertEncoder(config, parallel)
+        encoder = _encoder_class(pooling.architecture)(config, parallel)
         return Backbone(encoder, encoder.hidden_size)
     return _decoder(config, parallel)
+
+
+def _encoder_class(architecture: Architecture) -> Any:
+    if architecture.encoder == MODERN_BERT:
+        from penstock.models.modernbert import ModernBertEncoder
+
+        return ModernBertEncoder
+    from penstock.models.bert import BertEncoder
+
+    return BertEncoder
 
 
 def _decoder(config: ModelConfig, parallel: ParallelState) -> Backbone:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config import ModelConfig
+from penstock.config.architectures import MODERN_BERT, Use
 from penstock.config.json_file import read_json_object
 from penstock.config.pooling import PoolingConfig
 from penstock.errors import ModelError, UnsupportedModel
@@ -29,6 +30,8 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
 }
+# Families whose reward models have two layers as their head.
+_REWARD_FAMILIES = ("Qwen2",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +60,61 @@ class HeadLayer(nn.Module):
 
     def slots(self) -> dict[str, WeightSlot]:
         """Slots by the names of the checkpoint's tensors."""
-        return {
-            f"{self.shape.name}.{name}": WeightSlot(tuple(parameter.shape), parameter)
-            for name, parameter in self.named_parameters(recurse=False)
-        }
+        return _slots(self, self.shape.name)
 
 
-def head_layers(model: ModelConfig, pooling: PoolingConfig, hidden_size: int, *, is_logits: bool) -> list[HeadLayer]:
+@dataclass(frozen=True, slots=True)
+class NormShape:
+    """A layer norm. name: of its tensors in the checkpoint."""
+
+    name: str
+    eps: float
+    has_bias: bool
+
+
+class HeadNorm(nn.Module):
+    """Layer norm between the layers of a head."""
+
+    def __init__(self, size: int, shape: NormShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = new_parameter(size)
+        self.bias = new_parameter(size) if shape.has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (None if one is None else one.to(torch.float32) for one in (self.weight, self.bias))
+        return F.layer_norm(x.to(torch.float32), (x.shape[-1],), weight, bias, self.shape.eps)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        """Slots by the names of the checkpoint's tensors."""
+        return _slots(self, self.shape.name)
+
+
+def _slots(module: nn.Module, name: str) -> dict[str, WeightSlot]:
+    return {
+        f"{name}.{parameter}": WeightSlot(tuple(tensor.shape), tensor)
+        for parameter, tensor in module.named_parameters(recurse=False)
+    }
+
+
+def head_layers(
+    model: ModelConfig, pooling: PoolingConfig, hidden_size: int, *, is_logits: bool
+) -> list[HeadLayer | HeadNorm]:
     """Layers after pooling. is_logits: the backbone's rows are the classes' logits already."""
     if is_logits:
         return []
-    shapes = _classifier(pooling, hidden_size) if pooling.has_classes else _dense(model.folder, pooling.dense)
-    layers = []
+    shapes = _classifier(model, pooling, hidden_size) if pooling.has_classes else _dense(model.folder, pooling.dense)
+    layers: list[HeadLayer | HeadNorm] = []
     for shape in shapes:
-        layers.append(HeadLayer(hidden_size, shape))
-        hidden_size = shape.num_outputs
+        if isinstance(shape, NormShape):
+            layers.append(HeadNorm(hidden_size, shape))
+        else:
+            layers.append(HeadLayer(hidden_size, shape))
+            hidden_size = shape.num_outputs
     return layers
 
 
-def _classifier(pooling: PoolingConfig, hidden_size: int) -> list[LayerShape]:
+def _classifier(model: ModelConfig, pooling: PoolingConfig, hidden_size: int) -> Sequence[LayerShape | NormShape]:
     architecture, num_labels = pooling.architecture, len(pooling.labels)
     if pooling.classifier_from_token:
         return [LayerShape("score", num_labels, has_bias=False)]
@@ -87,12 +126,36 @@ def _classifier(pooling: PoolingConfig, hidden_size: int) -> list[LayerShape]:
         return [LayerShape("classifier.dense", hidden_size, "tanh"), LayerShape("classifier.out_proj", num_labels)]
     if architecture.encoder == "roberta":
         return [LayerShape("classifier", num_labels)]
-    if architecture.suffix == "ForRewardModel":
+    if architecture.encoder == MODERN_BERT:
+        return [*_prediction_head(model, hidden_size), LayerShape("classifier", num_labels)]
+    if architecture.use is Use.REWARD:
+        if architecture.family not in _REWARD_FAMILIES:
+            known = ", ".join(f"{family}ForRewardModel" for family in _REWARD_FAMILIES)
+            raise UnsupportedModel(
+                f"{architecture.name} is a reward model whose head is not known. Supported: {known}, "
+                "…ForProcessRewardModel of these, and …ForSequenceClassification and …ForTokenClassification of all "
+                "native decoder families."
+            )
         return [LayerShape("score.0", hidden_size, "relu"), LayerShape("score.2", num_labels)]
     return [LayerShape("score", num_labels, has_bias=not of_texts)]
 
 
-def _dense(folder: Path, names: Sequence[str]) -> list[LayerShape]:
+def _prediction_head(model: ModelConfig, hidden_size: int) -> list[LayerShape | NormShape]:
+    """ModernBERT's layers before its classifier."""
+    hf_config = model.hf_config
+    activation, eps = hf_config.get("classifier_activation", "gelu"), hf_config.get("norm_eps", 1e-5)
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModel(
+            f"config.json of {model.model} has classifier_activation={activation!r}. Supported: "
+            f"{', '.join(_ACTIVATIONS)}."
+        )
+    return [
+        LayerShape("head.dense", hidden_size, activation, has_bias=bool(hf_config.get("classifier_bias"))),
+        NormShape("head.norm", eps, has_bias=bool(hf_config.get("norm_bias"))),
+    ]
+
+
+def _dense(folder: Path, names: Sequence[str]) -> Sequence[LayerShape]:
     shapes = []
     for name in names:
         path = folder / name / "config.json"

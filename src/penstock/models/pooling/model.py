@@ -22,6 +22,9 @@ from penstock.models.pooling.classifier_tokens import ClassifierTokens
 from penstock.models.pooling.head_layers import dense_weights, head_layers
 from penstock.parallel import ParallelState
 
+# Modules of checkpoints that are not used where a model has no such head.
+_HEADS = ("lm_head", "cls", "score", "classifier", "qa_outputs", "head", "decoder")
+
 
 class PoolingModel(CausalLM):
     """Backbone whose hidden states are pooled by the output head, and finished here.
@@ -79,7 +82,7 @@ class PoolingModel(CausalLM):
     def ignorable(self) -> tuple[str, ...]:  # type: ignore[override]
         """Heads that are not used, beside what the backbone ignores."""
         known = {name.split(".")[0] for layer in self._layers for name in layer.slots()}
-        heads = [head for head in ("lm_head", "cls", "score", "classifier", "qa_outputs") if head not in known]
+        heads = [head for head in _HEADS if head not in known]
         own = tuple(_without_prefix(pattern, self._prefix) for pattern in self.backbone.ignorable)
         return (*self.backbone.ignorable, *own, *(rf"{head}\..*" for head in heads))
 

@@ -44,6 +44,11 @@ def refuse_unsuitable_for_pooling(model_config: ModelConfig) -> None:
     """Check the kind of a model that pools. Raises as `find_suitable`."""
     model_class = _find_hf_class(model_config)
     _refuse_more_than_text(model_class, _read_hf_config(model_config, model_class))
+    if not model_config.has_longest_context:
+        raise CannotRun(
+            "config.json limits no context (max_position_embeddings, n_positions), as with attention that knows "
+            "distances only, and a length that fits all texts is needed"
+        )
 
 
 def _find_hf_class(model_config: ModelConfig) -> type[PreTrainedModel]:

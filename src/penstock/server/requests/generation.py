@@ -25,6 +25,8 @@ from penstock.server.tracing import NoTracing, RequestTrace
 
 # Output of a prompt, after the prompt's number in its HTTP request.
 Numbered: TypeAlias = tuple[int, RequestOutput]
+# Prompts of one HTTP request that are tokenised without giving others their turn.
+_SUBMITTED_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,13 @@ class Generation:
         if len(self._submissions) == 1:
             await self._submit(0)
             return
-        tasks = [asyncio.ensure_future(self._submit(index)) for index in range(len(self._submissions))]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for index in range(len(self._submissions)):
+                tasks.append(asyncio.ensure_future(self._submit(index)))
+                if len(tasks) % _SUBMITTED_AT_ONCE == 0:
+                    # Other requests have their turn, and the core begins, before all prompts are tokenised.
+                    await asyncio.sleep(0)
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:

@@ -15,7 +15,8 @@ from penstock.contract import PoolingParams
 from penstock.engine.inputs.pooling_prompts import check_task, named_prompt, score_prompts, texts_of
 from penstock.engine.inputs.prompts import Prompt, RenderedText
 from penstock.engine.output.outputs import RequestOutput
-from penstock.engine.output.pooling_outputs import cosine_score, pooled_array
+from penstock.engine.output.pooling_outputs import pooled_array
+from penstock.engine.pair_scores import PairScores
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol import pooling as protocol
@@ -123,13 +124,17 @@ def _prompts(request: protocol.EmbeddingRequest | protocol.PoolingRequest | prot
 
 
 async def _run(
-    http: Request, request: protocol.PoolingFields, kind: str, prompts: Sequence[Prompt], params: PoolingParams
+    http: Request, request: protocol.PoolingFields, kind: str, prompts: Sequence[Prompt], *params: PoolingParams
 ) -> tuple[str, list[RequestOutput]]:
-    """Name of the response, and the prompts' outputs. Raises ApiError for one that failed."""
+    """Name of the response, and the prompts' outputs. params: one for all, or one each.
+
+    Raises ApiError for a request that failed.
+    """
     id = response_id(kind, request)
+    of_each = params if len(params) > 1 else params * len(prompts)
     submissions = [
-        PoolingSubmission(prompt, params, id if len(prompts) == 1 else f"{id}-{index}", request.priority)
-        for index, prompt in enumerate(prompts)
+        PoolingSubmission(prompt, one, id if len(prompts) == 1 else f"{id}-{index}", request.priority)
+        for index, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))
     ]
     outputs = await whole_outputs(http, submissions, request.timeout)
     for output in outputs:
@@ -146,7 +151,7 @@ async def _scores(
     template: str | None,
 ) -> tuple[str, list[float], list[RequestOutput]]:
     """Name of the response, score of each pair, and the engine's outputs."""
-    pooling = await _pooling(http, request, "score", "embed")
+    pooling = await _pooling(http, request, "score", "embed", "token_embed")
     model = served_model(http)
     if template is not None and not model.options.trust_request_chat_template:
         message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
@@ -155,12 +160,10 @@ async def _scores(
         prompts = score_prompts(model.tokenizer, pairs, template)
         id, outputs = await _run(http, request, kind, prompts, _params(request, "score"))
         return id, [float(pooled_array(one)[0]) for one in outputs], outputs
-    # An embedding model: each text once.
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    id, outputs = await _run(http, request, kind, texts, _params(request, "embed"))
-    of_text = dict(zip(texts, outputs, strict=True))
-    scores = [cosine_score(of_text[first], of_text[second]).outputs.score for first, second in pairs]
-    return id, scores, outputs
+    task = PairScores.task(pooling)
+    of_pairs = PairScores(pooling, model.tokenizer, pairs, _params(request, task))
+    id, outputs = await _run(http, request, kind, of_pairs.prompts, *of_pairs.params)
+    return id, [one.outputs.score for one in of_pairs.scores(outputs)], outputs
 
 
 def _classified(index: int, probs: np.ndarray, pooling: PoolingConfig) -> dict[str, Any]:

@@ -133,8 +133,12 @@ static void encoder_thread(void* data, int, const Team&) {
     const int64_t part = unit % job.parts, kv_head = unit / job.parts % a.num_kv_heads;
     const int64_t request = unit / job.parts / a.num_kv_heads;
     const int64_t first = a.query_start[request], tokens = tokens_of(a, request);
-    const int64_t begin = tokens * part / job.parts, end = tokens * (part + 1) / job.parts;
-    if (begin == end) continue;
+    // Queries that are computed together are the same in any division: with a window, the positions that one of them
+    // sees are taken for all of them, and sums over lanes begin with the first.
+    const int64_t blocks = (tokens + tokens_at_once - 1) / tokens_at_once;
+    const int64_t begin = blocks * part / job.parts * tokens_at_once;
+    const int64_t last = blocks * (part + 1) / job.parts * tokens_at_once, end = last < tokens ? last : tokens;
+    if (begin >= end) continue;
     pack_text(a, first, tokens, kv_head, b);
     for (int64_t position = begin; position < end; position += tokens_at_once) {
       const int64_t left = end - position;
