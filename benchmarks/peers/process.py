@@ -79,13 +79,12 @@ class EngineProcess:
 
         Raises EngineFailure.
         """
-        assert self._process.stdin is not None
-        job = json.dumps({"prompts": prompts, "num_outputs": num_outputs})
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(job.encode() + b"\n")
-            self._process.stdin.flush()
-        reply = self._reply(timeout_s)
+        reply = self._ask({"prompts": prompts, "num_outputs": num_outputs}, timeout_s)
         return {**reply, "since_start": reply["finished_at"] - self._started_at}
+
+    def call(self, method: str, *arguments: Any, timeout_s: float = 900) -> Any:
+        """Result of another method of the driver. Raises EngineFailure."""
+        return self._ask({"call": method, "arguments": arguments}, timeout_s)["result"]
 
     def pause(self) -> None:
         """Stop it: the idle threads of many engines spin for a while, and would slow others down."""
@@ -110,6 +109,13 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _ask(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        return self._reply(timeout_s)
 
     def _reply(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s

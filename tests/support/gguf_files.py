@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
+# GGUF has Mistral under the name of Llama.
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "phi3": gguf.MODEL_ARCH.PHI3,
@@ -20,17 +23,27 @@ _ARCHITECTURES = {
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
 }
-FAMILIES = tuple(_ARCHITECTURES)
+# Those with an implementation in Penstock.
+FAMILIES = tuple(family for family in _ARCHITECTURES if family != "starcoder2")
+_ROTATES_PAIRS = ("llama", "mistral")
 
 
 def write_gguf(
-    model: PreTrainedModel, family: str, path: Path, kind: Type = Type.F32, changes: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    family: str,
+    path: Path,
+    kind: Type = Type.F32,
+    changes: dict[str, Any] | None = None,
+    tokens: Sequence[str] = ("t", "1", "t1"),
 ) -> Path:
-    """Write a model. kind: type of the matrices, which the model then has, too. changes: other metadata by key."""
-    writer = gguf.GGUFWriter(path, family)
+    """Write a model. kind: type of the matrices, whose values the model then has, too. changes: other metadata by
+    key. tokens: the first ones; in angle brackets: control tokens.
+    """
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[family]])
     _write_fields(writer, model.config, family)
-    _write_tokens(writer, model.config.vocab_size)
+    _write_tokens(writer, tokens, model.config.vocab_size)
     for key, value in (changes or {}).items():
         writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
     names = gguf.get_tensor_name_map(_ARCHITECTURES[family], model.config.num_hidden_layers)
@@ -44,7 +57,7 @@ def write_gguf(
             values = _stored(name, weight, model.config, family)
             writer.add_tensor(stored, values.numpy())
             continue
-        blocks = gguf.quants.quantize(_stored(name, weight, model.config, family).contiguous().numpy(), kind)
+        blocks = quantised(_stored(name, weight, model.config, family).contiguous().numpy(), kind)
         rounded = torch.from_numpy(gguf.quants.dequantize(blocks, kind).copy())
         weight.copy_(_original(name, rounded, model.config, family))
         writer.add_tensor(stored, blocks, raw_dtype=kind)
@@ -66,7 +79,10 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         return
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if family != "gemma3":  # its base is a part of rope_parameters, and its default
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "head_dim", None):
@@ -79,11 +95,12 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
-def _write_tokens(writer: gguf.GGUFWriter, size: int) -> None:
+def _write_tokens(writer: gguf.GGUFWriter, first: Sequence[str], size: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["t", "1", "t1", *(f"w{index}" for index in range(3, size))])
-    writer.add_token_types([1] * size)
+    tokens = [*first, *(f"w{index}" for index in range(len(first), size))]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<") else 1 for token in tokens])
     writer.add_token_merges(["t 1"])
     writer.add_eos_token_id(2)
 
@@ -93,7 +110,7 @@ def _is_transposed(name: str, family: str) -> bool:
 
 
 def _stored(name: str, weight: torch.Tensor, config: Any, family: str) -> torch.Tensor:
-    if family == "llama" and (heads := _rotated_heads(name, config)):
+    if family in _ROTATES_PAIRS and (heads := _rotated_heads(name, config)):
         return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
     if family.startswith("gemma") and name.endswith("norm.weight"):
         return weight + 1
@@ -101,7 +118,7 @@ def _stored(name: str, weight: torch.Tensor, config: Any, family: str) -> torch.
 
 
 def _original(name: str, stored: torch.Tensor, config: Any, family: str) -> torch.Tensor:
-    if family == "llama" and (heads := _rotated_heads(name, config)):
+    if family in _ROTATES_PAIRS and (heads := _rotated_heads(name, config)):
         return stored.view(heads, -1, 2, *stored.shape[1:]).transpose(1, 2).reshape(stored.shape)
     return stored.t() if _is_transposed(name, family) else stored
 
@@ -109,6 +126,14 @@ def _original(name: str, stored: torch.Tensor, config: Any, family: str) -> torc
 def _rotated_heads(name: str, config: Any) -> int | None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", None)}
     return heads.get(name.split(".")[-2])
+
+
+def quantised(values: np.ndarray, kind: Type, seed: int = 0) -> np.ndarray:
+    """Blocks of a matrix; random ones of a type that the package cannot quantise to."""
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind, *values.shape, seed)
 
 
 def random_blocks(kind: Type, rows: int, columns: int, seed: int = 0) -> np.ndarray:

@@ -38,7 +38,7 @@ class _Sequence:
 class LlamaCpp:
     def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int, max_sequences: int = 32) -> None:
         llama_cpp.llama_backend_init()
-        path = os.path.join(model, "model.gguf").encode()
+        path = (model if model.endswith(".gguf") else os.path.join(model, "model.gguf")).encode()
         self._model = llama_cpp.llama_model_load_from_file(path, llama_cpp.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path.decode()}")
@@ -52,7 +52,8 @@ class LlamaCpp:
         if not self._context:
             raise RuntimeError("llama.cpp cannot make a context")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._num_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self._num_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
         self._max_sequences = max_sequences
 
@@ -65,6 +66,33 @@ class LlamaCpp:
         while any(not sequence.is_finished for sequence in sequences):
             self._step(sequences)
         return [sequence.output for sequence in sequences]
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts, special tokens in them included, without any around them."""
+        rows = []
+        for text in texts:
+            data = text.encode()
+            ids = (llama_cpp.llama_token * (len(data) + 8))()
+            count = llama_cpp.llama_tokenize(self._vocab, data, len(data), ids, len(ids), False, True)
+            rows.append(list(ids[:count]))
+        return rows
+
+    def logprobs(self, windows: list[list[int]]) -> list[float]:
+        """Log-probability of every token but the first of each window, which has at most a batch's tokens."""
+        found: list[float] = []
+        for window in windows:
+            llama_cpp.llama_memory_clear(self._memory, False)
+            self._batch.n_tokens = 0
+            for position, token in enumerate(window):
+                self._add(token, position, 0, wants_logits=True)
+            self._decode()
+            for row, token in enumerate(window[1:]):
+                logits = np.ctypeslib.as_array(
+                    llama_cpp.llama_get_logits_ith(self._context, row), (self._num_vocab,)
+                ).astype(np.float64)
+                logits -= logits.max()
+                found.append(float(logits[token] - np.log(np.exp(logits).sum())))
+        return found
 
     def _share_prefix(self, sequences: list[_Sequence]) -> None:
         prefix = _common_prefix([sequence.prompt[:-1] for sequence in sequences])

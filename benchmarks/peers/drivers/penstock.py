@@ -22,6 +22,21 @@ class Penstock:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts, without special tokens around them."""
+        tokenizer = self._llm.get_tokenizer()
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    def logprobs(self, windows: list[list[int]]) -> list[float]:
+        """Log-probability of every token but the first of each window."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._llm.generate(windows, params, use_tqdm=False)
+        return [
+            logprobs[token].logprob
+            for window, output in zip(windows, outputs, strict=True)
+            for token, logprobs in zip(window[1:], output.prompt_logprobs[1:], strict=True)
+        ]
+
 
 if __name__ == "__main__":
     serve(Penstock, ["penstock", "torch"])

@@ -4,6 +4,8 @@ Runs in every engine's own environment, so it needs nothing but Python.
 
 job    {"prompts": [[token ids]], "num_outputs": [tokens to generate]}
 reply  {"tokens": [[the first few generated ids]], "num_tokens": total, "seconds": s, "finished_at": monotonic clock}
+job    {"call": name of another method of the driver, "arguments": [its arguments]}
+reply  {"result": what it returns}
        or {"error": text}; before all of them {"versions": {package: version}}
 """
 
@@ -45,7 +47,10 @@ def serve(load: Callable[..., Driver], packages: list[str]) -> None:
             reply(versions={name: importlib.metadata.version(name) for name in packages})
             for line in sys.stdin:
                 job = json.loads(line)
-                reply(**_do(driver, job["prompts"], job["num_outputs"]))
+                if "call" in job:
+                    reply(result=getattr(driver, job["call"])(*job["arguments"]))
+                else:
+                    reply(**_do(driver, job["prompts"], job["num_outputs"]))
         except BaseException as error:
             traceback.print_exc()
             reply(error=f"{type(error).__name__}: {error}"[:1000])

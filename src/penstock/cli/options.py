@@ -197,5 +197,6 @@ def with_defaults(flags: Mapping[str, Any], model: str, engine: Mapping[str, Any
     given = {name: value for name, value in flags.items() if value is not None}
     SamplingParams(**{**defaults, **given})
     folder, _ = resolve_metadata_folder(model, engine.get("revision"))
-    options = {name: engine[name] for name in ("generation_config", "override_generation_config") if name in engine}
+    names = ("generation_config", "override_generation_config", "hf_config_path")
+    options = {name: engine[name] for name in names if name in engine}
     return {**defaults, **read_default_sampling(ModelConfig.load(folder, **options)).fields, **given}

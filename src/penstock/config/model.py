@@ -16,9 +16,10 @@ from penstock.config.generation import (
     check_override,
     generation_config_folder,
 )
+from penstock.config.gguf.folder import check_model_fields
 from penstock.config.json_file import read_json_object, shown
 from penstock.config.pooling import POOL, PoolingConfig, read_pooling
-from penstock.config.resolve import SHIPPED_MODELS, resolve_model_folder
+from penstock.config.resolve import SHIPPED_MODELS, resolve_metadata_folder, resolve_model_folder
 from penstock.config.size_limits import MAX_POSITIONS, check_sizes
 from penstock.errors import ConfigError, ModelError
 
@@ -77,6 +78,8 @@ class ModelConfig:
     generation_config: source of default sampling parameters: "auto" for `generation_config.json` of the model,
     another folder, or "none" (also "vllm") for Penstock's defaults.
     override_generation_config: fields that replace those of `generation_config.json`; None for none.
+    hf_config_path: folder or hub id whose `config.json` is taken in place of the model's own, or of a GGUF file's
+    metadata.
     """
 
     model: str
@@ -97,6 +100,7 @@ class ModelConfig:
     quantization_calibration: str = AUTO_CALIBRATION
     generation_config: str | Path = AUTO_GENERATION_CONFIG
     override_generation_config: Mapping[str, Any] | None = None
+    hf_config_path: str | Path | None = None
     pooling: PoolingConfig | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +166,7 @@ class ModelConfig:
             model=model if isinstance(model, str) else str(folder.absolute()),
             folder=folder,
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
-            hf_config=_read_config(folder / "config.json"),
+            hf_config=_read_config(_config_file(folder, options.get("hf_config_path"))),
             hf_generation_config=read_json_object(generation / GENERATION_CONFIG_FILE, ModelError, is_optional=True),
             **options,
         )
@@ -172,6 +176,11 @@ class ModelConfig:
         """Name under which another process finds the model: the given one, or the folder of a hub id."""
         is_given = self.model in SHIPPED_MODELS or Path(self.model).exists()
         return self.model if is_given else str(self.folder)
+
+    @property
+    def config_file(self) -> Path:
+        """File that `hf_config` was read from."""
+        return _config_file(self.folder, self.hf_config_path)
 
     @property
     def pools(self) -> bool:
@@ -330,7 +339,15 @@ def _end_tokens(content: Mapping[str, Any], source: str) -> frozenset[int]:
     return frozenset(one for one in ids if one >= 0)
 
 
+def _config_file(folder: Path, hf_config_path: str | Path | None) -> Path:
+    """`config.json` of the option hf_config_path, else of the model's folder. Raises ModelNotFound."""
+    if hf_config_path is not None:
+        folder, _ = resolve_metadata_folder(hf_config_path, option="hf_config_path")
+    return folder / "config.json"
+
+
 def _read_config(path: Path) -> Mapping[str, Any]:
     if not os.path.lexists(path):
+        check_model_fields(path.parent)
         raise ModelError(f"{path} is missing. A model folder holds config.json, weights and a tokenizer.")
     return read_json_object(path, ModelError)

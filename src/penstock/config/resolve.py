@@ -37,15 +37,17 @@ def resolve_model_folder(model: str | Path, revision: str | None = None, *, opti
     return _folder_of_quantisation(repository, revision, quantisation, option)
 
 
-def resolve_metadata_folder(model: str | Path, revision: str | None = None) -> tuple[Path, bool]:
+def resolve_metadata_folder(
+    model: str | Path, revision: str | None = None, *, option: str = "model"
+) -> tuple[Path, bool]:
     """Return the folder of a model's configuration, and whether it is the local copy of a hub id.
 
-    No weights are downloaded; those in the local cache are in the folder. Raises ModelNotFound.
+    No weights are downloaded; those in the local cache are in the folder. option: name in errors. Raises ModelNotFound.
     """
-    folder = _local_folder(model, "model")
+    folder = _local_folder(model, option)
     if folder is None and ":" in str(model):  # a GGUF file is its own metadata
-        return resolve_model_folder(model, revision), False
-    return (folder, False) if folder is not None else (_download(str(model), revision, _METADATA_FILES, "model"), True)
+        return resolve_model_folder(model, revision, option=option), False
+    return (folder, False) if folder is not None else (_download(str(model), revision, _METADATA_FILES, option), True)
 
 
 def _local_folder(model: Any, option: str) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.attention import CacheLayer
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice
@@ -107,11 +108,13 @@ class Weights:
         attach_drafter(self.drafter, replacement)
         self.model = replacement
 
-    def save(self, path: str, pattern: str | None, max_size: int | None, model_folder: Path | None) -> list[str]:
-        """See `Worker.save_sharded_state`. model_folder: source of the configuration and tokenizer files."""
+    def save(self, path: str, pattern: str | None, max_size: int | None, source: ModelConfig | None) -> list[str]:
+        """See `Worker.save_sharded_state`. source: model whose configuration and tokenizer files are copied."""
         folder = Path(path).expanduser()
         with torch.no_grad():
             written = save_sharded_state(self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size)
-        if model_folder is not None:
-            copy_model_files(model_folder, folder)
+        if source is not None:
+            if source.hf_config_path is not None:
+                shutil.copyfile(source.config_file, folder / source.config_file.name)
+            copy_model_files(source.folder, folder)
         return [str(file) for file in written]

@@ -256,7 +256,7 @@ class Worker(WorkerBase):
         pattern: file names, with {rank} and {part}. max_size: bytes per file, unless one tensor is larger.
         Rank 0 copies the configuration and the tokenizer too.
         """
-        return self.weights.save(path, pattern, max_size, self.config.model.folder if self.rank == 0 else None)
+        return self.weights.save(path, pattern, max_size, self.config.model if self.rank == 0 else None)
 
     def get_model_inspection(self) -> str:
         """Return the module tree as text, with sizes, dtypes and linear methods.

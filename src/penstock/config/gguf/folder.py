@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,18 @@ from penstock.config.gguf.container import SUFFIX, models_in, parts_of, read_hea
 from penstock.config.gguf.fields import Metadata
 from penstock.config.gguf.model_fields import hf_config_of
 from penstock.config.gguf.tokenizer import end_tokens_of, tokenizer_files_of
-from penstock.errors import CheckpointError, ModelNotFound, TokenizerError, UnsupportedModel
+from penstock.errors import (
+    CheckpointError,
+    ModelError,
+    ModelNotFound,
+    TokenizerError,
+    UnsupportedFeature,
+    UnsupportedModel,
+)
 
 # Changes with what is written, so that folders of older versions are not taken.
-_VERSION = 1
+_VERSION = 2
+_CONFIG_FILE = "config.json"
 # Type of the matrices' values, by ggml's number; others are quantised, and computed in bfloat16 on a GPU.
 _DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}
 _QUANTIZED_DTYPE = "bfloat16"
@@ -34,12 +42,12 @@ logger = logging.getLogger(__name__)
 def folder_of_file(path: Path) -> Path:
     """Return the model folder of a GGUF file, or of one of the files that a model is split into.
 
-    Raises UnsupportedModel, UnsupportedFeature, ModelError, CheckpointError or TokenizerError for files that cannot be
-    loaded.
+    It lacks a configuration or tokenizer that cannot be converted: `check_model_fields` and `check_tokenizer` say why.
+    Raises CheckpointError for damaged files, ModelError for invalid metadata.
     """
     parts = parts_of(path.absolute())
     folder = env.cache_folder() / "gguf" / f"{path.name.removesuffix(SUFFIX)}-{_fingerprint(parts)}"
-    if not (folder / "config.json").exists():
+    if not (folder / GENERATION_CONFIG_FILE).exists():
         _write(folder, parts)
     return folder
 
@@ -61,11 +69,9 @@ def _fingerprint(parts: Sequence[Path]) -> str:
 def _write(folder: Path, parts: Sequence[Path]) -> None:
     header = read_headers(list(parts))
     metadata = Metadata(str(parts[0]), header)
-    kinds = {tensor.kind for tensor in header.tensors if len(tensor.shape) > 1}
-    dtype = _DTYPES.get(kinds.pop(), _QUANTIZED_DTYPE) if len(kinds) == 1 else _QUANTIZED_DTYPE
     files: dict[str, dict[str, Any]] = {
-        "config.json": {**hf_config_of(metadata), "dtype": dtype},
         GENERATION_CONFIG_FILE: {"eos_token_id": end_tokens_of(metadata)},
+        **_config_file(metadata),
         **_tokenizer_files(metadata),
     }
     try:
@@ -79,13 +85,24 @@ def _write(folder: Path, parts: Sequence[Path]) -> None:
             os.replace(unfinished, folder)
         except OSError:
             shutil.rmtree(unfinished, ignore_errors=True)
-            if not (folder / "config.json").exists():  # unless another process was faster
+            if not (folder / GENERATION_CONFIG_FILE).exists():  # unless another process was faster
                 raise
     except OSError as error:
         raise CheckpointError(
             f"The configuration and tokenizer of {parts[0]} cannot be written to {folder}: {error}. Set "
             "PENSTOCK_CACHE to a folder that can be written."
         ) from error
+
+
+def _config_file(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """Configuration of a file; nothing for one that cannot be converted, since hf_config_path may name another."""
+    kinds = {tensor.kind for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
+    dtype = _DTYPES.get(kinds.pop(), _QUANTIZED_DTYPE) if len(kinds) == 1 else _QUANTIZED_DTYPE
+    try:
+        return {_CONFIG_FILE: {**hf_config_of(metadata), "dtype": dtype}}
+    except (UnsupportedFeature, ModelError) as error:
+        logger.debug("No configuration: %s", error)
+        return {}
 
 
 def _tokenizer_files(metadata: Metadata) -> dict[str, dict[str, Any]]:
@@ -97,7 +114,18 @@ def _tokenizer_files(metadata: Metadata) -> dict[str, dict[str, Any]]:
         return {}
 
 
+def check_model_fields(folder: Path) -> None:
+    """Raise the reason why the folder of a GGUF file has no `config.json`, if there is one."""
+    for metadata in _metadata_in(folder):
+        hf_config_of(metadata)
+
+
 def check_tokenizer(folder: Path) -> None:
     """Raise the reason why the folder of a GGUF file has no tokenizer, if there is one."""
-    for path in models_in(folder):
-        tokenizer_files_of(Metadata(str(path.resolve()), read_headers(parts_of(path))))
+    for metadata in _metadata_in(folder):
+        tokenizer_files_of(metadata)
+
+
+def _metadata_in(folder: Path) -> Iterator[Metadata]:
+    for path in models_in(folder) if folder.is_dir() else ():
+        yield Metadata(str(path.resolve()), read_headers(parts_of(path)))

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.config.gguf.fields import Metadata
 from penstock.errors import UnsupportedModel
 
-_EPSILON = ".attention.layer_norm_rms_epsilon"
+_EPSILON, _RMS_EPSILON = ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon"
 # Layers of the largest Gemma models, whose attention scale comes from the hidden size.
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 # Rotary base of Gemma 3's sliding windows, and its pattern of layers: five of them, then one of full attention.
@@ -47,6 +47,11 @@ def hf_config_of(metadata: Metadata) -> dict[str, Any]:
 
 def _decoder(metadata: Metadata) -> dict[str, Any]:
     """Fields of the plain decoder."""
+    return {**_sizes(metadata), "rms_norm_eps": metadata.required(_RMS_EPSILON, float)}
+
+
+def _sizes(metadata: Metadata) -> dict[str, Any]:
+    """Sizes, heads and positions of a decoder."""
     hidden_size, num_heads = (metadata.required(key, int) for key in (".embedding_length", ".attention.head_count"))
     head_size = metadata.get(".attention.key_length", int, hidden_size // max(num_heads, 1))
     value_size = metadata.get(".attention.value_length", int, head_size)
@@ -60,7 +65,6 @@ def _decoder(metadata: Metadata) -> dict[str, Any]:
         "num_key_value_heads": metadata.get(".attention.head_count_kv", int, num_heads),
         "head_dim": head_size,
         "max_position_embeddings": metadata.required(".context_length", int),
-        "rms_norm_eps": metadata.required(_EPSILON, float),
         "rope_theta": metadata.get(".rope.freq_base", float, 10000.0),
         "rope_scaling": _rope_scaling(metadata),
     }
@@ -103,7 +107,22 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
+    biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    return {**_decoder(metadata), **{name: tensor in metadata.tensors for name, tensor in biases.items()}}
+
+
+def _qwen3(metadata: Metadata) -> dict[str, Any]:
     return {**_decoder(metadata), "attention_bias": "blk.0.attn_q.bias" in metadata.tensors}
+
+
+def _starcoder2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_sizes(metadata),
+        "norm_epsilon": metadata.required(_EPSILON, float),
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": "blk.0.attn_q.bias" in metadata.tensors,
+        "sliding_window": metadata.get(".attention.sliding_window", int),
+    }
 
 
 def _phi3(metadata: Metadata) -> dict[str, Any]:
@@ -154,7 +173,7 @@ def _gpt2(metadata: Metadata) -> dict[str, Any]:
         "n_layer": metadata.required(".block_count", int),
         "n_inner": metadata.required(".feed_forward_length", int),
         "n_positions": metadata.shape("position_embd.weight")[0],
-        "layer_norm_epsilon": metadata.required(".attention.layer_norm_epsilon", float),
+        "layer_norm_epsilon": metadata.required(_EPSILON, float),
         "activation_function": "gelu_new",
     }
 
@@ -167,5 +186,6 @@ _ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] =
     "olmo2": ("Olmo2ForCausalLM", _decoder),
     "phi3": ("Phi3ForCausalLM", _phi3),
     "qwen2": ("Qwen2ForCausalLM", _decoder),
-    "qwen3": ("Qwen3ForCausalLM", _llama),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
 }

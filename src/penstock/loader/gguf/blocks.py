@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +29,13 @@ _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor of a file. blocks: uint8 [bytes] of the mapped file, rows one after another, each of whole blocks."""
+    """Tensor of a file, or a part of one.
+
+    shape: outermost dimension first. blocks: uint8 [rows, bytes of a row], a view of the mapped file, of whole blocks.
+    """
 
     info: TensorInfo
+    shape: tuple[int, ...]
     blocks: np.ndarray[Any, np.dtype[np.uint8]]
 
     @property
@@ -50,19 +54,28 @@ class StoredTensor:
         None for a type without products of its blocks.
         """
         type_ = BLOCK_TYPES.get(self.info.kind)
-        if type_ is None or len(self.info.shape) != 2:
+        if type_ is None or len(self.shape) != 2:
             return None
         if stands_for_cpu():
-            return grid_without_memory(self.info.shape, type_)
-        return grid_of(self.blocks, self.info.shape, type_)
+            return grid_without_memory(self.shape, type_)
+        return grid_of(self.blocks, self.shape, type_)
+
+    def multiple(self, dim: int) -> int:
+        """Elements along a dimension that are stored together: those of a block, in the last one."""
+        return _block_size_and_bytes(self.info)[0] if dim == len(self.shape) - 1 else 1
+
+    def part(self, dim: int, start: int, size: int) -> StoredTensor:
+        """Elements `start` to `start + size` of a vector or matrix along a dimension, both multiples of `multiple`."""
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        if dim < len(self.shape) - 1:
+            return replace(self, shape=shape, blocks=self.blocks[start : start + size])
+        block_size, block_bytes = _block_size_and_bytes(self.info)
+        first = start // block_size * block_bytes
+        return replace(self, shape=shape, blocks=self.blocks[:, first : first + size // block_size * block_bytes])
 
     @property
     def is_quantized(self) -> bool:
         return self.info.kind not in _FLOATS
-
-    def without_memory(self) -> Tensor:
-        """Meta tensor like `dequantised`."""
-        return torch.empty(self.info.shape, dtype=self.dtype, device="meta")
 
     def dequantised(self) -> Tensor:
         """The values: a view of the file for float types, float32 from the blocks for others.
@@ -71,17 +84,16 @@ class StoredTensor:
         """
         kind = self.info.kind
         if kind in _FLOATS:
-            return _readonly_view(self.blocks).view(_FLOATS[kind]).view(self.info.shape)
+            return _readonly_view(self.blocks).view(_FLOATS[kind]).view(self.shape)
         quants = _library("quants")
-        rows = self.blocks.reshape(-1, len(self.blocks) // math.prod(self.info.shape[:-1]))
         try:
-            values = quants.dequantize(rows, _quantization_type(self.info))
+            values = quants.dequantize(self.blocks, _quantization_type(self.info))
         except NotImplementedError as error:
             raise UnsupportedFeature(
                 f"{self.info.path}: {self.info.name} is of type {self.type_name}, which cannot be dequantised. "
                 "Take a file with another quantisation, such as Q4_K_M or Q8_0."
             ) from error
-        return torch.from_numpy(values).view(self.info.shape)
+        return torch.from_numpy(values).view(self.shape)
 
 
 def map_tensors(tensors: Sequence[TensorInfo]) -> Iterator[StoredTensor]:
@@ -99,19 +111,24 @@ def map_tensors(tensors: Sequence[TensorInfo]) -> Iterator[StoredTensor]:
                 f"{info.path} is truncated: the tensor {clipped(info.name)} needs the bytes {info.start} to "
                 f"{info.start + size}, and the file has {len(data)}. Download it again."
             )
-        yield StoredTensor(info, data[info.start : info.start + size])
+        blocks = data[info.start : info.start + size].reshape(math.prod(info.shape[:-1]), -1)
+        yield StoredTensor(info, info.shape, blocks)
+
+
+def _block_size_and_bytes(info: TensorInfo) -> tuple[int, int]:
+    sizes: tuple[int, int] = _library().GGML_QUANT_SIZES[_quantization_type(info)]
+    return sizes
 
 
 def _size_bytes(info: TensorInfo) -> int:
-    block_size, block_bytes = _library().GGML_QUANT_SIZES[_quantization_type(info)]
+    block_size, block_bytes = _block_size_and_bytes(info)
     row = info.shape[-1] if info.shape else 0
     if row % block_size or not math.prod(info.shape):
         raise CheckpointError(
             f"{info.path} is damaged: the tensor {clipped(info.name)} at offset {info.start} has the shape "
             f"{list(info.shape)}, whose rows are not of whole blocks of {block_size}. Download it again."
         )
-    size: int = math.prod(info.shape) // block_size * block_bytes
-    return size
+    return math.prod(info.shape) // block_size * block_bytes
 
 
 def _quantization_type(info: TensorInfo) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from penstock.config.gguf.fields import Metadata
+from penstock.errors import UnsupportedModel
+from penstock.loader.gguf.changes import UNCHANGED, Change, MinusOne, PairsInHalves, Transposed
 
 _DECODER = {
     "token_embd": "model.embed_tokens",
@@ -49,9 +49,6 @@ _LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)")
 # Factors of rotary frequencies, which are in the configuration.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-# Change of a tensor from its form in GGUF to that in Transformers.
-Change = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
@@ -75,42 +72,33 @@ class TensorNames:
         prefix = f"{self.layers}.{match['layer']}." if match else ""
         return f"{prefix}{self.parts[module]}.{kind}"
 
-    def change(self, stored: str) -> Change | None:
-        """Change of a tensor's values and shape; None for none."""
-        return next((change for pattern, change in self.changes.items() if re.fullmatch(pattern, stored)), None)
+    def change(self, stored: str) -> Change:
+        """Change of a tensor's values and shape."""
+        return next((change for pattern, change in self.changes.items() if re.fullmatch(pattern, stored)), UNCHANGED)
 
 
 def names_of(metadata: Metadata) -> TensorNames:
-    """Return the names of a file's architecture, one of those with a configuration here."""
+    """Return the names of a file's architecture. Raises UnsupportedModel for one without names here."""
     architecture = metadata.architecture
+    if architecture in ("qwen2", "qwen3"):
+        return TensorNames(_DECODER)
+    if architecture == "olmo2":
+        return TensorNames(_FOUR_NORMS)
     if architecture == "llama":
         heads = metadata.required(".attention.head_count", int)
-        kv_heads = metadata.get(".attention.head_count_kv", int, heads)
-        pairs = {r"blk\.\d+\.attn_q\..*": _halves(heads), r"blk\.\d+\.attn_k\..*": _halves(kv_heads)}
-        return TensorNames(_DECODER, changes=pairs)
+        of_queries = metadata.shape("blk.0.attn_q.weight")[0] // max(heads, 1)
+        head_size = metadata.get(".attention.key_length", int, of_queries)
+        return TensorNames(_DECODER, changes={r"blk\.\d+\.attn_[qk]\..*": PairsInHalves(head_size)})
     if architecture == "phi3":
         return TensorNames({**_DECODER, "ffn_up": "mlp.gate_up_proj"})
+    if architecture == "starcoder2":
+        return TensorNames({**_DECODER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"})
     if architecture == "gpt2":
         matrices = r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight"
-        return TensorNames(_GPT2, layers="transformer.h", changes={matrices: Tensor.t})
+        return TensorNames(_GPT2, layers="transformer.h", changes={matrices: Transposed()})
     if architecture in ("gemma2", "gemma3"):
-        return TensorNames(_FOUR_NORMS, changes={r".*norm\.weight": _minus_one})
-    return TensorNames(_FOUR_NORMS if architecture == "olmo2" else _DECODER)
-
-
-def _halves(num_heads: int) -> Change:
-    """Undo the order of rotated dimensions in Llama's queries and keys.
-
-    GGUF has the pairs of a head side by side; Transformers has their first and second members in two halves.
-    """
-
-    def change(rows_OI: Tensor) -> Tensor:
-        pairs = rows_OI.reshape(num_heads, rows_OI.shape[0] // num_heads // 2, 2, *rows_OI.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows_OI.shape)
-
-    return change
-
-
-def _minus_one(weight: Tensor) -> Tensor:
-    """Norm weights of Gemma: stored as the factor, in Transformers as its offset from 1."""
-    return weight - 1
+        return TensorNames(_FOUR_NORMS, changes={r".*norm\.weight": MinusOne()})
+    raise UnsupportedModel(
+        f"{metadata.name} has general.architecture={architecture!r}, whose tensors have no names here. Take the "
+        "safetensors of the model."
+    )

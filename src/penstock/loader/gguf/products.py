@@ -10,7 +10,6 @@ from torch import Tensor
 from penstock.device.stand_in import stands_for_cpu
 from penstock.layers.linear import LinearLayer
 from penstock.layers.quantization.method import QuantizedMethod
-from penstock.layers.weights import Part
 from penstock.loader.gguf.grids import alike
 from penstock.loader.gguf.tensors import GgufWeights
 from penstock.loader.quantized.assembly import Piece
@@ -51,27 +50,16 @@ class GgufProducts:
         That is one of a type without kernels, of types that have no common format, or whose groups ranks would split.
         """
         names = [piece.name for piece in pieces]
-        found = [self._weights.grid(name) for name in names]
+        try:
+            found = [self._weights.grid(piece.name, piece.part) for piece in pieces]
+        except Indivisible:
+            return None
         grids = [grid for grid in found if grid is not None]
         formats = alike(grids) if len(grids) == len(pieces) else None
         if formats is None:
             return None
-        try:
-            parts = [
-                grid.of(_part_of_rows(self._weights, piece), piece.name)
-                for grid, piece in zip(formats, pieces, strict=True)
-            ]
-        except Indivisible:
-            return None
         self._computed.update(names)
-        return QuantizedMethod(join_grids(parts, names).round)
+        return QuantizedMethod(join_grids(formats, names).round)
 
     def choose(self, layer: LinearLayer) -> QuantizedMethod:
         raise AssertionError("models that run through Transformers have no products of blocks")
-
-
-def _part_of_rows(weights: GgufWeights, piece: Piece) -> Part | None:
-    """Part of a tensor as it is stored, with its outputs first."""
-    if piece.part is None or not weights.is_transposed(piece.name):
-        return piece.part
-    return Part(1 - piece.part.dim, piece.part.shares)

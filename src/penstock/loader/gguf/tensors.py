@@ -8,16 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from penstock.config import LoadConfig
 from penstock.config.gguf.container import TensorInfo, models_in, parts_of, read_headers
 from penstock.config.gguf.fields import Metadata
 from penstock.errors import CheckpointError
-from penstock.loader.gguf.blocks import StoredTensor, map_tensors
+from penstock.layers.weights import Part
+from penstock.loader.gguf.blocks import map_tensors
+from penstock.loader.gguf.changes import Change
 from penstock.loader.gguf.grids import BlockGrid
+from penstock.loader.gguf.lazy import LazyTensor, part_of
 from penstock.loader.gguf.names import TensorNames, names_of
+from penstock.loader.quantized.grid import Grid, join_grids
 from penstock.loader.weight_files import has_weight_files
+from penstock.parallel import Share
 
 logger = logging.getLogger(__name__)
 
@@ -62,40 +68,51 @@ class GgufWeights:
         """Names of the quantised tensors."""
         return [self._name(tensor.info) for tensor in map_tensors(self.tensors) if tensor.is_quantized]
 
-    def grid(self, name: str) -> BlockGrid | None:
-        """Grid of a tensor, in the layout of Transformers but for `is_transposed`; None without one."""
-        (stored,) = map_tensors([tensor for tensor in self.tensors if self._name(tensor) == name])
-        found, change = stored.grid(), self.names.change(stored.info.name)
-        if found is None or change is None or self.is_transposed(name):
-            return found
-        minimums_OG = found.grid.minimums_OG
-        grid = replace(
-            found.grid,
-            scales_OG=change(found.grid.scales_OG),
-            minimums_OG=None if minimums_OG is None else change(minimums_OG),
-        )
-        return replace(found, grid=grid)
+    def grid(self, name: str, part: Part | None = None) -> BlockGrid | None:
+        """Grid of a tensor, or of a rank's part of it, with the outputs first; None without one.
 
-    def is_transposed(self, name: str) -> bool:
-        """Whether Transformers has this matrix with its inputs first."""
-        return any(self._name(tensor) == name and self.names.change(tensor.name) is Tensor.t for tensor in self.tensors)
+        part: in the layout of Transformers. Raises Indivisible if it splits groups.
+        """
+        (stored,) = map_tensors([tensor for tensor in self.tensors if self._name(tensor) == name])
+        change = self.names.change(stored.info.name)
+        if part is None:
+            return _changed(stored.grid(), change)
+        dim = change.stored_dim(part.dim)
+        grids: list[Grid] = []
+        found: BlockGrid | None = None
+        for share in part.shares:
+            covering, start = part_of(stored, change, dim, share)
+            found = _changed(covering.grid(), change)
+            if found is None:
+                return None
+            within = Part(dim, (Share(start, share.size, covering.shape[dim]),))
+            grids.append(found.grid.of(within, name))
+        return None if found is None else replace(found, grid=join_grids(grids, [name] * len(grids)))
 
     def iterate(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the weights by name, one at a time: mapped memory, or dequantised to float32."""
+        """Iterate over the weights by name: tensors that are read when they are used, quantised ones as float32."""
         for tensor in map_tensors(self.tensors):
-            yield self._named(tensor, tensor.dequantised())
+            yield self._name(tensor.info), LazyTensor(tensor, self.names.change(tensor.info.name))
 
     def iterate_without_memory(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over meta tensors of the weights, by name, without reading the files' blocks."""
-        for tensor in map_tensors(self.tensors):
-            yield self._named(tensor, tensor.without_memory())
-
-    def _named(self, tensor: StoredTensor, values: Tensor) -> tuple[str, Tensor]:
-        change = self.names.change(tensor.info.name)
-        return self._name(tensor.info), values if change is None else change(values)
+        for name, tensor in self.iterate():
+            yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def _name(self, tensor: TensorInfo) -> str:
         return self.names.name(tensor.name) or tensor.name
+
+
+def _changed(found: BlockGrid | None, change: Change) -> BlockGrid | None:
+    if found is None:
+        return None
+    minimums_OG = found.grid.minimums_OG
+    grid = replace(
+        found.grid,
+        scales_OG=change.of_grid(found.grid.scales_OG),
+        minimums_OG=None if minimums_OG is None else change.of_grid(minimums_OG),
+    )
+    return replace(found, grid=grid)
 
 
 def find_gguf(folder: Path, load_config: LoadConfig) -> GgufWeights | None:

@@ -1,0 +1,67 @@
+"""Changes of tensors from their form in GGUF to that in Transformers' checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class Change:
+    """No change; the base of the others. Parts of a tensor are changed as the tensor is."""
+
+    def apply(self, values: Tensor) -> Tensor:
+        """Change values: of the whole tensor, or of a part that begins and ends at multiples of `multiple`."""
+        return values
+
+    def of_grid(self, values_OG: Tensor) -> Tensor:
+        """Change scales or minimums, which stay with the output features first."""
+        return values_OG
+
+    def stored_dim(self, dim: int) -> int:
+        """Dimension in the file of a dimension of the changed tensor."""
+        return dim
+
+    def multiple(self, dim: int) -> int:
+        """Number of neighbours along a dimension of the file that are changed together."""
+        return 1
+
+
+UNCHANGED = Change()
+
+
+class Transposed(Change):
+    """Matrices that Transformers has with their inputs first."""
+
+    def apply(self, values: Tensor) -> Tensor:
+        return values.t()
+
+    def stored_dim(self, dim: int) -> int:
+        return 1 - dim
+
+
+class MinusOne(Change):
+    """Norm weights of Gemma: stored as the factor, in Transformers as its offset from 1."""
+
+    def apply(self, values: Tensor) -> Tensor:
+        return values - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PairsInHalves(Change):
+    """Order of rotated dimensions in Llama's queries and keys.
+
+    GGUF has the pairs of a head side by side; Transformers has their first and second members in two halves.
+    """
+
+    head_size: int
+
+    def apply(self, values: Tensor) -> Tensor:
+        pairs = values.reshape(values.shape[0] // self.head_size, self.head_size // 2, 2, *values.shape[1:])
+        return pairs.transpose(1, 2).reshape(values.shape)
+
+    def of_grid(self, values_OG: Tensor) -> Tensor:
+        return self.apply(values_OG)
+
+    def multiple(self, dim: int) -> int:
+        return self.head_size if dim == 0 else 1
