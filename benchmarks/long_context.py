@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -41,6 +40,7 @@ from penstock.contract.kv_cache import head_elements
 from penstock.device.base import TORCH_DTYPES
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
+from penstock.layers.attention import Attention
 from penstock.layers.linear import weights_size_bytes
 
 _SECONDS = 0.25  # of each turn, at least
@@ -48,8 +48,12 @@ _ENGINE_STEPS = 1024
 # More than any cache holds: the layers' caches together have at least so many.
 _COLD_BYTES = 512 << 20
 _BLOCK_SIZE = 16
-# Query heads, KV heads, head size: of the 60M Llama, and of Qwen3-0.6B.
-_SHAPES = {"60M Llama": (8, 4, 64), "Qwen3-0.6B": (16, 8, 128)}
+_SHAPES = {
+    "60M Llama": LayerAttention("layer", 8, 4, 64, scale=64**-0.5),
+    "Qwen3-0.6B": LayerAttention("layer", 16, 8, 128, scale=128**-0.5),
+    "DeepSeek-V2-Lite": LayerAttention("layer", 16, 1, 576, scale=192**-0.5, latent_size=512),
+    "DeepSeek-V3": LayerAttention("layer", 128, 1, 576, scale=192**-0.5, latent_size=512),
+}
 _LLAMA_60M = {**SHAPES["llama-60m"].config, "dtype": "float32"}
 
 
@@ -77,6 +81,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", "int8"])
     parser.add_argument("--kinds", nargs="*", choices=["attention", "step", "engine"], default=["attention", "step"])
+    parser.add_argument("--shapes", nargs="*", choices=list(_SHAPES), default=list(_SHAPES), help="of attention alone")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path)
@@ -95,7 +100,10 @@ def report(arguments: argparse.Namespace, clock: Turns) -> None:
         for context in arguments.contexts:
             for batch in arguments.batches:
                 if "attention" in arguments.kinds:
-                    rows += [measure_attention(clock, name, dtype, batch, context) for name in _SHAPES]
+                    rows += [
+                        measure_attention(clock, name, dtype, batch, context)
+                        for name in _shapes(arguments.shapes, dtype)
+                    ]
                 if "step" in arguments.kinds:
                     rows.append(measure_step(clock, dtype, batch, context, arguments.threads))
     if "engine" in arguments.kinds:
@@ -133,21 +141,29 @@ def _median_seconds(run: Callable[[], object]) -> float:
     return statistics.median(taken)
 
 
+def _shapes(wanted: list[str], dtype: str) -> list[str]:
+    """Names of the shapes that the kernel runs with this KV cache."""
+    device = torch.device("cpu")
+    return [
+        name
+        for name in wanted
+        if CpuNativeBackend.why_not(_SHAPES[name], TORCH_DTYPES[dtype], device, _BLOCK_SIZE) is None
+    ]
+
+
 def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: int) -> Row:
-    num_heads, num_kv_heads, head_size = _SHAPES[name]
-    layer = LayerAttention("layer", num_heads, num_kv_heads, head_size, head_size**-0.5)
+    layer = _SHAPES[name]
     backend = CpuNativeBackend(layer)
-    geometry = _decodes(batch, context)
+    geometry = decodes(batch, context)
     num_blocks = int(geometry.block_table.max()) + 1
-    elements = head_elements(head_size, dtype)
-    layer_bytes = 2 * batch * context * num_kv_heads * elements * TORCH_DTYPES[dtype].itemsize
+    spec = Attention(layer).get_kv_cache_spec(_BLOCK_SIZE, dtype)
+    layer_bytes = batch * context * spec.page_size_bytes // _BLOCK_SIZE
     num_layers = max(2, -(-_COLD_BYTES // layer_bytes))
-    sizes = num_blocks, _BLOCK_SIZE, num_kv_heads, elements
-    cache_bytes = math.prod(backend.kv_cache_shape(*sizes)) * TORCH_DTYPES[dtype].itemsize
-    memory = [_memory(cache_bytes).view(TORCH_DTYPES[dtype]) for _ in range(num_layers)]
-    caches = [_fill(backend.view_cache(part, *sizes)) for part in memory]
-    query, key, value = torch.randn(batch, num_heads + 2 * num_kv_heads, head_size).split(
-        [num_heads, num_kv_heads, num_kv_heads], 1
+    memory = [_memory(num_blocks * spec.page_size_bytes).view(num_blocks, -1) for _ in range(num_layers)]
+    caches = [fill(backend.view_pages(pages, spec)) for pages in memory]
+    num_kv_heads = layer.num_kv_heads
+    query, key, value = torch.randn(batch, layer.num_heads + 2 * num_kv_heads, layer.head_size).split(
+        [layer.num_heads, num_kv_heads, num_kv_heads], 1
     )
     metadata = backend.make_metadata(geometry)
 
@@ -165,8 +181,8 @@ def measure_step(clock: Turns, dtype: str, batch: int, context: int, threads: in
         core = _start(folder, dtype, context, threads, num_blocks)
         (runner,) = core.collective_rpc(lambda worker: worker.runner)
         for name in runner.kv_cache.config.groups[0].layer_names:
-            _fill(runner.kv_cache.layer_memory(name))
-        geometry = _decodes(batch, context)
+            fill(runner.kv_cache.layer_memory(name))
+        geometry = decodes(batch, context)
         model = runner.model
         input_ids, positions = torch.zeros(batch, dtype=torch.int32), torch.full((batch,), context - 1)
 
@@ -228,7 +244,7 @@ def _bytes_of_step(model: torch.nn.Module, core: EngineCore, batch: int, context
     return weights_size_bytes(model) - embedding + int(batch * context * per_position)
 
 
-def _decodes(batch: int, context: int) -> StepGeometry:
+def decodes(batch: int, context: int) -> StepGeometry:
     """Decode batch: the last token of `context` of each request, over shuffled blocks."""
     blocks = -(-context // _BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(batch * blocks) + 1
@@ -252,7 +268,7 @@ def _memory(num_bytes: int) -> Tensor:
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
 
 
-def _fill(cache: Tensor) -> Tensor:
+def fill(cache: Tensor) -> Tensor:
     """Fill with random numbers, equal in all blocks; read as int8 scales, the bytes are small finite numbers."""
     if cache.dtype is torch.int8:
         return cache.random_(0, 60)

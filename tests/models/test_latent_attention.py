@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from penstock.config import ModelConfig
 from penstock.contract import MLAAttentionSpec, SamplingParams
 from penstock.errors import UnsupportedArgument
+from penstock.models.registry import find_model_class
+from penstock.parallel import ParallelState
 from penstock.scheduler.kv_cache_plan import bytes_per_block, bytes_to_serve
 from support.checkpoints import VOCAB_SIZE
 from support.draft_heads import write_deepseek_mtp
@@ -27,6 +31,104 @@ PARAMS = [
 # Elements of a position: kv_lora_rank + qk_rope_head_dim.
 LATENT = 24 + 8
 MTP = {"method": "deepseek_mtp", "num_speculative_tokens": 3, "adaptive": False}
+
+_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+_PUBLISHED: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "ep_size": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "pretraining_tp": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+}
+# Configurations beside published checkpoints, with fewer layers.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2-Lite": {
+        **_PUBLISHED,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "vocab_size": 102400,
+    },
+    "DeepSeek-V3": {
+        **_PUBLISHED,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "vocab_size": 129280,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_those_of_transformers(name: str) -> None:
+    config = ModelConfig("some/model", Path("nowhere"), Path("nowhere"), dict(PUBLISHED[name]), {}, max_model_len=1024)
+    content = {field: value for field, value in PUBLISHED[name].items() if field != "quantization_config"}
+    with torch.device("meta"):
+        ours: Any = find_model_class(config)(config, ParallelState())
+        oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))
+    # The correction of the choice of experts is a buffer there.
+    buffers = [one for key, one in oracle.named_buffers() if key.endswith("e_score_correction_bias")]
+    expected = sum(one.numel() for one in [*oracle.parameters(), *buffers])
+    assert sum(parameter.numel() for parameter in ours.parameters()) == expected
+    attention, theirs = ours.model.layers[0].self_attn.attn, oracle.model.layers[0].self_attn
+    assert attention.layer.scale == pytest.approx(theirs.scaling)
+    assert attention.get_kv_cache_spec(16, "bfloat16").page_size_bytes == 16 * (512 + 64) * 2
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+
+from torch import nn
 
 from penstock.config import ModelConfig
 from penstock.layers.experts import MoE, Routing
 from penstock.layers.latent_attention import LatentAttention, LatentAttentionSizes
 from penstock.layers.rope_scaling import RopeParameters, attention_sharpening, read_rope_parameters
+from penstock.layers.weights import Shard
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderLayer, DecoderModel
 from penstock.models.glm4_moe import read_grouped_routing
@@ -54,6 +57,11 @@ class DeepseekV2ForCausalLM(SharedExpertsForCausalLM):
         if step != 1:
             raise fields.unsupported("moe_layer_freq", step, "1")
         return list(range(fields.count("first_k_dense_replace", default=0), num_layers))
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        """As `MixtureForCausalLM`; `kv_b_proj`, which multiplies from both sides, has no adapters."""
+        modules = super().modules_with_adapters()
+        return {name: place for name, place in modules.items() if not name.endswith(".kv_b_proj")}
 
     def _table(self) -> WeightTable:
         table = {name: into for name, into in super()._table().items() if ".self_attn." not in name}

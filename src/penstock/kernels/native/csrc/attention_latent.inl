@@ -42,7 +42,7 @@ static __attribute__((noinline)) void score_latents(const float* x, const Latent
     Vec key[P];
     PENSTOCK_UNROLL
     for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(next + p * size + d, 0, 2);
+      if (R <= kFewRows) __builtin_prefetch(next + p * size + d, 0, 2);
       key[p] = widen(keys + p * size + d);
     }
     PENSTOCK_UNROLL
@@ -52,7 +52,9 @@ static __attribute__((noinline)) void score_latents(const float* x, const Latent
       for (int p = 0; p < P; ++p) multiply_add(sum[i][p], xi, key[p]);
     }
   }
+  PENSTOCK_UNROLL
   for (int i = 0; i < R; ++i)
+    PENSTOCK_UNROLL
     for (int p = 0; p < P; ++p) {
       float all = sum_lanes(sum[i][p]);
       for (int64_t e = d; e < size; ++e) all += x[i * size + e] * widen(keys[p * size + e]);
