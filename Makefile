@@ -13,7 +13,7 @@ PYTEST ?= -m pytest
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow real test-triton test-newest test-mutations test-clients sanitize wheel try-wheel docs lint format upgrade clean
+.PHONY: demo test test-slow real test-triton test-newest test-mutations test-clients test-page sanitize wheel try-wheel docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,10 @@ test-clients: $(VENV)/.installed
 	$(BIN)/python -m tools.clients.openai_suite
 	$(BIN)/python -m tools.clients.schemathesis_suite
 	$(BIN)/python -m tools.clients.lm_eval_suite
+
+# The server's page in the system's Chromium (Debian's package chromium).
+test-page: $(VENV)/.installed
+	$(BIN)/python -m tools.clients.page_suite
 
 # The GPU's kernels in Triton's interpreter, and compiled for an H100; in an environment of its own, which has Triton.
 test-triton: $(VENV)/.installed

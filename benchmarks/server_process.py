@@ -63,6 +63,11 @@ class ServerProcess:
     ) -> None:
         self._end()
 
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        return self._process.pid
+
     def usage(self) -> Usage:
         """Resources that are in use now. Raises RuntimeError if the server has ended."""
         self._check_alive()

@@ -192,3 +192,14 @@ def test_the_command_is_light() -> None:
         )
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_plot_is_drawn_and_another_format_is_refused_before_the_run(tmp_path: Path) -> None:
+    with serving_in_a_thread() as server:
+        output = invoke(server, "--model", "demo", "--plot", str(tmp_path / "run.png"), exit_code=2)
+        assert "Allowed: a name that ends in .svg" in output
+        assert not bodies(server)
+        invoke(server, "--model", "demo", "--plot", str(tmp_path / "run.svg"))
+    svg = (tmp_path / "run.svg").read_text()
+    assert "Time to first token, ms" in svg
+    assert "4 requests, all at once" in svg

@@ -100,6 +100,7 @@ def bench_serve(
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE ...", help="More fields of the results")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the latencies")] = None,
     disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="No progress bar")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks")] = False,
 ) -> None:
@@ -159,12 +160,16 @@ def bench_serve(
         path = None
         if save_result or save_detailed:
             path = _result_path(settings, result_dir, result_filename, str(more["label"]))
+        if plot is not None:
+            _check_plot(plot)
         result = _run(settings, with_bar=not disable_tqdm)
         if path is not None:
             fields = {"date": time.strftime("%Y%m%d-%H%M%S"), **more}
             fields |= result.as_json(settings, is_detailed=save_detailed)
             with file_named("--result-filename", path):
                 path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        if plot is not None:
+            _draw(plot, settings, result)
         _show(settings, result)
         if not result.figures["completed"] and not result.figures["disconnected"]:
             raise typer.Exit(EXIT_FAILURE)
@@ -200,6 +205,26 @@ def _show(settings: ServeSettings, result: ServeResult) -> None:
     with console.capture() as capture:
         console.print(report(settings, result))
     write(out, capture.get())
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse a file that cannot be written, or is no SVG, before the measurement."""
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {path} is not valid. Allowed: a name that ends in .svg; browsers convert it to PNG.")
+    with file_named("--plot", path), path.open("a"):
+        pass
+
+
+def _draw(path: Path, settings: ServeSettings, result: ServeResult) -> None:
+    from penstock.bench.serving.plot import as_svg
+
+    load, figures = settings.load, result.figures
+    most = "" if load.max_concurrency is None else f", at most {load.max_concurrency} at once"
+    how = "all at once" if load.request_rate == float("inf") else f"{load.request_rate:g} requests/s"
+    title = f"{result.model.id}: {figures['output_throughput']:,.0f} output tokens per second"
+    subtitle = f"{figures['completed']} requests, {how}{most}, from {settings.base_url}"
+    with file_named("--plot", path):
+        path.write_text(as_svg(title, subtitle, result.outcomes, settings.percentile_metrics), encoding="utf-8")
 
 
 def _headers(given: Sequence[str] | None) -> dict[str, str]:

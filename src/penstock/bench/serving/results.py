@@ -56,7 +56,7 @@ def summarize(
         "retry_after_s": max((outcome.retry_after_s or 0.0 for outcome in outcomes), default=0.0) or None,
     }
     for metric in percentile_metrics:
-        figures |= _figures_of(metric, _values(completed, metric), metric_percentiles)
+        figures |= _figures_of(metric, metric_values(completed, metric), metric_percentiles)
     return figures
 
 
@@ -120,10 +120,10 @@ def _num_good(completed: Sequence[Outcome], goodput: Mapping[str, float]) -> int
 
 
 def _meets(outcome: Outcome, metric: str, target_ms: float) -> bool:
-    return all(1000 * value <= target_ms for value in _values([outcome], metric))
+    return all(1000 * value <= target_ms for value in metric_values([outcome], metric))
 
 
-def _values(completed: Sequence[Outcome], metric: str) -> list[float]:
+def metric_values(completed: Sequence[Outcome], metric: str) -> list[float]:
     """Values of a metric in seconds."""
     if metric == "itl":
         return [value for outcome in completed for value in outcome.itl_s]
