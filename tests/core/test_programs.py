@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.one_path(reason="looks at what is recorded of a model, which on the plain path is nothing"),
 ]
 
-RECORDED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
+RECORDED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "granite"]
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
 PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -28,6 +28,14 @@ _TINY = {
     "eos_token_id": 2,
 }
 _TINY_GEMMA = {**_TINY, "head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": 0}
+_TINY_GRANITE = {
+    **_TINY,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.6,
+    "pad_token_id": 0,
+}
 _TINY_GPT2 = {
     "vocab_size": VOCAB_SIZE,
     "n_embd": 64,
@@ -62,6 +70,7 @@ FAMILIES = {
     "gemma2": Family("Gemma2Config", "Gemma2ForCausalLM", _TINY_GEMMA, norm_weight=0.0),
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", _TINY_GEMMA, norm_weight=0.0),
     "gpt2": Family("GPT2Config", "GPT2LMHeadModel", _TINY_GPT2),
+    "granite": Family("GraniteConfig", "GraniteForCausalLM", _TINY_GRANITE),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", {**_TINY, "pad_token_id": 0}),
 }
 
@@ -108,6 +117,9 @@ MIXTURES = {
     ),
     "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", _TINY_LATENT),
     "glm4_moe_lite": Family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _TINY_LATENT_FLASH),
+    "granitemoe": Family(
+        "GraniteMoeConfig", "GraniteMoeForCausalLM", {**_TINY_GRANITE, "intermediate_size": 48, "num_local_experts": 5}
+    ),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
 }
 _ALL = {**FAMILIES, **MIXTURES}

@@ -234,9 +234,13 @@ class DecoderLayer(nn.Module):
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
+        return self.feed_forward(hidden_TD, context), residual_TD
+
+    def feed_forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        """The output of the MLP or of the experts."""
         if isinstance(self.mlp, MoE):
-            return self.mlp(hidden_TD, context), residual_TD
-        return self.mlp(hidden_TD, *_if_any(context.rows_asked_for)), residual_TD
+            return self.mlp(hidden_TD, context)  # type: ignore[no-any-return]
+        return self.mlp(hidden_TD, *_if_any(context.rows_asked_for))  # type: ignore[no-any-return]
 
 
 class DecoderModel(nn.Module):

@@ -21,6 +21,8 @@ _MODELS = {
     "Gemma3ForCausalLM": "penstock.models.gemma",
     "Glm4MoeForCausalLM": "penstock.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "penstock.models.deepseek",
+    "GraniteForCausalLM": "penstock.models.granite",
+    "GraniteMoeForCausalLM": "penstock.models.granite",
     "LlamaForCausalLM": "penstock.models.llama",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MistralForCausalLM": "penstock.models.llama",
