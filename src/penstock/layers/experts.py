@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.activation import GATED_ACTIVATIONS
+from penstock.kernels.activation import GatedActivation
 from penstock.layers.adapters import AdapterRouting
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import GatedMLP
@@ -75,8 +75,8 @@ class Router(LinearLayer):
 
     keeps_precision = True
 
-    def __init__(self, hidden_size: int, routing: Routing, *, has_correction: bool = False) -> None:
-        super().__init__(hidden_size, routing.num_experts, bias=False)
+    def __init__(self, hidden_size: int, routing: Routing, *, has_correction: bool = False, bias: bool = False) -> None:
+        super().__init__(hidden_size, routing.num_experts, bias=bias)
         self.routing = routing
         self.e_score_correction_bias: nn.Parameter | None = None
         if has_correction:
@@ -127,10 +127,17 @@ class Experts(nn.ModuleList):
     """
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, *, activation: str, parallel: ParallelState
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str | GatedActivation,
+        parallel: ParallelState,
+        bias: bool = False,
     ) -> None:
         super().__init__(
-            GatedMLP(hidden_size, intermediate_size, activation=activation, bias=False, parallel=parallel)
+            GatedMLP(hidden_size, intermediate_size, activation=activation, bias=bias, parallel=parallel)
             for _ in range(num_experts)
         )
 
@@ -164,7 +171,13 @@ class SharedExpert(GatedMLP):
     """An expert that all tokens take, with a sigmoid gate on its output if `gate` is not None."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, activation: str, is_gated: bool, parallel: ParallelState
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str | GatedActivation,
+        is_gated: bool,
+        parallel: ParallelState,
     ) -> None:
         super().__init__(hidden_size, intermediate_size, activation=activation, bias=False, parallel=parallel)
         self.gate = _Gate(hidden_size, 1, bias=False) if is_gated else None
@@ -186,7 +199,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 class MoE(nn.Module):
     """Experts chosen by a router, and a shared one.
 
-    activation: a name in `GATED_ACTIVATIONS`. shared_size: features of the shared expert; 0 for none.
+    activation: as of `GatedMLP`. shared_size: features of the shared expert; 0 for none. bias: of router and experts.
     intermediate_size: of an expert, over all ranks. adapters: routing of rows to LoRA adapters; None without.
     """
 
@@ -198,20 +211,20 @@ class MoE(nn.Module):
         intermediate_size: int,
         routing: Routing,
         *,
-        activation: str,
+        activation: str | GatedActivation,
         parallel: ParallelState,
         shared_size: int = 0,
         gates_shared: bool = False,
         has_correction: bool = False,
+        bias: bool = False,
     ) -> None:
-        assert activation in GATED_ACTIVATIONS
         super().__init__()
         self.intermediate_size = intermediate_size
         self._group = parallel.tensor
         self._hidden_size = hidden_size
-        self.gate = Router(hidden_size, routing, has_correction=has_correction)
+        self.gate = Router(hidden_size, routing, has_correction=has_correction, bias=bias)
         self.experts = Experts(
-            routing.num_experts, hidden_size, intermediate_size, activation=activation, parallel=parallel
+            routing.num_experts, hidden_size, intermediate_size, activation=activation, parallel=parallel, bias=bias
         )
         self.shared_expert = None
         if shared_size:

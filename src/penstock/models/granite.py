@@ -111,7 +111,7 @@ class GraniteMoeForCausalLM(MixtureForCausalLM):
     def _expert_table(self, layer: int) -> WeightTable:
         theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
         table = {f"{theirs}.router.layer": Into(f"{ours}.gate")}
-        for expert in range(self._num_experts):
+        for expert in range(self._routing.num_experts):
             table[f"{theirs}.input_linear.{expert}"] = Into(f"{ours}.experts.{expert}.gate_up_proj")
             table[f"{theirs}.output_linear.{expert}"] = Into(f"{ours}.experts.{expert}.down_proj")
         return table

@@ -21,6 +21,7 @@ _MODELS = {
     "Gemma3ForCausalLM": "penstock.models.gemma",
     "Glm4MoeForCausalLM": "penstock.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "penstock.models.deepseek",
+    "GptOssForCausalLM": "penstock.models.gpt_oss",
     "GraniteForCausalLM": "penstock.models.granite",
     "GraniteMoeForCausalLM": "penstock.models.granite",
     "LlamaForCausalLM": "penstock.models.llama",

@@ -42,6 +42,7 @@ WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Type number and dtype of a packed weight that holds pairs of bfloat16.
 _PAIRS, _PAIR_DTYPE = 3, torch.int32
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+_CLAMPED_SWIGLU = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,12 @@ class NativeKernels:
     def gate_and_mul(self, activation: str, gate_up_TI: Tensor) -> Tensor:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
         size = row_width(gate_up_TI) // 2
-        return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size)
+        return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size, 0.0, 0.0)
+
+    def clamped_swiglu(self, gate_up_TI: Tensor, alpha: float, limit: float) -> Tensor:
+        """`kernels.activation.ClampedSwiglu` for a contiguous [T, 2 * I]."""
+        size = row_width(gate_up_TI) // 2
+        return self._gate_and_mul.rows(gate_up_TI, size, _CLAMPED_SWIGLU, size, alpha, limit)
 
     def layer_norm(
         self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, residual: Tensor | None = None
