@@ -7,7 +7,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.experts import MoE
+from penstock.models.causal_lm import StackedParameter
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.mixtures import MixtureForCausalLM, mixtures, read_routing
@@ -101,6 +102,10 @@ class GraniteMoeForCausalLM(MixtureForCausalLM):
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         return super().compute_logits(hidden_LD).div_(self._logits_scaling)
+
+    def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
+        """None: adapters of routers and experts are refused, whose names and layouts differ here."""
+        return {}
 
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         stacked = _STACKED_EXPERTS.fullmatch(name)

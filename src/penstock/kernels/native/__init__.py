@@ -20,6 +20,7 @@ from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
+from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import operation_types
@@ -71,6 +72,7 @@ class NativeKernels:
         self.module = module
         self.types = operation_types(module)
         self.attention = NativeAttention(module, instruction_set.index, self.types)
+        self.experts = NativeExperts(module, self.operation("experts"))
         self._linear = self.operation("linear")
         self._greedy = self.operation("greedy")
         self._rows = self.operation("rows")

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "attention_of_ranks.h"
+#include "experts.h"
 #include "program.h"
 #include "scratch.h"
 
@@ -473,6 +474,14 @@ const OperationType kTypes[] = {
      nullptr},
     {"merge_choices", kRows, kRead, kNone, kNone, kNoInput, true, merge_choices,
      {RANKS(MergeArguments), FIELD(MergeArguments, first_index)},
+     nullptr},
+    {"experts", kStep, kRead, kRead, kMake, kNoInput, false, experts,
+     {FIELD(ExpertsArguments, rule.bias), FIELD(ExpertsArguments, rule.num_experts),
+      FIELD(ExpertsArguments, rule.top_k), FIELD(ExpertsArguments, rule.scoring),
+      FIELD(ExpertsArguments, rule.normalizes), FIELD(ExpertsArguments, rule.scale),
+      FIELD(ExpertsArguments, rule.num_groups), FIELD(ExpertsArguments, rule.top_groups),
+      FIELD(ExpertsArguments, rule.best_of_group), FIELD(ExpertsArguments, experts),
+      FIELD(ExpertsArguments, gate_up_size), FIELD(ExpertsArguments, inner_size)},
      nullptr},
     {"keep_last", kRows, kChange, kNone, kNone, kNoInput, false, keep_last, {}, nullptr},
     {"narrow", kStep, kChange, kNone, kNone, kNoInput, false, narrow, {}, nullptr},
