@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +23,8 @@ from penstock.kernels import paged_attention
 from penstock.kernels.native import NATIVE
 from penstock.kernels.paged_attention import prefill_attention_cpu
 from penstock.kernels.step_state import compute_slot_mapping
+from penstock.parallel.context_share import ContextShare
+from support.ranks import SilentGroup
 
 
 @dataclass
@@ -32,8 +35,18 @@ class Request:
     num_new: int
 
 
+@dataclass(eq=False)
+class Sinks:
+    sinks: torch.Tensor
+
+
 def _attend(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, window: int | None, soft_cap: float | None
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Sequence[float] | None,
 ) -> np.ndarray:
     """[Q, H, D] over [L, K, D], by definition."""
     num_queries, num_heads, head_size = queries.shape
@@ -47,8 +60,10 @@ def _attend(
             scores = keys[first : position + 1, kv_head] @ queries[row, head] * head_size**-0.5
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max())
-            output[row, head] = weights @ values[first : position + 1, kv_head] / weights.sum()
+            largest = scores.max() if sinks is None else max(scores.max(), sinks[head])
+            weights = np.exp(scores - largest)
+            mass = weights.sum() if sinks is None else weights.sum() + np.exp(sinks[head] - largest)
+            output[row, head] = weights @ values[first : position + 1, kv_head] / mass
     return output
 
 
@@ -62,6 +77,7 @@ def _check(
     head_size: int = 16,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Sequence[float] | None = None,
     num_padding: int = 0,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
@@ -71,6 +87,8 @@ def _check(
     rng = np.random.default_rng(0)
     num_heads = num_kv_heads * group_size
     layer = LayerAttention("layer", num_heads, num_kv_heads, head_size, head_size**-0.5, window, soft_cap)
+    if sinks is not None:
+        layer = replace(layer, sinks=Sinks(torch.tensor(sinks, dtype=dtype)))
     requests = sorted(requests, key=lambda request: request.num_new)
     lengths = [request.num_computed + request.num_new for request in requests]
     blocks_needed = [-(-length // block_size) for length in lengths]
@@ -146,7 +164,7 @@ def _check(
     row = 0
     for i, request in enumerate(requests):
         known = [round_trip(part[i], kept) for part in (keys, values)]
-        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap)
+        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap, sinks)
         actual = output[row : row + request.num_new].double().numpy()
         np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
         row += request.num_new
@@ -231,6 +249,25 @@ def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | No
 @pytest.mark.parametrize("backend", [native, CpuPagedBackend, ReferenceBackend])
 def test_soft_caps(backend: type[AttentionBackend], soft_cap: float, window: int | None) -> None:
     _check(backend, list(MIXED), soft_cap=soft_cap, window=window, num_padding=2)
+
+
+# Beside scores within about five: sinks with no weight, some, and all of it.
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_sinks(backend: type[AttentionBackend], window: int | None) -> None:
+    sinks = [-200.0, 0.25, 3.0, 200.0]
+    _check(backend, list(MIXED), sinks=sinks, window=window, num_padding=2)
+    _check(backend, [Request(900, 1), Request(0, 40), Request(500, 3)], sinks=sinks, window=window, block_size=16)
+
+
+def test_sinks_are_refused_where_positions_are_shared() -> None:
+    layer = LayerAttention(
+        "layer", 2, 1, 16, 0.25, context=ContextShare(SilentGroup(0, 2), 1), sinks=Sinks(torch.ones(2))
+    )
+    with pytest.raises(UnsupportedFeature, match="attention sinks with decode_context_parallel_size=2"):
+        select_backend(
+            layer, dtype=torch.float32, device=torch.device("cpu"), block_size=16, candidates=("cpu_native",)
+        )
 
 
 @pytest.mark.parametrize("most_scores", [1, 100])

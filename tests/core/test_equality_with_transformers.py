@@ -91,6 +91,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "granite": ("granite", {}),
     "olmo2": ("olmo2", {}),
 }
 # The same families with other layouts of heads and layers.

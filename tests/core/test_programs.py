@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.one_path(reason="looks at what is recorded of a model, which on the plain path is nothing"),
 ]
 
-RECORDED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
+RECORDED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "granite"]
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
 PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def _recorded(worker: Any) -> list[NativeProgram]:
 
 def results(folder: Path, **options: Any) -> tuple[list[Any], int]:
     """Tokens and all their log-probabilities, and how many programs there were."""
-    core = make_core(folder, dtype="float32", **options)
+    core = make_core(folder, **{"dtype": "float32", **options})
     try:
         num_programs = len(programs(core))
         found = run(core, PROMPTS, PARAMS)
@@ -68,6 +68,21 @@ def both(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
 def test_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     tiny_checkpoint(tmp_path, family)
     both(tmp_path, monkeypatch, **OPTIONS["chunked"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe", "mixtral"])
+@pytest.mark.parametrize("option", ["chunked", "int4", "bfloat16"])
+@pytest.mark.one_case_quick
+def test_experts_are_part_of_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, option: str
+) -> None:
+    tiny_checkpoint(tmp_path, family)
+    options = OPTIONS.get(option, {"dtype": option})
+    core = make_core(tmp_path, **{"dtype": "float32", **options})
+    run(core, PROMPTS[:1], PARAMS)
+    assert [program.num_segments for program in programs(core)] == [1]
+    core.close()
+    both(tmp_path, monkeypatch, **options)
 
 
 @pytest.mark.parametrize("option", ["int8", "int4", "int8 cache", "bfloat16 cache"])

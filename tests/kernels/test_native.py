@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.kernels.activation import gelu_tanh_and_mul_reference, silu_and_mul_reference
+from penstock.kernels.activation import ClampedSwiglu, gelu_tanh_and_mul_reference, silu_and_mul_reference
 from penstock.kernels.logits_shaping import allow_by_bits_reference
 from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
 from penstock.kernels.norm import rms_norm_reference
@@ -182,6 +182,13 @@ def test_gate_and_mul(kernels: NativeKernels, num_tokens: int, size: int, activa
     gate_up_TI = torch.randn(num_tokens, 2 * size) * 20
     expected = GATED_REFERENCES[activation](gate_up_TI.double()).float()
     torch.testing.assert_close(kernels.gate_and_mul(activation, gate_up_TI), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 24, 67])
+def test_clamped_swiglu(kernels: NativeKernels, size: int) -> None:
+    gate_up_TI = torch.randn(5, 2 * size) * 5
+    expected = ClampedSwiglu(1.702, 7.0).reference(gate_up_TI.double()).float()
+    torch.testing.assert_close(kernels.clamped_swiglu(gate_up_TI, 1.702, 7.0), expected, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", GATED_REFERENCES)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.kernels.native import NATIVE
 from penstock.layers.experts import SIGMOID, SOFTMAX, ExpertRows, Experts, Routing
 from penstock.parallel import ParallelState
 from support.answers import patient
@@ -51,12 +52,23 @@ def test_experts_and_weights_are_those_of_the_definition(
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(50, NUM_EXPERTS, generator=generator)
     bias = torch.randn(NUM_EXPERTS, generator=generator) if has_bias else None
-    experts, weights = routing.choose(logits, bias)
-    for row, (ids, values, expected) in enumerate(
-        zip(experts.tolist(), weights.tolist(), by_definition(routing, logits, bias), strict=True)
-    ):
-        assert ids == sorted(expected), row
-        assert values == pytest.approx([expected[expert] for expert in ids], rel=1e-5), row
+    for choose in (routing.choose, routing.choose_reference):
+        experts, weights = choose(logits, bias)
+        for row, (ids, values, expected) in enumerate(
+            zip(experts.tolist(), weights.tolist(), by_definition(routing, logits, bias), strict=True)
+        ):
+            assert ids == sorted(expected), row
+            assert values == pytest.approx([expected[expert] for expert in ids], rel=1e-5), row
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+def test_ties_go_to_the_first_experts_and_logits_that_are_no_numbers_still_choose() -> None:
+    logits = torch.tensor([[1.0] * 8, [0.0, 3.0, 1.0, 3.0, 1.0, 1.0, 0.0, 0.0], [float("nan")] * 8])
+    experts, weights = Routing(NUM_EXPERTS, 3).choose(logits)
+    assert experts[:2].tolist() == [[0, 1, 2], [1, 2, 3]]
+    assert len({*experts[2].tolist()} & {*range(NUM_EXPERTS)}) == 3
+    assert weights[0].tolist() == pytest.approx([1 / 3] * 3)
+    assert weights[2].isnan().all()
 
 
 @patient

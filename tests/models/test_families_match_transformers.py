@@ -128,6 +128,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"tie_word_embeddings": False, "n_inner": None, "n_head": 2}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "layer_norm_epsilon": 1e-2}),
     ("gpt2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "activation_function": "relu"}),
+    ("granite", {}),
+    ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("olmo2", {}),
     ("olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
     ("olmo2", {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),

@@ -55,6 +55,11 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"rope_parameters": YARN, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
     ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None, "first_k_dense_replace": 2}),
     ("glm4_moe_lite", {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"swiglu_alpha": 0.9, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True}),
+    ("gpt_oss", {"attention_bias": False, "num_key_value_heads": 1, "num_experts_per_tok": 1}),
+    ("granitemoe", {}),
+    ("granitemoe", {"num_experts_per_tok": 4, "attention_bias": True, "tie_word_embeddings": True}),
     ("olmoe", {}),
     ("olmoe", {"norm_topk_prob": True, "num_experts_per_tok": 6}),
 ]

@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "vocab_size": 99, "tie_word_embeddings": True},
     "phi3": SIZES,
     "gemma2": SIZES,
+    "granite": SIZES,
     "olmo2": SIZES,
     "gpt2": {"vocab_size": 97, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
 }

@@ -28,6 +28,14 @@ _TINY = {
     "eos_token_id": 2,
 }
 _TINY_GEMMA = {**_TINY, "head_dim": 16, "query_pre_attn_scalar": 24, "pad_token_id": 0}
+_TINY_GRANITE = {
+    **_TINY,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.6,
+    "pad_token_id": 0,
+}
 _TINY_GPT2 = {
     "vocab_size": VOCAB_SIZE,
     "n_embd": 64,
@@ -62,9 +70,11 @@ FAMILIES = {
     "gemma2": Family("Gemma2Config", "Gemma2ForCausalLM", _TINY_GEMMA, norm_weight=0.0),
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", _TINY_GEMMA, norm_weight=0.0),
     "gpt2": Family("GPT2Config", "GPT2LMHeadModel", _TINY_GPT2),
+    "granite": Family("GraniteConfig", "GraniteForCausalLM", _TINY_GRANITE),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", {**_TINY, "pad_token_id": 0}),
 }
 
+_TINY_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 # Mixtures of experts.
 _TINY_MOE = {**_TINY, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0}
 _TINY_LATENT = {
@@ -108,6 +118,24 @@ MIXTURES = {
     ),
     "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", _TINY_LATENT),
     "glm4_moe_lite": Family("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", _TINY_LATENT_FLASH),
+    "gpt_oss": Family(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_TINY,
+            "intermediate_size": 48,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "sliding_window": 9,
+            "swiglu_limit": 0.9,
+            "rope_parameters": {**_TINY_YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+            "pad_token_id": 0,
+        },
+    ),
+    "granitemoe": Family(
+        "GraniteMoeConfig", "GraniteMoeForCausalLM", {**_TINY_GRANITE, "intermediate_size": 48, "num_local_experts": 5}
+    ),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
 }
 _ALL = {**FAMILIES, **MIXTURES}

@@ -42,4 +42,5 @@ class PaddedBackend(ReferenceBackend):
             layer.scale,
             layer.sliding_window,
             layer.soft_cap,
+            layer.sink_values,
         )

@@ -77,5 +77,9 @@ def _attend(layer: LayerAttention, query_SHD: Tensor, key_SKD: Tensor, value_SKD
     hidden_SS = distance_SS < 0
     if layer.sliding_window is not None:
         hidden_SS |= distance_SS >= layer.sliding_window
-    weights_HSS = scores_HSS.masked_fill(hidden_SS, float("-inf")).softmax(-1)
+    scores_HSS = scores_HSS.masked_fill(hidden_SS, float("-inf"))
+    if layer.sink_values is not None:
+        sinks_HS1 = layer.sink_values.float()[:, None, None].expand(-1, len(query_SHD), 1)
+        scores_HSS = torch.cat((scores_HSS, sinks_HS1), -1)
+    weights_HSS = scores_HSS.softmax(-1)[..., : len(key_SKD)]
     return torch.einsum("hqk,khd->qhd", weights_HSS, value_SHD.float()).to(query_SHD.dtype)

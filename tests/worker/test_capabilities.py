@@ -153,6 +153,10 @@ def with_latents(folder: Path) -> Path:
     return tiny_checkpoint(folder, "deepseek_v3", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
 
 
+def gpt_oss(folder: Path) -> Path:
+    return tiny_checkpoint(folder, "gpt_oss", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
+
+
 def of_transformers(folder: Path) -> Path:
     class_name, changes = FAMILIES["starcoder2"]
     return save_for_fallback(tiny_transformers_model(class_name, **changes), folder).folder
@@ -168,6 +172,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 INT8_OF_TORCHAO = torchao_config("Int8WeightOnlyConfig", group_size=None)
 WAYS = {
     "GPT-2": Way(model=gpt2),
+    "attention sinks": Way(model=gpt_oss),
     "Transformers models": Way(model=of_transformers),
     "latent attention": Way(model=with_latents),
     "bfloat16 weights": Way(always(dtype="bfloat16")),
@@ -198,6 +203,7 @@ SETS = (
     ("bfloat16 weights", "draft model"),
     *((name,) for name in WAYS if name.endswith("checkpoints")),
     ("GPT-2", "n-gram drafts"),
+    ("attention sinks",),
     ("Transformers models",),
     ("latent attention",),
     ("EAGLE",),

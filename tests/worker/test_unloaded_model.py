@@ -43,6 +43,7 @@ NATIVE: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {}),
     ("gemma3", {}),
     ("gpt2", {"n_positions": 1024, "n_embd": 128}),
+    ("granite", {}),
     ("olmo2", {}),
 ]
 # So that not all weights of a layer are widened at once.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.contract import AttentionSpec
 from penstock.device.base import TORCH_DTYPES
+from penstock.kernels.paged_attention import AttentionSinks
 from penstock.kernels.rotary import Rotation, apply_rotary
 from penstock.parallel.context_share import ContextShare
 
@@ -39,6 +40,7 @@ class LayerAttention:
     context: ranks that shard the positions of the layer's KV heads (decode context parallelism); None without.
     latent_size: latent attention: there is one KV head, and its value is the last so many elements of its key, so that
     the cache keeps keys alone; None for attention with values of their own.
+    sinks: of the query heads; None for none. Its tensor is read in every step, since weights are loaded later.
     """
 
     name: str
@@ -50,11 +52,17 @@ class LayerAttention:
     soft_cap: float | None = None
     context: ContextShare | None = None
     latent_size: int | None = None
+    sinks: AttentionSinks | None = None
 
     @property
     def value_size(self) -> int:
         """Elements of a head's value, and of its output."""
         return self.head_size if self.latent_size is None else self.latent_size
+
+    @property
+    def sink_values(self) -> Tensor | None:
+        """The values of the sinks, [H]; None for none."""
+        return None if self.sinks is None else self.sinks.sinks
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ class CpuNativeBackend(AttentionBackend):
                 layer.scale,
                 layer.sliding_window,
                 layer.soft_cap,
+                layer.sinks,
                 *((None, 1) if layer.context is None else (layer.context.group.collectives, layer.context.interleave)),
                 layer.latent_size or 0,
             )

@@ -128,6 +128,7 @@ class CpuPagedBackend(HeadMajorBackend):
                 layer.scale,
                 workspace,
                 layer.soft_cap,
+                layer.sink_values,
             )
         for prefill in metadata.prefills:
             rows = slice(prefill.start, prefill.stop)
@@ -143,6 +144,7 @@ class CpuPagedBackend(HeadMajorBackend):
                 layer.scale,
                 layer.sliding_window,
                 layer.soft_cap,
+                layer.sink_values,
             )
         output_THD[metadata.num_tokens :] = 0
         return output_THD

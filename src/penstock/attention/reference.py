@@ -33,4 +33,5 @@ class ReferenceBackend(TokenMajorBackend):
             layer.scale,
             layer.sliding_window,
             layer.soft_cap,
+            layer.sink_values,
         )

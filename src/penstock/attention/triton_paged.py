@@ -82,7 +82,7 @@ class TritonPagedBackend(TokenMajorBackend):
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
         from penstock.kernels.triton.paged_attention import decode_attention, prefill_attention
 
-        parameters = layer.scale, layer.sliding_window, layer.soft_cap
+        parameters = layer.scale, layer.sliding_window, layer.soft_cap, layer.sink_values
         table, seq_lens = geometry.block_table, geometry.seq_lens
         if geometry.max_query_len <= 1:
             return decode_attention(query_THD, kv_cache[0], kv_cache[1], table, seq_lens, *parameters)

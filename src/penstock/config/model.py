@@ -19,6 +19,7 @@ from penstock.config.generation import (
 from penstock.config.gguf.folder import check_model_fields
 from penstock.config.json_file import read_json_object, shown
 from penstock.config.pooling import POOL, PoolingConfig, read_pooling
+from penstock.config.quantized_checkpoint import FP8, MXFP4, quantization_of_checkpoint
 from penstock.config.resolve import SHIPPED_MODELS, resolve_metadata_folder, resolve_model_folder
 from penstock.config.size_limits import MAX_POSITIONS, check_sizes
 from penstock.errors import ConfigError, ModelError
@@ -118,7 +119,7 @@ class ModelConfig:
             object.__setattr__(self, "quantization", None)
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
-            if quantized is not None:
+            if quantized is not None and quantization_of_checkpoint(self.hf_config) not in (FP8, MXFP4):
                 raise ConfigError(
                     f"quantization={self.quantization!r} is not valid for {self.model}, whose weights are quantized "
                     "already (quantization_config in config.json). Leave the option out."

@@ -2,7 +2,7 @@
 
 Formats, as their own tools write them: compressed-tensors (https://github.com/vllm-project/compressed-tensors), GPTQ
 (https://github.com/ModelCloud/GPTQModel), AWQ (https://github.com/casper-hansen/AutoAWQ), torchao
-(https://github.com/pytorch/ao), and FP8 as Transformers and AutoFP8 write it.
+(https://github.com/pytorch/ao), FP8 as Transformers and AutoFP8 write it, and MXFP4 of gpt-oss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ AWQ = "awq"
 COMPRESSED_TENSORS = "compressed-tensors"
 TORCHAO = "torchao"
 FP8 = "fp8"
-QUANTIZED_CHECKPOINTS = (COMPRESSED_TENSORS, GPTQ, AWQ, TORCHAO, FP8)
+MXFP4 = "mxfp4"
+QUANTIZED_CHECKPOINTS = (COMPRESSED_TENSORS, GPTQ, AWQ, TORCHAO, FP8, MXFP4)
 INT_QUANTIZED = "int-quantized"
 FLOAT_QUANTIZED = "float-quantized"
 PACK_QUANTIZED = "pack-quantized"
@@ -36,8 +37,8 @@ class QuantizedCheckpoint:
 
     bits: 8 or 4. group_size: inputs that share a scale; None for one scale per output channel. is_symmetric: without
     zero points. is_reordered: with activation order (desc_act): a tensor gives the group of each input.
-    is_float: FP8 weights. block_size: of these, output and input features that share a scale; None for one scale per
-    tensor or per output channel.
+    is_float: FP8 or MXFP4 weights, which are dequantised. block_size: of FP8 weights, output and input features that
+    share a scale; None for one scale per tensor or per output channel.
     """
 
     method: str
@@ -73,6 +74,7 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
         AWQ: _read_awq,
         TORCHAO: _read_torchao,
         FP8: _read_fp8,
+        MXFP4: _read_mxfp4,
     }
     return readers[method](_Fields(content, model))
 
@@ -192,6 +194,11 @@ def _read_fp8(fields: _Fields) -> QuantizedCheckpoint:
     fields.require("activation_scheme", "dynamic", "static", default="dynamic")
     block_size = fields.block_size("weight_block_size")
     return QuantizedCheckpoint(FP8, FP8, 8, None, is_symmetric=True, is_float=True, block_size=block_size)
+
+
+def _read_mxfp4(_: _Fields) -> QuantizedCheckpoint:
+    """Settings of MXFP4. The tensors show which layers have it."""
+    return QuantizedCheckpoint(MXFP4, MXFP4, 4, _GROUP_MULTIPLE, is_symmetric=True, is_float=True)
 
 
 def _read_compressed_tensors(fields: _Fields) -> QuantizedCheckpoint:

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 # Reasoning between reasoning_start_str and reasoning_end_str, which are options.
 CUSTOM = "custom"
+# Messages in channels, of which this one is the reasoning.
+HARMONY = "openai_gptoss"
+HARMONY_ANALYSIS = "<|channel|>analysis<|message|>"
 
 
 class ReasoningMarkers(NamedTuple):
@@ -30,6 +33,11 @@ REASONING_PARSERS = {
     "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
     "granite": ReasoningMarkers("Here is my thought process:", "Here is my response:"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    HARMONY: ReasoningMarkers(
+        HARMONY_ANALYSIS,
+        "<|start|>assistant<|channel|>final<|message|>",
+        implied_ends=("<|start|>assistant<|channel|>commentary to=",),
+    ),
 }
 
 

@@ -7,7 +7,9 @@ activation(gate) * up: [T, I].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -60,6 +62,29 @@ def gelu_tanh_and_mul_reference(gate_up_TI: Tensor) -> Tensor:
     return gelu_tanh_reference(gate_TI).mul_(up_TI)
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """gate * sigmoid(alpha * gate) * (up + 1), of gates up to `limit` and ups between -limit and limit (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up_TI: Tensor) -> Tensor:
+        if NATIVE is not None and NATIVE.runs(gate_up_TI) and gate_up_TI.is_contiguous():
+            return NATIVE.clamped_swiglu(gate_up_TI, self.alpha, self.limit)
+        if _triton_takes(gate_up_TI):
+            from penstock.kernels.triton.activation import clamped_swiglu
+
+            return clamped_swiglu(gate_up_TI, self.alpha, self.limit)
+        return self.reference(gate_up_TI)
+
+    def reference(self, gate_up_TI: Tensor) -> Tensor:
+        """The specification."""
+        gate_TI, up_TI = gate_up_TI.chunk(2, -1)
+        gate_TI, up_TI = gate_TI.clamp(max=self.limit), up_TI.clamp(-self.limit, self.limit)
+        return gate_TI * torch.sigmoid(gate_TI * self.alpha) * (up_TI + 1)
+
+
 def _triton_takes(gate_up_TI: Tensor) -> bool:
     return gate_up_TI.dim() == 2 and gate_up_TI.stride(1) == 1 and triton_runs(gate_up_TI)
 
@@ -109,7 +134,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_fast": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
 }
-GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+GatedActivation = Callable[[Tensor], Tensor]
+GATED_ACTIVATIONS: Mapping[str, GatedActivation] = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
     "gelu": gelu_and_mul,

@@ -8,6 +8,7 @@ positions, Q queries of a request, X queries of all query heads of a KV head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,17 @@ _MAX_SCORES = 1 << 20
 _NEG_INF = float("-inf")
 
 
+class AttentionSinks(Protocol):
+    """Attention sinks: scores, one per query head, of a position without a value that is part of every softmax.
+
+    Xiao et al. 2023, https://arxiv.org/abs/2309.17453; learned as in gpt-oss. A soft cap does not apply to them.
+    """
+
+    @property
+    def sinks(self) -> Tensor:
+        """[H]."""
+
+
 def paged_attention_reference(
     query_THD: Tensor,
     key_BPKD: Tensor,
@@ -32,13 +44,15 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every request's queries to its own positions. Pads all requests to the longest.
 
     key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D], where values may have a size of their own.
     block_table_RB: int32.
     query_start_loc: [R + 1]. seq_lens_R: positions after this step; the queries are the last ones.
-    Returns [T, H, D]. Computes in float32. Reads no tensor on the host, so it works on any device.
+    sinks_H: as in `AttentionSinks`. Returns [T, H, D]. Computes in float32. Reads no tensor on the host, so it works on
+    any device.
     """
     num_reqs = block_table_RB.shape[0]
     num_tokens, num_heads, _ = query_THD.shape
@@ -61,7 +75,7 @@ def paged_attention_reference(
     scores = torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD, key_RLKD) * scale
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
-    weights = scores.masked_fill(~visible_RQL[:, None, None], _NEG_INF).softmax(dim=-1)
+    weights = softmax_with_sinks(scores.masked_fill(~visible_RQL[:, None, None], _NEG_INF), sinks_H)
     output_RQHD = torch.einsum("rkgql,rlkd->rqkgd", weights, value_RLKD).flatten(2, 3)
 
     # Rows beyond a shorter query belong to other requests: mask them out of the scatter.
@@ -69,6 +83,14 @@ def paged_attention_reference(
     is_own_RQ = offset_Q < query_len_R[:, None]
     output_THD[torch.where(is_own_RQ, token_RQ, num_tokens)] = output_RQHD
     return output_THD[:num_tokens].to(query_THD.dtype)
+
+
+def softmax_with_sinks(scores: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Softmax weights of scores [..., K, H / K, Q, L], with the sinks in the denominator."""
+    if sinks_H is None:
+        return scores.softmax(dim=-1)
+    sinks = sinks_H.to(scores.dtype).view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def write_kv_rows(slot_mapping_T: np.ndarray, block_size: int, num_kv_heads: int) -> np.ndarray:
@@ -148,12 +170,15 @@ def decode_attention_cpu(
     scale: float,
     workspace: tuple[Tensor, Tensor],
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
 
     workspace: for gathered keys and values, [N or more, K, P, D] each; new allocations would double the cost.
     """
-    output_RHD, _ = decode_attention_part(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
+    output_RHD, lse_RH = decode_attention_part(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
+    if sinks_H is not None:
+        output_RHD *= torch.sigmoid(lse_RH - sinks_H.float()).unsqueeze(-1)
     return output_RHD.to(query_RHD.dtype)
 
 
@@ -212,19 +237,21 @@ def prefill_attention_cpu(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
     tile: int = 512,
 ) -> Tensor:
     """Causal attention of one request's last Q positions to all its L positions; returns [Q, H, D].
 
-    Queries are processed in tiles, which bounds the mask's size; in smaller ones with a soft cap, for which torch has
-    no fused attention.
+    Queries are processed in tiles, which bounds the mask's size; in smaller ones with a soft cap or sinks, for which
+    torch has no fused attention.
     """
     num_queries, context = query_QHD.shape[0], key_LKD.shape[0]
     query_1HQD = query_QHD.transpose(0, 1).unsqueeze(0)
     key_1KLD = key_LKD.transpose(0, 1).unsqueeze(0)
     value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
     within_window = sliding_window is None or context <= sliding_window
-    if soft_cap is not None:
+    is_fused = soft_cap is None and sinks_H is None
+    if not is_fused:
         tile = _capped_queries(query_QHD.shape[1], context)
     elif num_queries == context and within_window:
         output = F.scaled_dot_product_attention(
@@ -243,25 +270,31 @@ def prefill_attention_cpu(
         if sliding_window is not None:
             visible_QL &= position_L > position_Q1 - sliding_window
         seen = query_1HQD[:, :, start:stop], key_1KLD[:, :, begin:end], value_1KLD[:, :, begin:end]
-        if soft_cap is None:
+        if is_fused:
             output = F.scaled_dot_product_attention(*seen, attn_mask=visible_QL, scale=scale, enable_gqa=True)
         else:
-            output = _capped_attention(*seen, visible_QL, scale, soft_cap)
+            output = _unfused_attention(*seen, visible_QL, scale, soft_cap, sinks_H)
         tiles.append(output.squeeze(0).transpose(0, 1))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
 
 
-def _capped_attention(
-    query_1HQD: Tensor, key_1KLD: Tensor, value_1KLD: Tensor, visible_QL: Tensor, scale: float, soft_cap: float
+def _unfused_attention(
+    query_1HQD: Tensor,
+    key_1KLD: Tensor,
+    value_1KLD: Tensor,
+    visible_QL: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """scaled_dot_product_attention with grouped heads and capped scores: [1, H, Q, D]."""
+    """scaled_dot_product_attention with grouped heads, capped scores and sinks: [1, H, Q, D]."""
     _, num_heads, num_queries, head_size = query_1HQD.shape
     num_kv_heads = key_1KLD.shape[1]
     # A group's queries are rows of one matrix, so that its keys and values are not copied per query head.
     query_KXD = (query_1HQD * scale).reshape(num_kv_heads, -1, head_size)
     scores_KXL = _cap(torch.matmul(query_KXD, key_1KLD[0].transpose(1, 2)).float(), soft_cap)
-    scores_KXL.view(num_kv_heads, -1, *visible_QL.shape).masked_fill_(~visible_QL, _NEG_INF)
-    weights_KXL = scores_KXL.softmax(dim=-1).to(value_1KLD.dtype)
+    scores_KGQL = scores_KXL.view(num_kv_heads, -1, *visible_QL.shape).masked_fill_(~visible_QL, _NEG_INF)
+    weights_KXL = softmax_with_sinks(scores_KGQL, sinks_H).view(scores_KXL.shape).to(value_1KLD.dtype)
     return torch.matmul(weights_KXL, value_1KLD[0]).view(1, num_heads, num_queries, head_size)
 
 

@@ -12,6 +12,21 @@ from torch import Tensor, nn
 from penstock.attention import ForwardContext, HeadNorm, LayerAttention
 from penstock.contract import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from penstock.kernels.rotary import Rotation
+from penstock.layers.linear import rows_of_rank
+from penstock.layers.weights import WeightSlot, new_parameter
+from penstock.parallel import ParallelState, heads_of_rank
+
+
+class HeadSinks(nn.Module):
+    """`AttentionSinks`: a learned score of each query head. num_heads, num_kv_heads: over all ranks."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, parallel: ParallelState) -> None:
+        super().__init__()
+        self._share, _ = heads_of_rank(num_heads, num_kv_heads, parallel.tensor)
+        self.sinks = new_parameter(self._share.size)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"sinks": rows_of_rank(self.sinks, self._share)}
 
 
 class Attention(nn.Module):

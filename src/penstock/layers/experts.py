@@ -5,15 +5,19 @@ Suffixes: T tokens, D hidden size, E experts, K experts of a token, N rows of on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.activation import GATED_ACTIVATIONS
+from penstock.kernels.activation import GatedActivation
+from penstock.kernels.native import NATIVE
+from penstock.kernels.native.experts import RuleArguments
+from penstock.kernels.rows import sum_rows
 from penstock.layers.adapters import AdapterRouting
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import GatedMLP
@@ -41,11 +45,25 @@ class Routing:
     top_groups: int = 1
     best_of_group: int = 1
 
+    @property
+    def arguments(self) -> RuleArguments:
+        """The rule as the C++ kernels take it."""
+        scoring = (SOFTMAX, SIGMOID).index(self.scoring)
+        groups = self.num_groups, self.top_groups, self.best_of_group
+        return self.num_experts, self.top_k, scoring, self.normalizes, float(self.scale), *groups
+
     def choose(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Experts of each token, ascending, and their weights: int64 [T, K] and float32 [T, K].
 
         bias_E: added to the scores for the choice alone, not for the weights (DeepSeek-V3, arXiv:2412.19437, eq. 16).
         """
+        if NATIVE is not None and NATIVE.runs(logits_TE) and NATIVE.experts.takes(self.num_experts):
+            bias_E = None if bias_E is None else bias_E.float()
+            return NATIVE.experts.route(logits_TE.contiguous(), self.arguments, bias_E)
+        return self.choose_reference(logits_TE, bias_E)
+
+    def choose_reference(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The specification of `choose`."""
         scores_TE = torch.softmax(logits_TE, -1) if self.scoring == SOFTMAX else _sigmoid(logits_TE)
         for_choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if self.num_groups > 1:
@@ -75,8 +93,8 @@ class Router(LinearLayer):
 
     keeps_precision = True
 
-    def __init__(self, hidden_size: int, routing: Routing, *, has_correction: bool = False) -> None:
-        super().__init__(hidden_size, routing.num_experts, bias=False)
+    def __init__(self, hidden_size: int, routing: Routing, *, has_correction: bool = False, bias: bool = False) -> None:
+        super().__init__(hidden_size, routing.num_experts, bias=bias)
         self.routing = routing
         self.e_score_correction_bias: nn.Parameter | None = None
         if has_correction:
@@ -127,10 +145,17 @@ class Experts(nn.ModuleList):
     """
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, *, activation: str, parallel: ParallelState
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str | GatedActivation,
+        parallel: ParallelState,
+        bias: bool = False,
     ) -> None:
         super().__init__(
-            GatedMLP(hidden_size, intermediate_size, activation=activation, bias=False, parallel=parallel)
+            GatedMLP(hidden_size, intermediate_size, activation=activation, bias=bias, parallel=parallel)
             for _ in range(num_experts)
         )
 
@@ -164,7 +189,13 @@ class SharedExpert(GatedMLP):
     """An expert that all tokens take, with a sigmoid gate on its output if `gate` is not None."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, activation: str, is_gated: bool, parallel: ParallelState
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str | GatedActivation,
+        is_gated: bool,
+        parallel: ParallelState,
     ) -> None:
         super().__init__(hidden_size, intermediate_size, activation=activation, bias=False, parallel=parallel)
         self.gate = _Gate(hidden_size, 1, bias=False) if is_gated else None
@@ -186,7 +217,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 class MoE(nn.Module):
     """Experts chosen by a router, and a shared one.
 
-    activation: a name in `GATED_ACTIVATIONS`. shared_size: features of the shared expert; 0 for none.
+    activation: as of `GatedMLP`. shared_size: features of the shared expert; 0 for none. bias: of router and experts.
     intermediate_size: of an expert, over all ranks. adapters: routing of rows to LoRA adapters; None without.
     """
 
@@ -198,20 +229,20 @@ class MoE(nn.Module):
         intermediate_size: int,
         routing: Routing,
         *,
-        activation: str,
+        activation: str | GatedActivation,
         parallel: ParallelState,
         shared_size: int = 0,
         gates_shared: bool = False,
         has_correction: bool = False,
+        bias: bool = False,
     ) -> None:
-        assert activation in GATED_ACTIVATIONS
         super().__init__()
         self.intermediate_size = intermediate_size
         self._group = parallel.tensor
         self._hidden_size = hidden_size
-        self.gate = Router(hidden_size, routing, has_correction=has_correction)
+        self.gate = Router(hidden_size, routing, has_correction=has_correction, bias=bias)
         self.experts = Experts(
-            routing.num_experts, hidden_size, intermediate_size, activation=activation, parallel=parallel
+            routing.num_experts, hidden_size, intermediate_size, activation=activation, parallel=parallel, bias=bias
         )
         self.shared_expert = None
         if shared_size:
@@ -223,8 +254,23 @@ class MoE(nn.Module):
         rows: ScatteredRows | None = context.rows_asked_for
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
-        (part_TD,) = context.opaque(self._partial, hidden_TD, widths=[self._hidden_size])
+        part_TD = self._recorded(hidden_TD)
+        if part_TD is None:
+            (part_TD,) = context.opaque(self._partial, hidden_TD, widths=[self._hidden_size])
         return self._group.all_reduce(part_TD) if rows is None else rows.add_up(part_TD)
+
+    def _recorded(self, hidden_TD: Tensor) -> Tensor | None:
+        """`_partial` in a recorded program; None outside of one, and where kernels for it are missing."""
+        is_gated = self.shared_expert is not None and self.shared_expert.gate is not None
+        if NATIVE is None or self.adapters is not None or is_gated:
+            return None
+        gate = self.gate
+        mlps = cast("list[Callable[[Tensor], Tensor]]", [mlp.partial for mlp in self.experts])
+        rule, bias_E = gate.routing.arguments, gate.e_score_correction_bias
+        part_TD = NATIVE.experts.record(hidden_TD, gate, mlps, rule, bias_E)
+        if part_TD is None or self.shared_expert is None:
+            return part_TD
+        return sum_rows(part_TD, self.shared_expert.partial(hidden_TD))
 
     def _partial(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor]:
         # A recorded program calls this outside of the model's forward pass.

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
+from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, GatedActivation
 from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)). activation: a name in `GATED_ACTIVATIONS`."""
+    """down(activation(gate(x)) * up(x)). activation: a name in `GATED_ACTIVATIONS`, or a function like those."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: str = "silu",
+        activation: str | GatedActivation = "silu",
         bias: bool,
         parallel: ParallelState,
     ) -> None:
@@ -27,7 +27,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear.of_sizes(hidden_size, sizes, bias=bias, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
         self.down_proj.has_massive_inputs = True
-        self._activate_and_mul = GATED_ACTIVATIONS[activation]
+        self._activate_and_mul = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
     def forward(self, hidden_TD: Tensor, rows: ScatteredRows | None = None) -> Tensor:
         """rows: sequence-parallel layout of input and output."""

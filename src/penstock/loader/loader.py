@@ -140,6 +140,9 @@ def _fill(
     # Quantised layers allocate one at a time; others now.
     late = {} if rounding is None or runs_through_transformers(model_config) else linear_weights(model)
     materialise(model, device, dtype, weights_dtype, late)
+    for layer in model.modules() if rounding is None or rounding.keeps_floats else ():
+        if isinstance(layer, LinearLayer):
+            layer.cpu_arithmetic = model_config.cpu_arithmetic
     slots = state_slots(model) if load_config.load_format == SHARDED_STATE else None
     if rounding is not None and late:
         slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, rounding.method)
@@ -147,9 +150,6 @@ def _fill(
         tensors = rounding.weights(tensors, (slots or {}).__contains__)
     model.load_weights(tensors, slots)
     if not late:
-        layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
-        for layer in layers if rounding is None else ():
-            layer.cpu_arithmetic = model_config.cpu_arithmetic
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
     _check_arithmetic(model, model_config)
 

@@ -32,10 +32,10 @@ class StoredTies:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Rename the checkpoint's tensors to the model's slots."""
-        for stored_name, tensor in tensors:
-            name = model.checkpoint_name(stored_name)
-            yield self.renamed.get(name, name), tensor
+        """Rename the checkpoint's tensors to the model's slots, stacked ones in pieces."""
+        for stored_name, stored in tensors:
+            for name, tensor in model.pieces(stored_name, stored):
+                yield self.renamed.get(name, name), tensor
 
 
 def find_ties(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> StoredTies:

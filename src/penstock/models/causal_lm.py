@@ -6,7 +6,7 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -96,6 +96,10 @@ class CausalLM(nn.Module, ABC):
         """Map the name of an older checkpoint format to one of `checkpoint_slots`."""
         return name
 
+    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the tensors of `checkpoint_slots` in a checkpoint's tensor, such as one with all experts."""
+        yield self.checkpoint_name(name), tensor
+
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
     ) -> None:
@@ -109,5 +113,5 @@ class CausalLM(nn.Module, ABC):
         restore_weights(self)
         if slots is None:
             slots = self.checkpoint_slots()
-            weights = ((self.checkpoint_name(name), tensor) for name, tensor in weights)
+            weights = (piece for name, tensor in weights for piece in self.pieces(name, tensor))
         load_into_slots(slots, (*self.ignorable, *self.names_elsewhere()), weights)

@@ -18,7 +18,7 @@ from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
 from penstock.kernels.sampling import ChosenTokens
-from penstock.layers.attention import Attention
+from penstock.layers.attention import Attention, HeadSinks
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.experts import MoE
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -137,7 +137,7 @@ class SelfAttention(nn.Module):
     """Attention with rotary embedding.
 
     scale: factor on the scores; None takes head_size ** -0.5. query_key_norm: class of the norm of query and key heads
-    before rotary embedding. input_size: if it is not the hidden size.
+    before rotary embedding. input_size: if it is not the hidden size. has_sinks: with attention sinks.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class SelfAttention(nn.Module):
         soft_cap: float | None = None,
         query_key_norm: AttentionNorm | None = None,
         input_size: int | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -171,6 +172,7 @@ class SelfAttention(nn.Module):
                 head_size=config.head_size,
                 eps=config.norm_eps,
             )
+        self.sinks = HeadSinks(config.num_heads, config.num_kv_heads, parallel) if has_sinks else None
         self.attn = Attention(
             LayerAttention(
                 f"model.layers.{layer}.self_attn.attn",
@@ -181,6 +183,7 @@ class SelfAttention(nn.Module):
                 sliding_window=sliding_window,
                 soft_cap=soft_cap,
                 context=context_share(config.num_kv_heads, parallel),
+                sinks=self.sinks,
             )
         )
         self.o_proj = RowParallelLinear(
@@ -234,9 +237,13 @@ class DecoderLayer(nn.Module):
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
+        return self.feed_forward(hidden_TD, context), residual_TD
+
+    def feed_forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        """The output of the MLP or of the experts."""
         if isinstance(self.mlp, MoE):
-            return self.mlp(hidden_TD, context), residual_TD
-        return self.mlp(hidden_TD, *_if_any(context.rows_asked_for)), residual_TD
+            return self.mlp(hidden_TD, context)  # type: ignore[no-any-return]
+        return self.mlp(hidden_TD, *_if_any(context.rows_asked_for))  # type: ignore[no-any-return]
 
 
 class DecoderModel(nn.Module):
@@ -317,6 +324,7 @@ def plain_decoder(
     mlp_bias: bool = False,
     windows: Sequence[int | None] | None = None,
     query_key_norm: AttentionNorm | None = None,
+    has_sinks: bool = False,
     moe: Callable[[int], MoE | None] | None = None,
 ) -> DecoderModel:
     """Build a model of `DecoderLayer`s.
@@ -334,6 +342,7 @@ def plain_decoder(
             output_bias=output_bias,
             sliding_window=None if windows is None else windows[index],
             query_key_norm=query_key_norm,
+            has_sinks=has_sinks,
         )
         return DecoderLayer(config, attention, parallel, mlp_bias=mlp_bias, moe=None if moe is None else moe(index))
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.kernels.activation import GatedActivation
 from penstock.layers.experts import MoE, Routing
 from penstock.layers.weights import Shard
 from penstock.models.causal_lm import StackedParameter
@@ -26,13 +27,14 @@ _NAMES_OF_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
 class ExpertNames:
     """Names of a mixture's modules in checkpoints.
 
-    block: of the mixture in its layer. gate_proj, up_proj, down_proj: of an expert.
+    block: of the mixture in its layer. router: in the block. gate_proj, up_proj, down_proj: of an expert.
     """
 
     block: str = "mlp"
     gate_proj: str = "gate_proj"
     up_proj: str = "up_proj"
     down_proj: str = "down_proj"
+    router: str = "gate"
 
 
 class MixtureForCausalLM(DecoderForCausalLM):
@@ -120,7 +122,7 @@ def expert_weights(
 ) -> WeightTable:
     """Weights of a mixture with these names in the checkpoint and in the model. has_shared: of `shared_experts` too."""
     names = names or ExpertNames()
-    table = {f"{theirs}.gate": Into(f"{ours}.gate")}
+    table = {f"{theirs}.{names.router}": Into(f"{ours}.gate")}
     for expert in range(num_experts):
         table |= dict(gated_mlp(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", names))
     if has_shared:
@@ -168,17 +170,23 @@ def mixtures(
     shared_size: int = 0,
     gates_shared: bool = False,
     has_correction: bool = False,
+    activation: GatedActivation | None = None,
+    bias: bool = False,
 ) -> Callable[[int], MoE | None]:
-    """Function that makes the experts of a layer, or None for a layer with an MLP; arguments as of `MoE`."""
+    """Function that makes the experts of a layer, or None for a layer with an MLP; arguments as of `MoE`.
+
+    activation: None takes the configuration's.
+    """
     make = partial(
         MoE,
         config.hidden_size,
         intermediate_size,
         routing,
-        activation=config.activation,
+        activation=activation or config.activation,
         parallel=parallel,
         shared_size=shared_size,
         gates_shared=gates_shared,
         has_correction=has_correction,
+        bias=bias,
     )
     return lambda layer: make() if layer in layers else None

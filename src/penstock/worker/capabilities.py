@@ -118,6 +118,9 @@ TRANSFORMERS = Option("Transformers models", _transformers)
 GPT2 = Option("GPT-2", lambda config: name if (name := config.model.architecture) == "GPT2LMHeadModel" else None)
 LATENTS = Option("latent attention", _latents)
 INT8_CACHE = Option("int8 KV cache", _int8_cache)
+SINKS = Option(
+    "attention sinks", lambda config: name if (name := config.model.architecture) == "GptOssForCausalLM" else None
+)
 CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
 CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
 FLOAT8_CACHE = Option("FP8 KV cache", _float8_cache)
@@ -158,6 +161,11 @@ REFUSALS = (
         (INT8_CACHE, LATENTS),
         "the kernels of latent attention read float32 and bfloat16 so far",
         "Use kv_cache_dtype='bfloat16'.",
+    ),
+    Refusal(
+        (DCP, SINKS),
+        "its attention sinks are part of one softmax, which the workers share",
+        "Leave decode_context_parallel_size out.",
     ),
     Refusal((SP, GPT2), "its residual stream is not split by tokens yet", "Leave enable_sp out."),
     Refusal((SP, EAGLE3), "it reads auxiliary hidden states of all tokens", "Leave enable_sp out."),

@@ -65,6 +65,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {}),
     ("gpt2", {}),
     ("gpt2", {"n_inner": 500}),
+    ("granite", {}),
     ("olmo2", {}),
 ]
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import support.triton_interpreter  # noqa: F401 - repairs the interpreter
 from penstock.kernels import activation as specification
-from penstock.kernels.triton.activation import gate_and_mul
+from penstock.kernels.triton.activation import clamped_swiglu, gate_and_mul
 from support.triton_device import DEVICE, needs_triton
 
 pytestmark = needs_triton
@@ -64,3 +64,10 @@ def test_the_functions_of_the_models_take_bfloat16() -> None:
     assert torch.equal(specification.silu_and_mul(gate_up_TI), gate_and_mul("silu", gate_up_TI))
     assert torch.equal(specification.gelu_and_mul(gate_up_TI), gate_and_mul("gelu", gate_up_TI))
     assert torch.equal(specification.gelu_tanh_and_mul(gate_up_TI), gate_and_mul("gelu_tanh", gate_up_TI))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_swiglu(dtype: torch.dtype) -> None:
+    gate_up_TI = _gate_up(3, 40, dtype) * 3
+    expected_TI = specification.ClampedSwiglu(1.702, 2.0).reference(gate_up_TI.float()).to(dtype)
+    torch.testing.assert_close(clamped_swiglu(gate_up_TI, 1.702, 2.0), expected_TI)

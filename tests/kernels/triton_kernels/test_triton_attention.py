@@ -42,11 +42,14 @@ class Step:
     seq_lens: Tensor
     max_query_len: int
 
-    def expected(self, window: int | None = None, soft_cap: float | None = None) -> Tensor:
+    def expected(
+        self, window: int | None = None, soft_cap: float | None = None, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """The specification in float32, over finite memory."""
         caches = (self.key_cache.float().nan_to_num(7.0), self.value_cache.float().nan_to_num(7.0))
         layout = self.block_table, self.query_start_loc, self.seq_lens, self.max_query_len
-        return paged_attention_reference(self.query_THD.float(), *caches, *layout, self.scale, window, soft_cap)
+        query_THD = self.query_THD.float()
+        return paged_attention_reference(query_THD, *caches, *layout, self.scale, window, soft_cap, sinks_H)
 
     @property
     def scale(self) -> float:
@@ -97,15 +100,21 @@ def make_step(
 
 
 def _decode(
-    step: Step, window: int | None = None, soft_cap: float | None = None, num_splits: int | None = None
+    step: Step,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    num_splits: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    layout = step.block_table, step.seq_lens
-    return decode_attention(step.query_THD, *step.cache, *layout, step.scale, window, soft_cap, num_splits=num_splits)
+    step_and_layer = step.query_THD, *step.cache, step.block_table, step.seq_lens, step.scale, window, soft_cap, sinks_H
+    return decode_attention(*step_and_layer, num_splits=num_splits)
 
 
-def _prefill(step: Step, window: int | None = None, soft_cap: float | None = None) -> Tensor:
+def _prefill(
+    step: Step, window: int | None = None, soft_cap: float | None = None, sinks_H: Tensor | None = None
+) -> Tensor:
     layout = step.block_table, step.query_start_loc, step.seq_lens
-    return prefill_attention(step.query_THD, *step.cache, *layout, step.scale, window, soft_cap)
+    return prefill_attention(step.query_THD, *step.cache, *layout, step.scale, window, soft_cap, sinks_H)
 
 
 def _assert_equal(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -158,6 +167,17 @@ def test_prefills_equal_the_specification(window: int | None, soft_cap: float | 
 def test_decodes_with_soft_caps(window: int | None, soft_cap: float) -> None:
     step = make_step(DECODES)
     _assert_equal(_decode(step, window, soft_cap, num_splits=2), step.expected(window, soft_cap))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_sinks(window: int | None) -> None:
+    """One without weight, two with some, and one with nearly all."""
+    sinks_H = torch.tensor([-200.0, 0.25, 3.0, 30.0], device=DEVICE)
+    mixed, decodes = make_step(MIXED), make_step(DECODES)
+    _assert_equal(_prefill(mixed, window, sinks_H=sinks_H), mixed.expected(window, sinks_H=sinks_H))
+    for num_splits in (1, 4):
+        found = _decode(decodes, window, num_splits=num_splits, sinks_H=sinks_H)
+        _assert_equal(found, decodes.expected(window, sinks_H=sinks_H))
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -233,4 +253,4 @@ def test_the_kernels_compile_for_an_h100_once_per_number_of_heads() -> None:
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = ast.literal_eval(done.stdout)
-    assert counts == {"_rotate_and_write_kernel": 2, "_decode_kernel": 4, "_merge_kernel": 1, "_prefill_kernel": 2}
+    assert counts == {"_rotate_and_write_kernel": 2, "decode_kernel": 4, "merge_kernel": 1, "prefill_kernel": 2}

@@ -20,6 +20,7 @@ from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
+from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import operation_types
@@ -42,6 +43,7 @@ WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Type number and dtype of a packed weight that holds pairs of bfloat16.
 _PAIRS, _PAIR_DTYPE = 3, torch.int32
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+_CLAMPED_SWIGLU = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class NativeKernels:
         self.module = module
         self.types = operation_types(module)
         self.attention = NativeAttention(module, instruction_set.index, self.types)
+        self.experts = NativeExperts(module, self.operation("experts"))
         self._linear = self.operation("linear")
         self._greedy = self.operation("greedy")
         self._rows = self.operation("rows")
@@ -188,7 +191,12 @@ class NativeKernels:
     def gate_and_mul(self, activation: str, gate_up_TI: Tensor) -> Tensor:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
         size = row_width(gate_up_TI) // 2
-        return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size)
+        return self._gate_and_mul.rows(gate_up_TI, size, ACTIVATIONS[activation], size, 0.0, 0.0)
+
+    def clamped_swiglu(self, gate_up_TI: Tensor, alpha: float, limit: float) -> Tensor:
+        """`kernels.activation.ClampedSwiglu` for a contiguous [T, 2 * I]."""
+        size = row_width(gate_up_TI) // 2
+        return self._gate_and_mul.rows(gate_up_TI, size, _CLAMPED_SWIGLU, size, alpha, limit)
 
     def layer_norm(
         self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, residual: Tensor | None = None

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.kernels.native.collectives import Collectives
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable
+from penstock.kernels.paged_attention import AttentionSinks
 
 # The library's numbers of the phases of a call, which may be run separately.
 _BOTH, _WRITE, _ATTEND, _WHOLE_TEXTS = 0, 1, 2, 3
@@ -79,7 +80,7 @@ NO_REQUESTS = StepRequests((0, 0, 0, 0, 0), ())
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Parameters of a layer. sliding_window, soft_cap: None for none.
+    """Parameters of a layer. sliding_window, soft_cap, sinks: None for none.
 
     latent_size: of latent attention: values are the last so many elements of keys; 0 for others.
 
@@ -94,6 +95,7 @@ class HeadShape:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    sinks: AttentionSinks | None = None
     collectives: Collectives | None = None
     interleave: int = 1
     latent_size: int = 0
@@ -103,9 +105,13 @@ class HeadShape:
         """Elements of a head's output."""
         return self.latent_size or self.head_size
 
-    @cached_property
-    def arguments(self) -> tuple[int | float, ...]:
+    @property
+    def arguments(self) -> tuple[int | float | Tensor | None, ...]:
         """Library arguments of the layer."""
+        return *self._constants, None if self.sinks is None else self.sinks.sinks.to(torch.float32)
+
+    @cached_property
+    def _constants(self) -> tuple[int | float, ...]:
         return (
             self.num_heads,
             self.num_kv_heads,

@@ -12,6 +12,7 @@ from penstock.device.stand_in import stands_for_cpu
 _TAKES_NO_ADDRESS = (
     "instruction_sets",
     "operation_types",
+    "operation_bytes",
     "quantized_instruction_sets",
     "quantized_packed_bytes",
     "collective_bytes",

@@ -20,6 +20,32 @@ def gate_and_mul(activation: str, gate_up_TI: Tensor) -> Tensor:
     return result_TI
 
 
+def clamped_swiglu(gate_up_TI: Tensor, alpha: float, limit: float) -> Tensor:
+    """`kernels.activation.ClampedSwiglu`: [T, I] for [T, 2 * I] with contiguous rows."""
+    num_tokens, size = gate_up_TI.shape[0], gate_up_TI.shape[1] // 2
+    result_TI = gate_up_TI.new_empty(num_tokens, size)
+    if result_TI.numel():
+        grid = num_tokens, triton.cdiv(size, _BLOCK)
+        _clamped_swiglu[grid](
+            gate_up_TI, result_TI, gate_up_TI.stride(0), size, alpha, limit, BLOCK=_BLOCK, num_warps=4
+        )
+    return result_TI
+
+
+@triton.jit
+def _clamped_swiglu(gate_up_ptr, result_ptr, row_stride, size, alpha, limit, BLOCK: tl.constexpr):
+    """A block of columns of a token, in float32."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    gate_ptr = gate_up_ptr + token * row_stride + column
+    gate = tl.minimum(tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32), limit)
+    up = tl.load(gate_ptr + size, mask=mask, other=0.0).to(tl.float32)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    tl.store(result_ptr + token * size + column, result.to(result_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit
 def _gate_and_mul(gate_up_ptr, result_ptr, row_stride, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """A block of columns of a token, in float32; the gate is rounded before the product, as in plain torch."""

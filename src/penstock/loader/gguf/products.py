@@ -24,6 +24,7 @@ class GgufProducts:
     """Keeps the integers, scales and minimums of quantised matrices, for CPUs; others take the weights' dtype."""
 
     description = "products of the GGUF file's own blocks"
+    keeps_floats = False
 
     def __init__(self, weights: GgufWeights) -> None:
         self._weights = weights

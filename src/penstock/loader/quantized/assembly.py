@@ -29,9 +29,10 @@ LayerMethod = Callable[[LinearLayer, list[Piece]], LinearMethod | None]
 
 
 class Rounding(Protocol):
-    """Interface of quantisation at load. description: for logs."""
+    """Interface of quantisation at load. description: for logs. keeps_floats: layers compute with float weights."""
 
     description: str
+    keeps_floats: bool
 
     def weights(
         self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
@@ -47,6 +48,8 @@ class Rounding(Protocol):
 
 class OptionRounding:
     """Quantisation of a float checkpoint by an option."""
+
+    keeps_floats = False
 
     def __init__(self, choose: MethodChoice, description: str) -> None:
         self.choose = choose
@@ -115,7 +118,10 @@ class _Assembly:
         method = None if self.layer.keeps_precision else self.choose(self.layer, pieces)
         self.layer.take_weight(weight_OI.to(self.dtype) if method is None else weight_OI)
         if method is None:
-            method = self.layer.own_method() or choose_linear_method(self.layer.weight, self.layer.compute_dtype)
+            arithmetic = "float32" if self.layer.keeps_precision else self.layer.cpu_arithmetic
+            method = self.layer.own_method() or choose_linear_method(
+                self.layer.weight, self.layer.compute_dtype, arithmetic
+            )
         self.layer.method = method
         method.process_weights_after_loading(self.layer)
 

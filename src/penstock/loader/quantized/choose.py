@@ -16,7 +16,7 @@ from penstock.layers.quantization.method import PRODUCTS, WIDER_LAYERS, choose_m
 from penstock.loader.gguf.products import GgufProducts
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
-from penstock.loader.quantized.float8 import Float8Tensors
+from penstock.loader.quantized.dequantized import DequantizedTensors
 from penstock.loader.quantized.stream import QuantizedTensors
 from penstock.models.registry import runs_through_transformers
 
@@ -38,7 +38,9 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
                 f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
                 f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
             )
-        return Float8Tensors(checkpoint) if checkpoint.is_float else QuantizedTensors(checkpoint)
+        if not checkpoint.is_float:
+            return QuantizedTensors(checkpoint)
+        return DequantizedTensors(checkpoint, None if option in (None, NO_QUANTIZATION) else _rounding(option, kind))
     if option == NO_QUANTIZATION:
         return None
     if option is None:
@@ -47,6 +49,10 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
             return None
         found = find_gguf(model_config.folder, load_config)
         return None if found is None or not found.quantized_names else GgufProducts(found)
+    return _rounding(option, kind)
+
+
+def _rounding(option: str, kind: str) -> OptionRounding:
     wider = f", {WIDER_LAYERS}" if option == "int4" and kind == "cpu" else ""
     return OptionRounding(choose_method(option), f"rounded to {option} while loading{wider}")
 

@@ -21,6 +21,8 @@ _SHOWN = 8
 class QuantizedTensors:
     """Dequantises the tensors of quantised layers on the fly, and keeps each grid."""
 
+    keeps_floats = False
+
     def __init__(self, checkpoint: QuantizedCheckpoint) -> None:
         self.description = f"{checkpoint.method}, {checkpoint.bits} bits"
         self._format = format_of(checkpoint)

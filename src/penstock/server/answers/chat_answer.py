@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.reasoning import CUSTOM, REASONING_PARSERS, ReasoningMarkers, reasoning_markers
+from penstock.config.reasoning import CUSTOM, HARMONY, REASONING_PARSERS, ReasoningMarkers, reasoning_markers
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.core.structured_grammar import reasoning_tokens
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
 from penstock.server.answers.constraint import constraint
+from penstock.server.answers.harmony import HarmonyParser
 from penstock.server.answers.reasoning import ReasoningParser
 from penstock.server.answers.tool_choice import Mode, ToolChoice, read_tool_choice
 from penstock.server.answers.tool_parsers import tool_call_format
@@ -64,12 +65,10 @@ class _ReasonedAnswer:
         self._answer_begins = answer_begins
 
     def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
-        return ReasoningParser(
-            self._markers,
-            self._answer.parser(prompt_token_ids),
-            reasons=self._tokens.reasons_after(prompt_token_ids),
-            answer_begins=self._answer_begins,
-        )
+        answer, reasons = self._answer.parser(prompt_token_ids), self._tokens.reasons_after(prompt_token_ids)
+        if self._markers is REASONING_PARSERS[HARMONY]:
+            return HarmonyParser(answer, reasons=reasons)
+        return ReasoningParser(self._markers, answer, reasons=reasons, answer_begins=self._answer_begins)
 
     def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
         return self._tokens.num_tokens_of(prompt_token_ids, token_ids)

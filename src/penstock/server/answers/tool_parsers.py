@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError, InvalidParameter
+from penstock.server.answers.harmony import HARMONY
 from penstock.server.answers.tool_format import ToolCallFormat, ToolFormat, mistral_call_id
 
 _HEAD = '{"name": "{name}", "arguments": '
@@ -110,6 +111,7 @@ _FACTORIES: dict[str, ToolParserFactory] = {
     "qwen3_xml": _xml,
     "deepseek_v3": _always(DEEPSEEK_V3),
     "deepseek_v31": _always(DEEPSEEK_V31),
+    "openai": _always(HARMONY),
 }
 
 

@@ -125,6 +125,13 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
     }
 }
 
+// Adds the weight of a sink to a row's mass, and returns the factor on the row's weighted sum.
+PENSTOCK_INLINE float add_sink(float sink, float peak, float& mass) {
+  const float top = sink > peak ? sink : peak, keep = exp2_of_negative(splat(peak - top))[0];
+  mass = mass * keep + exp2_of_negative(splat(sink - top))[0];
+  return keep;
+}
+
 PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Unit& unit, const Sums& sums) {
   const int64_t group = a.num_heads / a.num_kv_heads, size = value_size(a);
   for (int64_t h = 0; h < unit.num_heads; ++h)
@@ -133,8 +140,9 @@ PENSTOCK_INLINE void write_output(const AttentionArgs& a, const Unit& unit, cons
       for (int64_t i = 0; i < part.num_tokens * group; ++i) {
         const int64_t token = part.first_token + i / group, head = (unit.kv_head + h) * group + i % group;
         const int64_t row = h * unit.rows + part.first_row + i;
-        const float mass = sum_lanes(load(sums.mass + row * kLanes));
-        const float scale = a.num_shares > 1 && mass == 0.0f ? 0.0f : 1.0f / mass;
+        float mass = sum_lanes(load(sums.mass + row * kLanes)), keep = 1.0f;
+      if (a.sinks != nullptr) keep = add_sink(a.sinks[head] * kLog2e, sums.peak[row], mass);
+        const float scale = a.num_shares > 1 && mass == 0.0f ? 0.0f : keep / mass;
         const float* from = sums.values + row * size;
         float* to = a.out + token * a.out_stride + head * out_size(a);
         for (int64_t d = 0; d < size; ++d) to[d] = from[d] * scale;

@@ -147,6 +147,18 @@ static void activate(const ActivationArgs& a) {
 }
 
 template <class A>
+struct Times {
+  PENSTOCK_INLINE Vec of(Vec gate, Vec up, const GateArgs&) { return A::of(gate) * up; }
+};
+
+struct ClampedSwiglu {
+  PENSTOCK_INLINE Vec of(Vec gate, Vec up, const GateArgs& a) {
+    const Vec most = splat(a.limit), g = min(most, gate), u = min(most, max(-most, up));
+    return g / (1.0f + exp(g * -a.alpha)) * (u + 1.0f);
+  }
+};
+
+template <class G>
 static void gate_and_mul_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const GateArgs*>(data);
   const int64_t begin = a.rows * thread / team.num_threads, end = a.rows * (thread + 1) / team.num_threads;
@@ -155,12 +167,12 @@ static void gate_and_mul_thread(void* data, int thread, const Team& team) {
     const float* gate = a.x + row * 2 * a.size;
     const float* up = gate + a.size;
     float* out = a.out + row * a.size;
-    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, A::of(load(gate + i)) * load(up + i));
+    for (int64_t i = 0; i < whole; i += kLanes) store(out + i, G::of(load(gate + i), load(up + i), a));
     if (rest > 0) {
       float lanes[2][kLanes] = {};
       std::memcpy(lanes[0], gate + whole, rest * sizeof(float));
       std::memcpy(lanes[1], up + whole, rest * sizeof(float));
-      store(lanes[0], A::of(load(lanes[0])) * load(lanes[1]));
+      store(lanes[0], G::of(load(lanes[0]), load(lanes[1]), a));
       std::memcpy(out + whole, lanes[0], rest * sizeof(float));
     }
   }
@@ -169,8 +181,10 @@ static void gate_and_mul_thread(void* data, int thread, const Team& team) {
 static void gate_and_mul(const GateArgs& a) {
   GateArgs args = a;
   run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads),
-               for_activation(a.activation, gate_and_mul_thread<Silu>, gate_and_mul_thread<GeluTanh>,
-                              gate_and_mul_thread<Gelu>, gate_and_mul_thread<Relu>),
+               a.activation == Activation::kClampedSwiglu
+                   ? gate_and_mul_thread<ClampedSwiglu>
+                   : for_activation(a.activation, gate_and_mul_thread<Times<Silu>>, gate_and_mul_thread<Times<GeluTanh>>,
+                                    gate_and_mul_thread<Times<Gelu>>, gate_and_mul_thread<Times<Relu>>),
                &args);
 }
 

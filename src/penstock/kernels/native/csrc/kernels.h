@@ -42,6 +42,7 @@ struct GreedyArgs {
 // Request r of the step has tokens query_start[r] .. query_start[r + 1], the last of its seq_lens[r] positions. Blocks
 // written by a request of more than one token may be read by other requests in the same step.
 // window: sliding window in positions, the current one included; 0 for none. soft_cap: 0 for none.
+// sinks: scores, without a soft cap, of a position without a value that every softmax of a head has too; alone only.
 // With a norm weight and a rotary table, query and key heads are normalised and rotated first.
 // phase: kWrite or kAttend for one half alone, when a separate call does the other half. kWrite reads no query and has
 // no output.
@@ -76,6 +77,7 @@ struct AttentionArgs {
   int64_t out_stride;
   int64_t num_heads, num_kv_heads, head_size, block_size, window, latent_size;
   float scale, soft_cap;
+  const float* sinks;        // [heads], or nullptr
   const float* norm_weight;  // [heads + kv heads][head_size], or nullptr
   float norm_eps;
   const float* rotary_table;  // [positions][cosines, then sines; rotary_half of each], or nullptr
@@ -120,7 +122,8 @@ struct LayerNormArgs {
 };
 
 // kGeluTanh: tanh approximation of GELU. kGelu: the exact one.
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3 };
+// kClampedSwiglu: of gates only.
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kClampedSwiglu = 4 };
 
 // activation(x): [rows][size].
 struct ActivationArgs {
@@ -132,11 +135,14 @@ struct ActivationArgs {
 };
 
 // activation(gate) * up, for rows that hold gate, then up: [rows][2 * size] to [rows][size].
+//
+// kClampedSwiglu: gate * sigmoid(alpha * gate) * (up + 1), of gates up to `limit` and ups of at most that size.
 struct GateArgs {
   Activation activation;
   const float* x;
   float* out;
   int64_t rows, size;
+  float alpha, limit;
   int num_threads;
 };
 

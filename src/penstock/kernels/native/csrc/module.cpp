@@ -10,6 +10,7 @@
 #include <new>
 
 #include "attention_of_ranks.h"
+#include "experts.h"
 #include "kernels.h"
 #include "collectives.h"
 #include "parallel.h"
@@ -233,6 +234,9 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(quantized_unpack),
     {"operation_types", operation_types, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(operation),
+    {"operation_bytes", operation_bytes, METH_NOARGS, nullptr},
+    PENSTOCK_FUNCTION(store_operation),
+    PENSTOCK_FUNCTION(route),
     PENSTOCK_FUNCTION(program_new),
     PENSTOCK_FUNCTION(program_buffer),
     PENSTOCK_FUNCTION(program_add),

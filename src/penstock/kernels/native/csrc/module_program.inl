@@ -100,6 +100,35 @@ PyObject* operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return result.had_memory ? PyLong_FromLongLong(result.status) : PyErr_NoMemory();
 }
 
+// Bytes of an operation, as `store_operation` writes it.
+PyObject* operation_bytes(PyObject*, PyObject*) { return PyLong_FromSize_t(sizeof(Operation)); }
+
+// (address, operation number, arguments): writes the operation to memory, for another operation that runs it.
+PyObject* store_operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  auto* to = in.pointer<Operation>();
+  Operation operation = read_type(in);
+  if (operation.type == nullptr) return nullptr;
+  read_fields(operation, in);
+  if (!in.are_good()) return nullptr;
+  std::memcpy(static_cast<void*>(to), &operation, sizeof operation);
+  Py_RETURN_NONE;
+}
+
+// (logits, stride, rows, experts, weights, threads, the rule's fields in the order of "experts")
+PyObject* route(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  RouteArgs a;
+  in.read(a.logits, a.stride, a.rows, a.experts, a.weights, a.num_threads, a.rule.bias, a.rule.num_experts,
+          a.rule.top_k, a.rule.scoring, a.rule.normalizes, a.rule.scale, a.rule.num_groups, a.rule.top_groups,
+          a.rule.best_of_group);
+  if (!in.are_good()) return nullptr;
+  Py_BEGIN_ALLOW_THREADS;
+  penstock::route(a);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
 // (kernels, rows at once) -> program.
 PyObject* program_new(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);

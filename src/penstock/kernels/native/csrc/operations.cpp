@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "attention_of_ranks.h"
+#include "experts.h"
 #include "program.h"
 #include "scratch.h"
 
@@ -388,7 +389,7 @@ const OperationType kTypes[] = {
       FIELD(NormArgs, eps)},
      nullptr},
     {"gate_and_mul", kRows, kRead, kNone, kMake, kNoInput, false, gate_and_mul,
-     {FIELD(GateArgs, activation), FIELD(GateArgs, size)},
+     {FIELD(GateArgs, activation), FIELD(GateArgs, size), FIELD(GateArgs, alpha), FIELD(GateArgs, limit)},
      nullptr},
     {"linear", kRows, kRead, kNone, kMake, kNoInput, false, linear,
      {PACKED(LinearArgs, weight), FIELD(LinearArgs, bias), FIELD(LinearArgs, in_features),
@@ -412,9 +413,10 @@ const OperationType kTypes[] = {
       FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
       FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.latent_size),
       FIELD(AttentionArguments, attention.scale),
-      FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.norm_weight),
-      FIELD(AttentionArguments, attention.norm_eps), FIELD(AttentionArguments, attention.rotary_table),
-      FIELD(AttentionArguments, attention.rotary_half), RANKS(AttentionArguments),
+      FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.sinks),
+      FIELD(AttentionArguments, attention.norm_weight), FIELD(AttentionArguments, attention.norm_eps),
+      FIELD(AttentionArguments, attention.rotary_table), FIELD(AttentionArguments, attention.rotary_half),
+      RANKS(AttentionArguments),
       FIELD(AttentionArguments, attention.interleave)},
      nullptr},
     {"encoder_attention", kStep, kOverwrite, kNone, kMake, kInt64, false, encoder_attention,
@@ -425,9 +427,10 @@ const OperationType kTypes[] = {
       FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
       FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.latent_size),
       FIELD(AttentionArguments, attention.scale),
-      FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.norm_weight),
-      FIELD(AttentionArguments, attention.norm_eps), FIELD(AttentionArguments, attention.rotary_table),
-      FIELD(AttentionArguments, attention.rotary_half), RANKS(AttentionArguments),
+      FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.sinks),
+      FIELD(AttentionArguments, attention.norm_weight), FIELD(AttentionArguments, attention.norm_eps),
+      FIELD(AttentionArguments, attention.rotary_table), FIELD(AttentionArguments, attention.rotary_half),
+      RANKS(AttentionArguments),
       FIELD(AttentionArguments, attention.interleave)},
      nullptr},
     {"lookup", kRows, kNone, kNone, kMake, kInt32, false, lookup,
@@ -471,6 +474,14 @@ const OperationType kTypes[] = {
      nullptr},
     {"merge_choices", kRows, kRead, kNone, kNone, kNoInput, true, merge_choices,
      {RANKS(MergeArguments), FIELD(MergeArguments, first_index)},
+     nullptr},
+    {"experts", kStep, kRead, kRead, kMake, kNoInput, false, experts,
+     {FIELD(ExpertsArguments, rule.bias), FIELD(ExpertsArguments, rule.num_experts),
+      FIELD(ExpertsArguments, rule.top_k), FIELD(ExpertsArguments, rule.scoring),
+      FIELD(ExpertsArguments, rule.normalizes), FIELD(ExpertsArguments, rule.scale),
+      FIELD(ExpertsArguments, rule.num_groups), FIELD(ExpertsArguments, rule.top_groups),
+      FIELD(ExpertsArguments, rule.best_of_group), FIELD(ExpertsArguments, experts),
+      FIELD(ExpertsArguments, gate_up_size), FIELD(ExpertsArguments, inner_size)},
      nullptr},
     {"keep_last", kRows, kChange, kNone, kNone, kNoInput, false, keep_last, {}, nullptr},
     {"narrow", kStep, kChange, kNone, kNone, kNoInput, false, narrow, {}, nullptr},

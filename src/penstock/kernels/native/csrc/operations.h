@@ -65,7 +65,7 @@ struct Call {
 
 struct Operation;
 
-constexpr int kMaxFields = 28;
+constexpr int kMaxFields = 32;
 
 struct OperationType {
   const char* name;

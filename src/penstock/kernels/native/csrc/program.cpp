@@ -20,7 +20,7 @@ class Runner {
     for (size_t i = 0; i < begin; ++i) narrow(steps[i]);
     while (begin < end) {
       if (steps[begin].operation.type->scope == Scope::kStep) {
-        if (!run(steps[begin], 0, step_.num_rows)) return false;
+        if (!run(steps[begin], 0, num_rows_)) return false;
         narrow(steps[begin++]);
         continue;
       }

@@ -1,0 +1,47 @@
+"""MXFP4 weights: blocks of 32 values in E2M1 with a common scale in E8M0 (OCP Microscaling Formats 1.0).
+
+Suffixes: O output features, I input features, B blocks of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+
+BLOCKS, SCALES = "weight_blocks", "weight_scales"
+BLOCK_SIZE = 32
+# By code: sign, two bits of exponent, one of mantissa.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# Exponent of the scale 1; the largest code is not a number.
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+
+
+class Mxfp4Format:
+    """MXFP4 tensors of a layer: `weight_blocks`, uint8 [O, B, 16], and `weight_scales`, uint8 [O, B].
+
+    A byte holds two adjacent values, the first in its low bits.
+    """
+
+    name = "MXFP4"
+    values, scales, skipped = (BLOCKS,), (SCALES,), ()
+    dtypes = (torch.uint8,)
+
+    def read(self, layer: str, blocks: Tensor, scales_OB: Tensor) -> Tensor:
+        """Dequantise exactly: float32 [O, I]. Raises CheckpointError for shapes that do not fit together."""
+        if blocks.shape != (*scales_OB.shape, BLOCK_SIZE // 2) or scales_OB.dtype is not torch.uint8:
+            raise CheckpointError(
+                f"{layer}.{BLOCKS} is {list(blocks.shape)} and {layer}.{SCALES} {list(scales_OB.shape)} of "
+                f"{scales_OB.dtype}. They must be [outputs, blocks, {BLOCK_SIZE // 2}] and [outputs, blocks] of uint8."
+            )
+        return dequantize_mxfp4(blocks, scales_OB)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales_OB: Tensor) -> Tensor:
+    """Values of blocks [O, B, 16] and scales [O, B], uint8 both: float32 [O, 32 * B]. All are exact in bfloat16."""
+    values = torch.tensor(E2M1_VALUES, device=blocks.device)
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    factors_OB = torch.ldexp(torch.ones_like(scales_OB, dtype=torch.float32), scales_OB.int() - _E8M0_BIAS)
+    factors_OB = factors_OB.masked_fill(scales_OB == _E8M0_NAN, float("nan"))
+    return (values[codes.int()] * factors_OB.unsqueeze(-1)).flatten(-2)

@@ -1,0 +1,122 @@
+"""Granite 3, dense and with experts (IBM 2024, https://github.com/ibm-granite/granite-3.0-language-models).
+
+The plain decoder with factors on the embedding, on the output of each part of a layer, on the scores and on the logits.
+Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from penstock.attention import ForwardContext
+from penstock.config import ModelConfig
+from penstock.kernels.rotary import Rotation
+from penstock.layers.embedding import ScaledVocabEmbedding
+from penstock.layers.experts import MoE
+from penstock.models.causal_lm import StackedParameter
+from penstock.models.config_fields import ConfigFields
+from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
+from penstock.models.mixtures import MixtureForCausalLM, mixtures, read_routing
+from penstock.models.weights import Into, WeightTable
+from penstock.parallel import ParallelState
+
+_STACKED_EXPERTS = re.compile(r"(.*\.block_sparse_moe\.(?:input|output)_linear)\.weight")
+
+
+class GraniteLayer(DecoderLayer):
+    """x + factor * attention(norm(x)), then x + factor * mlp(norm(x))."""
+
+    residual_multiplier: float = 1.0
+
+    def forward(
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        if residual_TD is None:
+            residual_TD = hidden_TD
+            hidden_TD = self.input_layernorm(hidden_TD)
+        else:
+            hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
+        hidden_TD = self.self_attn(hidden_TD, rotation, context).mul_(self.residual_multiplier)
+        residual_TD = context.asked_for(residual_TD)
+        hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
+        return self.feed_forward(hidden_TD, context).mul_(self.residual_multiplier), residual_TD
+
+
+def _granite_decoder(
+    fields: ConfigFields,
+    config: DecoderConfig,
+    parallel: ParallelState,
+    *,
+    mlp_bias: bool = False,
+    moe: Callable[[int], MoE | None] | None = None,
+) -> DecoderModel:
+    """Build the model. moe: as in `plain_decoder`."""
+    bias = fields.flag("attention_bias", default=False)
+    scale, multiplier = fields.number("attention_multiplier", default=1.0), fields.number("residual_multiplier", 1.0)
+
+    def layer(index: int) -> GraniteLayer:
+        attention = SelfAttention(config, index, parallel, qkv_bias=bias, output_bias=bias, scale=scale)
+        made = GraniteLayer(config, attention, parallel, mlp_bias=mlp_bias, moe=None if moe is None else moe(index))
+        made.residual_multiplier = float(multiplier)
+        return made
+
+    embedding_multiplier = float(fields.number("embedding_multiplier", default=1.0))
+    embed_tokens = ScaledVocabEmbedding(
+        config.vocab_size, config.hidden_size, scale=embedding_multiplier, parallel=parallel
+    )
+    return DecoderModel(config, parallel, layer, embed_tokens=embed_tokens)
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    """Granite with MLPs."""
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields)
+        model = _granite_decoder(fields, config, parallel, mlp_bias=fields.flag("mlp_bias", default=False))
+        super().__init__(config, parallel, model)
+        self._logits_scaling = fields.number("logits_scaling", default=1.0)
+
+    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        return super().compute_logits(hidden_LD).div_(self._logits_scaling)
+
+
+class GraniteMoeForCausalLM(MixtureForCausalLM):
+    """Granite with experts in every layer, whose weights are a softmax over the chosen ones.
+
+    Checkpoints hold the experts of a layer in one tensor.
+    """
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields)
+        # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
+        routing = read_routing(fields, normalizes=True)
+        layers = list(range(config.num_layers))
+        moe = mixtures(config, routing, config.intermediate_size, parallel, layers)
+        super().__init__(config, parallel, _granite_decoder(fields, config, parallel, moe=moe), layers, routing)
+        self._logits_scaling = fields.number("logits_scaling", default=1.0)
+
+    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+        return super().compute_logits(hidden_LD).div_(self._logits_scaling)
+
+    def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
+        """None: adapters of routers and experts are refused, whose names and layouts differ here."""
+        return {}
+
+    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        stacked = _STACKED_EXPERTS.fullmatch(name)
+        if stacked is None:
+            return super().pieces(name, tensor)
+        return ((f"{stacked[1]}.{expert}.weight", of_expert) for expert, of_expert in enumerate(tensor))
+
+    def _expert_table(self, layer: int) -> WeightTable:
+        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
+        table = {f"{theirs}.router.layer": Into(f"{ours}.gate")}
+        for expert in range(self._routing.num_experts):
+            table[f"{theirs}.input_linear.{expert}"] = Into(f"{ours}.experts.{expert}.gate_up_proj")
+            table[f"{theirs}.output_linear.{expert}"] = Into(f"{ours}.experts.{expert}.down_proj")
+        return table
