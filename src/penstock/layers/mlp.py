@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
 from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from penstock.layers.scalable_inputs import FactorOutputs
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
 
@@ -27,6 +28,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear.of_sizes(hidden_size, sizes, bias=bias, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
         self.down_proj.has_massive_inputs = True
+        self.down_proj.scalable_inputs = FactorOutputs(self.gate_up_proj, "up")
         self._activate_and_mul = GATED_ACTIVATIONS[activation]
 
     def forward(self, hidden_TD: Tensor, rows: ScatteredRows | None = None) -> Tensor:
