@@ -1,8 +1,7 @@
-"""Quality of quantised weights and of bfloat16 arithmetic: loss on held-out plays and scores of skills, of the shipped
-model; of any other model, the loss on texts and the change of a token's log-probability.
+"""Quality of quantised weights and of bfloat16 arithmetic, of the shipped model: loss on held-out plays and scores of
+skills. `penstock eval` measures any model on any text.
 
     python -m benchmarks.quantization_quality --corpus tinyshakespeare.txt [--output FOLDER]
-    python -m benchmarks.quantization_quality --model FOLDER --texts FILE ... [--max-tokens 4600]
 
 The corpus is the one that `tools/train_demo` made the model from; what is measured was never trained on.
 """
@@ -19,7 +18,6 @@ import torch
 from tools.train_demo.dialogue import Message
 from tools.train_demo.evaluate import LOSS_WINDOW, MAX_NEW_TOKENS, SkillScore, skill_scores
 from tools.train_demo.shakespeare import Corpus
-from torch import Tensor
 
 from benchmarks.machine import described, machine, save
 from penstock import LLM, SamplingParams
@@ -54,19 +52,15 @@ class EngineModel:
 
     def nats_per_token(self, text: str) -> float:
         """Negative log-likelihood of the text, read in separate windows."""
-        return -float(self.logprobs(text).mean())
-
-    def logprobs(self, text: str, max_tokens: int | None = None) -> Tensor:
-        """Log-probabilities of the text's first tokens, read in separate windows: float32 [tokens]."""
         tokenizer = self.llm.get_tokenizer()
-        ids, begin = tokenizer.encode(text, add_special_tokens=False)[:max_tokens], tokenizer.bos_token_id
+        ids, begin = tokenizer.encode(text, add_special_tokens=False), tokenizer.bos_token_id
         windows = [[begin, *ids[i : i + LOSS_WINDOW]] for i in range(0, len(ids) - LOSS_WINDOW + 1, LOSS_WINDOW)]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         found = []
         for window, output in zip(windows, self.llm.generate(windows, params, use_tqdm=False), strict=True):
             for token, logprobs in zip(window[1:], output.prompt_logprobs[1:], strict=True):
                 found.append(logprobs[token].logprob)
-        return torch.tensor(found)
+        return -sum(found) / len(found)
 
 
 @dataclass(frozen=True)
@@ -88,38 +82,6 @@ def measure(format: str, held_out: str, model: str = "demo") -> Quality:
     with LLM(model, **_options(format), kv_cache_memory_bytes=1 << 28) as llm:
         engine = EngineModel(llm)
         return Quality(format, engine.nats_per_token(held_out), skill_scores(engine))
-
-
-@dataclass(frozen=True)
-class Closeness:
-    """Loss with one weight format, and the mean absolute change of a token's log-probability from float32's."""
-
-    format: str
-    loss: float
-    rise: float
-    change: float
-
-
-def compare_texts(model: str, texts: Sequence[str], formats: Sequence[str], max_tokens: int) -> list[Closeness]:
-    """Run a model on texts, of each an equal number of tokens, in every format."""
-    found: list[Closeness] = []
-    reference = torch.empty(0)
-    for format in formats:
-        options = {"max_model_len": LOSS_WINDOW + 2, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 28}
-        with LLM(model, **_options(format), **options) as llm:
-            engine = EngineModel(llm)
-            logprobs = torch.cat([engine.logprobs(text, max_tokens // len(texts)) for text in texts])
-        if not len(reference):
-            reference = logprobs
-        rise, change = logprobs.mean() / reference.mean() - 1, (logprobs - reference).abs().mean()
-        found.append(Closeness(format, -float(logprobs.mean()), float(rise), float(change)))
-    return found
-
-
-def closeness_table(results: Sequence[Closeness]) -> str:
-    """Markdown: a row for each format."""
-    head = ["| | loss, nats per token | its rise | mean change |", "| --- | ---: | ---: | ---: |"]
-    return "\n".join([*head, *(f"| {r.format} | {r.loss:.4f} | {r.rise:+.2%} | {r.change:.4f} |" for r in results)])
 
 
 def table(results: Sequence[Quality]) -> str:
@@ -157,20 +119,10 @@ def violations(results: Sequence[Quality]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--corpus", type=Path)
-    parser.add_argument("--model", default="demo", help="another model, for --texts")
-    parser.add_argument("--texts", type=Path, nargs="+")
-    parser.add_argument("--max-tokens", type=int, default=4600, help="of all texts")
+    parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--output", type=Path, help="a folder for the table")
     parser.add_argument("--formats", nargs="+", choices=FORMATS[1:], default=FORMATS[1:])
     arguments = parser.parse_args()
-    if arguments.texts:
-        texts = [path.read_text() for path in arguments.texts]
-        formats = (FORMATS[0], *arguments.formats)
-        print(closeness_table(compare_texts(arguments.model, texts, formats, arguments.max_tokens)))
-        return
-    if arguments.corpus is None:
-        parser.error("give --corpus, or --texts for any model")
     held_out = Corpus.read(arguments.corpus).held_out
     results = [measure(format, held_out) for format in (FORMATS[0], *arguments.formats)]
     print(table(results))

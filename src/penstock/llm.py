@@ -41,8 +41,8 @@ class LLM(PoolingMethods, AdapterMethods, RefusesMethods):
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
     dtype: "auto" (the checkpoint's, if the device supports it), "float32", "bfloat16" or "float16".
     quantization: None, "int8" or "int4": quantisation of linear weights while loading; "none" dequantises a GGUF file.
-    quantization_calibration: JSONL file of calibration texts for "int4" (GPTQ); "auto" takes the one in the model's
-        folder if there is one, "none" none.
+    quantization_calibration: JSONL file of calibration texts for "int4"; "auto" takes the one in the model's folder if
+        there is one, else a general text that ships, for "int8" too; "none" rounds to nearest.
     device: "auto" (CUDA if available), "cpu" or "cuda".
     max_model_len: longest context in tokens, prompt and output together; None takes the model's own.
     max_num_seqs: most requests that run at once. max_num_batched_tokens: token budget of one step, over all requests;

@@ -10,7 +10,8 @@ from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS
 from penstock.layers.linear import ColumnParallelLinear
 from penstock.layers.quantization import gptq
-from penstock.layers.quantization.gptq import accumulate_grams, gptq_quantize
+from penstock.layers.quantization.gptq import gptq_quantize
+from penstock.layers.quantization.observe import accumulate_grams
 from penstock.layers.quantization.quantize import quantize_int4
 from penstock.parallel import ParallelState
 
@@ -22,25 +23,26 @@ def correlated_inputs(rows: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 def by_definition(weight_OI: Tensor, gram_II: Tensor, group_size: int) -> Tensor:
-    """Quantise the first remaining input feature, and solve for the best weights of the others."""
+    """Quantise the remaining input feature with the largest inputs, and solve for the best weights of the others."""
     grid = quantize_int4(weight_OI, group_size)
     assert grid.minimums_OG is not None
     weight_OI, gram_II = weight_OI.double().clone(), gram_II.double().clone()
     gram_II += 0.01 * gram_II.diagonal().mean() * torch.eye(len(gram_II))
-    values = []
-    for i in range(weight_OI.shape[1]):
+    order = torch.argsort(gram_II.diagonal(), descending=True, stable=True).tolist()
+    values = torch.empty(weight_OI.shape, dtype=torch.float64)
+    for place, i in enumerate(order):
         scale_O, minimum_O = (
             per_group[:, i // group_size].double() for per_group in (grid.scales_OG, grid.minimums_OG)
         )
         value_O = ((weight_OI[:, i] - minimum_O) / scale_O).round().clamp(0, INT4_LEVELS - 1)
         change_O = value_O * scale_O + minimum_O - weight_OI[:, i]
         # Least squares: what the rest must change by, given the change of this one.
-        rest = slice(i + 1, None)
-        if i + 1 < weight_OI.shape[1]:
-            best_I = torch.linalg.solve(gram_II[rest, rest], gram_II[rest, i])
+        rest = order[place + 1 :]
+        if rest:
+            best_I = torch.linalg.solve(gram_II[rest][:, rest], gram_II[rest, i])
             weight_OI[:, rest] -= change_O[:, None] * best_I
-        values.append(value_O)
-    return torch.stack(values, dim=1)
+        values[:, i] = value_O
+    return values
 
 
 @pytest.mark.parametrize(("inputs", "group_size"), [(40, 40), (96, 32), (150, 64), (300, 128)])

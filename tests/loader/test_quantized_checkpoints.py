@@ -15,6 +15,7 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import CheckpointError, ConfigError, ModelError, PenstockError, UnsupportedFeature
 from penstock.kernels.native import NATIVE
+from penstock.kernels.quantized import GROUP_MULTIPLE, quantize_rows
 from penstock.layers.linear import LinearLayer, restore_weights
 from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
 from penstock.loader.loader import load_model
@@ -98,6 +99,21 @@ def test_the_logits_are_those_of_the_float_twin_up_to_the_rounding_of_activation
     expected = logits_of(load(load_config(written.float_folder)))
     difference = logits_of(load(written.config)) - expected
     assert difference.norm() < LOGITS_TOLERANCE * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "w4a16", "w8a8"])
+def test_a_massive_input_costs_only_its_group_of_32_precision(tmp_path: Path, name: str) -> None:
+    layer = load(write(tmp_path, name).config).get_submodule("model.layers.0.self_attn.qkv_proj")
+    assert isinstance(layer, LinearLayer)
+    assert isinstance(layer.method, QuantizedMethod)
+    (packed_OI, *_) = layer.method.kept
+    weight_OI = layer.method.unpack(packed_OI, layer.output_size)
+    x_TI = torch.randn(5, layer.input_size, generator=torch.Generator().manual_seed(1))
+    x_TI[:, 40] = 1000.0
+    values_TI, scales_TG = quantize_rows(x_TI)
+    rounded_TI = values_TI * scales_TG.repeat_interleave(GROUP_MULTIPLE, dim=1)
+    assert (rounded_TI - x_TI)[:, :GROUP_MULTIPLE].abs().max() < 0.02
+    torch.testing.assert_close(layer(x_TI), rounded_TI @ weight_OI.T, rtol=1e-4, atol=1e-3)
 
 
 def test_projections_are_kept_as_integers_and_what_the_checkpoint_has_as_float_is_not(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.layers.linear import LinearLayer
 from penstock.layers.quantization.method import QuantizedMethod
-from penstock.worker import calibration
+from penstock.worker import calibration, calibration_texts
 
 DEMO = EngineConfig.create("demo").model.folder
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 24}
@@ -77,9 +77,9 @@ def test_a_model_rounded_for_texts_is_closer_to_what_it_was(few_texts: Path, cap
     assert abs(calibrated - exact) < abs(nearest - exact)
     assert rounded.keys() == rounded_alone.keys()
     changed = {name for name in rounded if not torch.equal(rounded[name], rounded_alone[name])}
-    assert changed == {name for name in rounded if not name.endswith("down_proj")}
-    assert any("int4 with GPTQ calibration" in message and "few.jsonl" in message for message in caplog.messages)
-    assert any("calibrated in one pass" in message for message in caplog.messages)
+    assert changed == set(rounded)
+    assert any("int4 calibrated on" in message and "few.jsonl" in message for message in caplog.messages)
+    assert any("GPTQ in one pass, inputs of 18 layers smoothed" in message for message in caplog.messages)
 
 
 def test_texts_are_read_within_the_context_that_the_engine_serves(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_texts_are_read_within_the_context_that_the_engine_serves(tmp_path: Path
 @pytest.mark.slow
 def test_texts_in_the_models_folder_are_taken_unless_none_are_wanted(bare_demo: Path, few_texts: Path) -> None:
     with LLM(str(bare_demo), **INT4) as llm:
-        without = layer_weights(llm)
+        general = layer_weights(llm)
     shutil.copyfile(few_texts, bare_demo / "calibration.jsonl")
     with LLM(str(bare_demo), **INT4) as llm:
         taken = layer_weights(llm)
@@ -100,10 +100,37 @@ def test_texts_in_the_models_folder_are_taken_unless_none_are_wanted(bare_demo: 
         again = layer_weights(llm)
     with LLM(str(bare_demo), **INT4, quantization_calibration="none") as llm:
         refused = layer_weights(llm)
-    assert all(torch.equal(without[name], refused[name]) for name in without)
     assert all(torch.equal(taken[name], again[name]) for name in taken)
-    assert any(not torch.equal(without[name], taken[name]) for name in without)
+    for other in (general, refused):
+        assert any(not torch.equal(other[name], taken[name]) for name in taken)
     assert EngineConfig.create(str(bare_demo), quantization="int8").model.calibration_file is None
+
+
+def test_inputs_are_smoothed_for_a_general_text_by_default(bare_demo: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(bare_demo), **OPTIONS, quantization="int8", quantization_calibration="none") as llm:
+        nearest = layer_weights(llm)
+    with caplog.at_level(logging.INFO), LLM(str(bare_demo), **OPTIONS, quantization="int8") as llm:
+        smoothed = layer_weights(llm)
+        assert "inputs smoothed" in llm.get_model_inspection()
+    assert any("tokens of the general text" in message for message in caplog.messages)
+    changed = {name.rpartition(".")[2] for name in smoothed if not torch.equal(smoothed[name], nearest[name])}
+    assert changed == {"qkv_proj", "gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "memory"])
+def test_without_what_the_general_text_needs_weights_are_rounded_to_nearest(
+    missing: str, bare_demo: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {**OPTIONS, "quantization": "int8"}
+    if missing == "memory":
+        monkeypatch.setattr(calibration_texts, "_FREE_MEMORY", 1 << 30)
+    else:
+        options["tokenizer"] = "demo"
+        (bare_demo / "tokenizer.json").unlink()
+        monkeypatch.setattr(calibration_texts, "_TOKENIZER_FILE", "nowhere.json")
+    with caplog.at_level(logging.INFO), LLM(str(bare_demo), **options) as llm:
+        assert "inputs smoothed" not in llm.get_model_inspection()
+    assert any("not calibrated, since" in message for message in caplog.messages)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from penstock.cli.bench import bench
 from penstock.cli.bench_serve import ManyValuesCommand, bench_serve
 from penstock.cli.chat import chat
 from penstock.cli.env import env
+from penstock.cli.evaluate import evaluate
 from penstock.cli.failures import readable_errors
 from penstock.cli.flags import EngineCommand, with_dashes
 from penstock.cli.generate import generate
@@ -64,6 +65,7 @@ app.command()(env)
 app.command(cls=EngineCommand)(plan)
 app.command(cls=EngineCommand)(bench)
 app.command()(replay)
+app.command("eval", cls=EngineCommand)(evaluate)
 app.command("bench serve", cls=ManyValuesCommand)(bench_serve)
 
 

@@ -74,8 +74,8 @@ class ModelConfig:
     classifier_from_token, query_expansion; a dictionary, or JSON.
     quantization: quantisation of linear layers while loading; None keeps the checkpoint's weights; "none" dequantises
     a GGUF file, whose products a CPU computes from its blocks otherwise.
-    quantization_calibration: calibration data for GPTQ with quantization "int4", a JSONL file; "auto" is
-    calibration.jsonl of the model's folder, if it has one; "none" rounds to nearest.
+    quantization_calibration: calibration data for quantization "int4", a JSONL file; "auto" is calibration.jsonl of the
+    model's folder, if it has one, else a general text that ships, for "int8" too; "none" rounds to nearest.
     generation_config: source of default sampling parameters: "auto" for `generation_config.json` of the model,
     another folder, or "none" (also "vllm") for Penstock's defaults.
     override_generation_config: fields that replace those of `generation_config.json`; None for none.
@@ -203,7 +203,7 @@ class ModelConfig:
 
     @property
     def calibration_file(self) -> Path | None:
-        """File of the calibration data for GPTQ; None for quantisation without it."""
+        """File of the calibration data for GPTQ; None without one."""
         if self.quantization != "int4" or self.quantization_calibration == NO_CALIBRATION:
             return None
         if self.quantization_calibration != AUTO_CALIBRATION:

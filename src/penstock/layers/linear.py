@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,15 @@ from penstock.layers.adapters import LinearAdapters
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
 from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
 from penstock.parallel.scattered_rows import ScatteredRows
+
+
+class ScalableInputs(Protocol):
+    """Producer of a layer's inputs that can scale each of them exactly. is_replicated: whether every rank has all."""
+
+    is_replicated: bool
+
+    def divide(self, scales_I: Tensor) -> None:
+        """Divide the input features by these."""
 
 
 class LinearMethod(ABC):
@@ -271,8 +281,9 @@ class LinearLayer(nn.Module):
     weight has a narrower one. cpu_arithmetic: as in `ModelConfig`. tied_to: embeddings with the same weight, which can
     look up rows in packed form; in a tuple, since a module's attributes become its children. keeps_precision: the
     weight is never quantised, and its products are computed in float32. has_massive_inputs: trained models have inputs
-    here that are hundreds of times the mean, so that errors of their weights count most. adapters:
-    LoRA adapters; None without.
+    here that are hundreds of times the mean, so that errors of their weights count most. scalable_inputs: producer of
+    the inputs, where it can scale them exactly; None elsewhere. has_smoothed_inputs: whether it has scaled
+    them for quantisation. adapters: LoRA adapters; None without.
     """
 
     weight: nn.Parameter
@@ -283,6 +294,8 @@ class LinearLayer(nn.Module):
     cpu_arithmetic: str = "float32"
     tied_to: tuple[RowReader, ...] = ()
     has_massive_inputs = False
+    scalable_inputs: ScalableInputs | None = None
+    has_smoothed_inputs = False
     adapters: LinearAdapters | None = None
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
@@ -416,6 +429,11 @@ class MergedColumnParallelLinear(LinearLayer):
         share, offset = self.output_shares[shard], self._offset(shard)
         parameters = self.named_parameters(recurse=False)
         return {name: rows_of_rank(parameter.narrow(0, offset, share.size), share) for name, parameter in parameters}
+
+    def rows_of(self, shard: Shard) -> slice:
+        """Outputs of a shard on this rank."""
+        offset = self._offset(shard)
+        return slice(offset, offset + self.output_shares[shard].size)
 
     def _offset(self, shard: Shard) -> int:
         """First output of a shard on this rank."""

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, GatedActivation
 from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from penstock.layers.scalable_inputs import FactorOutputs
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
 
@@ -28,6 +29,9 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
         self.down_proj.has_massive_inputs = True
         self._activate_and_mul = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        if isinstance(activation, str):
+            # The others are not linear in the half that they multiply by.
+            self.down_proj.scalable_inputs = FactorOutputs(self.gate_up_proj, "up")
 
     def forward(self, hidden_TD: Tensor, rows: ScatteredRows | None = None) -> Tensor:
         """rows: sequence-parallel layout of input and output."""

@@ -26,6 +26,7 @@ from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, SplitWholeQueryKeyNorm, WholeQueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
+from penstock.layers.scalable_inputs import outputs_of
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
@@ -225,6 +226,10 @@ class DecoderLayer(nn.Module):
             bias=mlp_bias,
             parallel=parallel,
         )
+        if isinstance(self_attn, SelfAttention):
+            self_attn.qkv_proj.scalable_inputs = outputs_of(self.input_layernorm)
+        if isinstance(self.mlp, GatedMLP):
+            self.mlp.gate_up_proj.scalable_inputs = outputs_of(self.post_attention_layernorm)
 
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext

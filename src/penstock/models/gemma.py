@@ -20,6 +20,7 @@ from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNormRoundedLast, RoundedLastQueryKeyNorm
 from penstock.layers.rope_scaling import RopeParameters
+from penstock.layers.scalable_inputs import outputs_of
 from penstock.models.config_fields import FULL, SLIDING, ConfigFields, read_layer_kinds, windows_of
 from penstock.models.decoder import (
     DECODER_WEIGHTS,
@@ -75,6 +76,8 @@ class GemmaLayer(nn.Module):
             config.hidden_size, config.intermediate_size, activation=config.activation, bias=False, parallel=parallel
         )
         self.post_feedforward_layernorm = _norm(config)
+        self_attn.qkv_proj.scalable_inputs = outputs_of(self.input_layernorm)
+        self.mlp.gate_up_proj.scalable_inputs = outputs_of(self.pre_feedforward_layernorm)
 
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext

@@ -20,6 +20,7 @@ from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
+from penstock.layers.scalable_inputs import outputs_of
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
@@ -142,6 +143,8 @@ class GPT2Layer(nn.Module):
         self.mlp = PlainMLP(
             config.hidden_size, config.intermediate_size, activation=config.activation, bias=True, parallel=parallel
         )
+        self.attn.c_attn.scalable_inputs = outputs_of(self.ln_1)
+        self.mlp.up_proj.scalable_inputs = outputs_of(self.ln_2)
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         mixed_TD = self.attn(self.ln_1(hidden_TD), context)

@@ -1,4 +1,4 @@
-"""GPTQ calibration: run calibration data through the float model, then quantise it layer by layer."""
+"""Calibration: run calibration data through the float model, smooth its inputs, and quantise it layer by layer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.config import LoadConfig, ModelConfig
+from penstock.config.model import NO_CALIBRATION, NO_QUANTIZATION
 from penstock.device import Device, DtypeChoice
-from penstock.errors import ConfigError
 from penstock.layers.embedding import LMHead
 from penstock.layers.linear import LinearLayer, LinearMethod
-from penstock.layers.quantization.gptq import accumulate_grams, gptq_quantize
-from penstock.layers.quantization.method import WIDER_LAYERS, Quantizer, int4_method
+from penstock.layers.quantization.gptq import gptq_quantize
+from penstock.layers.quantization.method import WIDER_LAYERS, Quantizer, choose_method, int4_method
+from penstock.layers.quantization.observe import accumulate_grams, record_peaks
 from penstock.layers.quantization.quantize import quantize_int4
-from penstock.loader.calibration_text import read_calibration_text
+from penstock.layers.quantization.smoothing import smooth, smoothable
 from penstock.loader.loader import load_model
 from penstock.models.attention_layers import cache_layers, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
@@ -27,6 +27,7 @@ from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.dummy_runs import run_prompt
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.worker.calibration_texts import MAX_SMOOTHING_TOKENS, CalibrationTexts, find_calibration_texts
 from penstock.worker.profile import throwaway_kv_cache
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,17 @@ _SHARE_OF_FREE = 4
 
 
 def load_for_device(
-    model_config: ModelConfig, load_config: LoadConfig, parallel: ParallelState, device: Device, dtype: DtypeChoice
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    parallel: ParallelState,
+    device: Device,
+    dtype: DtypeChoice,
+    *,
+    has_adapters: bool = False,
 ) -> CausalLM:
-    """Load the model, with GPTQ calibration if `model_config` has calibration data.
+    """Load the model, and quantise it with calibration if `find_calibration_texts` has data.
 
+    has_adapters: whether LoRA adapters read the inputs of layers, which must stay as they are then.
     Raises what `load_model` raises, ConfigError for unreadable calibration data, and ModelError for non-finite inputs.
     """
 
@@ -53,19 +61,28 @@ def load_for_device(
             config, load_config, parallel, device.torch_device, dtype.torch_dtype, dtype.weights_torch_dtype
         )
 
-    path = model_config.calibration_file
-    if path is None:
+    texts = find_calibration_texts(model_config, load_config, parallel, device, dtype)
+    if texts is None or (has_adapters and not texts.feeds_gptq):
         return load(model_config)
-    texts = read_calibration_text(path, model_config.tokenizer_folder)
-    largest = max(max(text) for text in texts)
-    if largest >= model_config.vocab_size:
-        raise ConfigError(
-            f"quantization_calibration={str(path)!r} has the token {largest} with the tokenizer in "
-            f"{model_config.tokenizer_folder}, but the model has {model_config.vocab_size} tokens."
-        )
-    model = load(replace(model_config, quantization=None, quantization_calibration="none", cpu_arithmetic="float32"))
+    floats = replace(model_config, quantization=NO_QUANTIZATION, quantization_calibration=NO_CALIBRATION)
+    # Gram matrices are of exact inputs; ranges may be of rounded ones, which come sooner.
+    model = load(replace(floats, cpu_arithmetic="float32") if texts.feeds_gptq else floats)
+    begin = time.monotonic()
+    calibration = _Calibration(model, texts, model_config, device, dtype)
     with torch.no_grad():
-        _round(model, texts, path, model_config, device, dtype, _max_gram_bytes(device, parallel))
+        num_smoothed = 0 if has_adapters else calibration.smooth(parallel)
+        passes = calibration.quantize(_max_gram_bytes(device, parallel))
+    model.requires_grad_(False)
+    logger.info(
+        "Quantized weights: %s calibrated on %s tokens of %s in %.1f s: %s, inputs of %d layers smoothed%s",
+        model_config.quantization,
+        f"{texts.num_tokens:,}",
+        texts.source,
+        time.monotonic() - begin,
+        passes,
+        num_smoothed,
+        f", {WIDER_LAYERS}" if device.kind == "cpu" and model_config.quantization == "int4" else "",
+    )
     return model
 
 
@@ -75,34 +92,55 @@ def _max_gram_bytes(device: Device, parallel: ParallelState) -> int:
     return min(parallel.tensor.gather_values(free))
 
 
-def _round(
-    model: CausalLM,
-    texts: Sequence[list[int]],
-    path: Path,
-    config: ModelConfig,
-    device: Device,
-    dtype: DtypeChoice,
-    max_gram_bytes: int,
-) -> None:
-    begin = time.monotonic()
-    layers = [module for module in model.modules() if isinstance(module, LinearLayer) and not module.keeps_precision]
-    wider = f", {WIDER_LAYERS}" if device.kind == "cpu" else ""
-    num_tokens = f"{sum(map(len, texts)):,}"
-    logger.info("Quantized weights: int4 with GPTQ calibration on %s tokens of %s%s", num_tokens, path, wider)
-    num_times = 0
-    for part in _parts(layers, max_gram_bytes):
-        num_times += 1
-        heads = [layer for layer in part if isinstance(layer, LMHead) or layer.output_size == config.vocab_size]
-        with accumulate_grams(part, only_inputs_of=heads) as grams:
-            _read(model, texts, config, device, dtype, reaches_heads=bool(heads))
-        for layer in part:
-            _change_method(layer, int4_method(layer, _round_once_for(grams.pop(0))))
-    model.requires_grad_(False)
-    logger.info(
-        "Quantized weights: calibrated in %s, %.1f s",
-        "one pass" if num_times == 1 else f"{num_times} passes of {format_bytes(max_gram_bytes)} of Gram matrices",
-        time.monotonic() - begin,
-    )
+class _Calibration:
+    """Quantisation of a float model with calibration data."""
+
+    def __init__(
+        self, model: CausalLM, texts: CalibrationTexts, config: ModelConfig, device: Device, dtype: DtypeChoice
+    ) -> None:
+        self._model, self._texts, self._config, self._device, self._dtype = model, texts, config, device, dtype
+        modules = [module for module in model.modules() if isinstance(module, LinearLayer)]
+        self._layers = [layer for layer in modules if not layer.keeps_precision]
+
+    def smooth(self, parallel: ParallelState) -> int:
+        """Smooth the inputs of the layers that can be; return their number."""
+        layers = smoothable(self._layers)
+        if not layers:
+            return 0
+        with record_peaks(layers) as peaks:
+            self._read(self._texts.first(MAX_SMOOTHING_TOKENS), reaches_heads=False)
+        for layer, peak_I in zip(layers, peaks, strict=True):
+            smooth(layer, peak_I, parallel.tensor)
+        return len(layers)
+
+    def quantize(self, max_gram_bytes: int) -> str:
+        """Quantise all layers, by GPTQ if the data feeds it; return how, for logs.
+
+        max_gram_bytes: memory for Gram matrices.
+        """
+        assert self._config.quantization is not None, "a quantization to calibrate"
+        if not self._texts.feeds_gptq:
+            choose = choose_method(self._config.quantization)
+            for layer in self._layers:
+                _change_method(layer, choose(layer))
+            return "rounded to nearest"
+        num_times = 0
+        for part in _parts(self._layers, max_gram_bytes):
+            num_times += 1
+            heads = [
+                layer for layer in part if isinstance(layer, LMHead) or layer.output_size == self._config.vocab_size
+            ]
+            with accumulate_grams(part, only_inputs_of=heads) as grams:
+                self._read(self._texts.token_ids, reaches_heads=bool(heads))
+            for layer in part:
+                _change_method(layer, int4_method(layer, _round_once_for(grams.pop(0))))
+        if num_times == 1:
+            return "GPTQ in one pass"
+        return f"GPTQ in {num_times} passes of {format_bytes(max_gram_bytes)} of Gram matrices"
+
+    def _read(self, texts: Sequence[list[int]], *, reaches_heads: bool) -> None:
+        """Run texts through the model. reaches_heads: whether to run the output projection too."""
+        _read(self._model, texts, self._config, self._device, self._dtype, reaches_heads=reaches_heads)
 
 
 def _round_once_for(gram_II: Tensor) -> Quantizer:

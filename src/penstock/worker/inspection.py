@@ -49,6 +49,8 @@ def _lines(name: str, module: nn.Module, depth: int, ties: _Ties) -> Iterator[st
 def _own(module: nn.Module, ties: _Ties) -> Iterator[str]:
     if isinstance(module, LinearLayer):
         yield f"{module.input_size} -> {module.output_size}, {module.method.description}"
+        if module.has_smoothed_inputs:
+            yield "inputs smoothed"
         kept = module.method.kept if isinstance(module.method, PackedMethod) else ()
         if kept:
             lends = any(embedding.lookup is not None for embedding in module.tied_to)

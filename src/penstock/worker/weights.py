@@ -41,7 +41,9 @@ class Weights:
         self._dtype = dtype
         self._cache = config.cache
         with device.loading_weights():
-            self.model: nn.Module = load_for_device(config.model, config.load, parallel, device, dtype)
+            self.model: nn.Module = load_for_device(
+                config.model, config.load, parallel, device, dtype, has_adapters=config.lora.enable_lora
+            )
             self.drafter: CausalLM | None = load_drafter(config, self.model, parallel, device, dtype)
         self.speculator = create_speculator(
             config.speculative,
@@ -95,6 +97,7 @@ class Weights:
                     self._dtype,
                     max_model_len=max_model_len,
                     size_bytes=weights_size_bytes(self.model),
+                    has_adapters=current.lora.enable_lora,
                 )
             finally:
                 gc.collect()

@@ -1,66 +1,19 @@
 """GPTQ: int4 quantisation with error feedback (Frantar et al., 2023, https://arxiv.org/abs/2210.17323).
 
-Input features are quantised one after another; the weights of the features that follow compensate each one's error in
-the layer's outputs, as measured on calibration data.
+Input features are quantised one after another, those with the largest inputs first; the weights of the features that
+follow compensate each one's error in the layer's outputs, as measured on calibration data. Scales are those of rounding
+to nearest, so the order does not change the format.
 Suffixes: T tokens, O output features, I input features, B input features of a block, G groups of input features.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS, QuantizedWeight
-from penstock.layers.linear import LinearLayer, LinearMethod
 from penstock.layers.quantization.quantize import GROUP_SIZE, join_rows, quantize_int4
-
-
-class GramMethod(LinearMethod):
-    """Wraps a linear method and accumulates x^T x of its inputs in float32: `gram_II`.
-
-    only_inputs: skip the product and return zeros.
-    """
-
-    def __init__(self, method: LinearMethod, input_size: int, *, only_inputs: bool) -> None:
-        self.method = method
-        self.gram_II = torch.zeros(input_size, input_size)
-        self._only_inputs = only_inputs
-
-    def process_weights_after_loading(self, layer: LinearLayer) -> None:
-        self.method.process_weights_after_loading(layer)
-
-    def restore_weights(self, layer: LinearLayer) -> None:
-        self.method.restore_weights(layer)
-
-    def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
-        flat_TI = x_TI.reshape(-1, x_TI.shape[-1]).float()
-        self.gram_II.addmm_(flat_TI.T, flat_TI)
-        if self._only_inputs:
-            return x_TI.new_zeros(*x_TI.shape[:-1], layer.output_size)
-        return self.method.apply(layer, x_TI)
-
-
-@contextmanager
-def accumulate_grams(
-    layers: Sequence[LinearLayer], *, only_inputs_of: Sequence[LinearLayer] = ()
-) -> Iterator[list[Tensor]]:
-    """Record the inputs of these layers inside the block. Yields the accumulated x^T x of each, [I, I].
-
-    only_inputs_of: layers whose outputs are not needed meanwhile.
-    """
-    methods = [GramMethod(layer.method, layer.input_size, only_inputs=layer in only_inputs_of) for layer in layers]
-    for layer, method in zip(layers, methods, strict=True):
-        layer.method = method
-    try:
-        yield [method.gram_II for method in methods]
-    finally:
-        for layer, method in zip(layers, methods, strict=True):
-            layer.method = method.method
-
 
 # Damping of the Hessian's diagonal, relative to its mean.
 _DAMPING = 0.01
@@ -76,23 +29,27 @@ def gptq_quantize(weight_OI: Tensor, gram_II: Tensor, group_size: int = GROUP_SI
     gram_II: x^T x of the layer's calibration inputs x, summed; zeros give round-to-nearest.
     Raises ModelError for a sum that is not finite.
     """
-    upper_II = _inverse_factor(gram_II)
+    order_I = torch.argsort(gram_II.diagonal(), descending=True, stable=True)
+    upper_II = _inverse_factor(gram_II[order_I][:, order_I])
     num_rows = max(1, _WEIGHTS_AT_ONCE // weight_OI.shape[1])
-    return join_rows([_quantize_rows(part_OI, upper_II, group_size) for part_OI in weight_OI.split(num_rows)])
+    return join_rows([_quantize_rows(part_OI, order_I, upper_II, group_size) for part_OI in weight_OI.split(num_rows)])
 
 
-def _quantize_rows(weight_OI: Tensor, upper_II: Tensor, group_size: int) -> QuantizedWeight:
-    """Quantise rows (output features), which are independent of each other."""
+def _quantize_rows(weight_OI: Tensor, order_I: Tensor, upper_II: Tensor, group_size: int) -> QuantizedWeight:
+    """Quantise rows (output features), which are independent of each other. order_I: input features, first to last."""
     nearest = quantize_int4(weight_OI, group_size)
-    weight_IO = weight_OI.float().T.contiguous()
+    weight_IO = weight_OI.float().T[order_I].contiguous()
+    groups_I = (order_I // nearest.shape.group_size).tolist()
     values_IO = torch.empty(weight_IO.shape, dtype=torch.int8)
     for begin in range(0, len(weight_IO), _BLOCK):
         end = min(begin + _BLOCK, len(weight_IO))
         block = slice(begin, end)
-        groups = [index // nearest.shape.group_size for index in range(begin, end)]
-        errors_BO = _quantize_block(weight_IO[block], values_IO[block], nearest, groups, upper_II[block, block])
+        errors_BO = _quantize_block(
+            weight_IO[block], values_IO[block], nearest, groups_I[block], upper_II[block, block]
+        )
         weight_IO[end:] -= upper_II[block, end:].T @ errors_BO
-    return QuantizedWeight(nearest.shape, values_IO.T.contiguous(), nearest.scales_OG, nearest.minimums_OG)
+    values_OI = values_IO[torch.argsort(order_I)].T.contiguous()
+    return QuantizedWeight(nearest.shape, values_OI, nearest.scales_OG, nearest.minimums_OG)
 
 
 def _quantize_block(

@@ -1,0 +1,1 @@
+"""Quality of weight formats on a text: the measurement of `penstock eval`."""

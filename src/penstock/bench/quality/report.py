@@ -1,0 +1,74 @@
+"""Table and JSON of `penstock eval`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from penstock.bench.quality.run import Quality, Text
+from penstock.observability.units import format_bytes
+
+_COLUMNS = (
+    *("loss", "perplexity", "loss change", "mean change", "KL", "same top"),
+    *("prompt tok/s", "output tok/s", "weights"),
+)
+
+
+def table(title: str, results: Sequence[Quality]) -> Table:
+    """Return a row per format, the reference first."""
+    found = Table(title=title, title_justify="left", title_style="bold", caption=_CAPTION, caption_justify="left")
+    found.add_column("")
+    for heading in _COLUMNS:
+        found.add_column(heading, justify="right")
+    for result in results:
+        found.add_row(result.format, *_cells(result))
+    return found
+
+
+_CAPTION = (
+    "loss: nats per token. Changes are from the first row: of the loss, and the mean absolute change of the "
+    "log-probability of a token of the text. KL: nats, of the most likely tokens. same top: share of positions with "
+    "the same most likely token. output tok/s: of one request."
+)
+
+
+def _cells(result: Quality) -> list[str]:
+    closeness = result.closeness
+    return [
+        f"{result.loss:.4f}",
+        f"{math.exp(result.loss):.2f}",
+        f"{closeness.loss_change:+.2%}",
+        f"{closeness.mean_change:.4f}",
+        f"{closeness.kl:.5f}",
+        f"{closeness.same_top:.1%}",
+        f"{result.prompt_tokens_per_s:,.0f}",
+        f"{result.output_tokens_per_s:,.1f}",
+        format_bytes(result.weight_bytes),
+    ]
+
+
+def as_json(model: str, text: Text, results: Sequence[Quality]) -> dict[str, Any]:
+    """Return all figures as data: losses in nats, sizes in bytes."""
+    return {
+        "model": model,
+        "num_tokens": text.num_scored,
+        "num_windows": len(text.windows),
+        "formats": [
+            {
+                "format": result.format,
+                "loss": result.loss,
+                "perplexity": math.exp(result.loss),
+                "loss_change": result.closeness.loss_change,
+                "mean_change": result.closeness.mean_change,
+                "kl": result.closeness.kl,
+                "same_top": result.closeness.same_top,
+                "prompt_tokens_per_s": result.prompt_tokens_per_s,
+                "output_tokens_per_s": result.output_tokens_per_s,
+                "weight_bytes": result.weight_bytes,
+            }
+            for result in results
+        ],
+    }

@@ -1,0 +1,113 @@
+"""`penstock eval`: what weight formats cost in quality, on a text."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli import options
+from penstock.cli.failures import file_named
+from penstock.errors import ConfigError
+
+_PLOT_SUFFIX = ".svg"
+
+
+@options.engine_command(without=("quantization", "dtype", "engine_seed", "speculative_config"))
+def evaluate(
+    model: Annotated[str, typer.Argument(help="demo, smollm2, a folder, GGUF file or hub id")],
+    text: Annotated[Path, typer.Option("--text", "-t", help="Text file, UTF-8, like what the model will read")],
+    quantization: Annotated[
+        str,
+        typer.Option(
+            "--quantization",
+            "-q",
+            metavar="LIST",
+            help="Formats with commas between: none, int8, int4, bfloat16, float32; stored: as the files have them",
+        ),
+    ] = "none,int8,int4",
+    against: Annotated[
+        str, typer.Option(metavar="FORMAT|MODEL", help="Format that changes are measured from, or another model")
+    ] = "float32",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text that are read")] = 4096,
+    window: Annotated[int, typer.Option(min=2, help="Tokens that are read at once, without those before them")] = 256,
+    json: Annotated[bool, typer.Option("--json", help="Write JSON: losses in nats, sizes in bytes")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw quality against size")] = None,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Show what each weight format costs in quality, and what it saves: loss on a text, speed and size.
+
+    The model reads the text once per format. Loss and perplexity say how well it predicts the text, the mean change and
+    KL how far its probabilities move from those of --against.
+    """
+    from penstock.bench.quality.formats import FORMATS, parse_formats
+    from penstock.bench.quality.report import as_json, table
+    from penstock.bench.quality.run import evaluate as measure
+
+    formats = parse_formats(quantization)
+    content = _read(text)
+    _check_plot(plot)
+    is_format = against in FORMATS
+    tokens, results = measure(
+        model,
+        content,
+        formats,
+        engine,
+        against=against if is_format else "float32",
+        reference_model=None if is_format else against,
+        window=window,
+        max_tokens=max_tokens,
+        on_measured=lambda format: print(f"penstock: measuring {format} ...", file=sys.stderr, flush=True),
+    )
+    title = f"{model} on {text.name}: {tokens.num_scored:,} tokens in windows of {window:,}"
+    if plot is not None:
+        _draw(plot, title, results)
+    if json:
+        _print(json_module.dumps(as_json(model, tokens, results), indent=2) + "\n", as_json=True)
+    else:
+        _print(_rendered(table(title, results)), as_json=False)
+
+
+def _read(path: Path) -> str:
+    with file_named("--text", path):
+        content = path.read_bytes()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {path} is not UTF-8: {error}. Give a text file.") from error
+
+
+def _check_plot(path: Path | None) -> None:
+    """Refuse a path that cannot be drawn to, before the measurement."""
+    if path is None:
+        return
+    if path.suffix != _PLOT_SUFFIX:
+        raise ConfigError(f"--plot {path} is not valid. Allowed: a name that ends with {_PLOT_SUFFIX}.")
+    with file_named("--plot", path), path.open("a"):
+        pass
+
+
+def _draw(path: Path, title: str, results: Any) -> None:
+    from penstock.bench.quality.plot import svg
+
+    with file_named("--plot", path):
+        path.write_text(svg(title, results), encoding="utf-8")
+
+
+def _rendered(table: Any) -> str:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def _print(text: str, *, as_json: bool) -> None:
+    from penstock.cli.output import standard_output, write
+
+    write(standard_output(as_json=as_json), text)
