@@ -97,11 +97,13 @@ class Drainage:
 _STALE_S = 2.0
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Liveness: 503 when the server makes no progress and does not repair itself")
 async def health(http: Request) -> Response:
     return _response(_health_of(http).why_dead(), "alive", {})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="Readiness: 503 with Retry-After while no new requests are admitted")
 async def ready(http: Request) -> Response:
     state = _health_of(http)
