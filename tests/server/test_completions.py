@@ -277,6 +277,10 @@ REFUSED = [
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"timeout": 0}, "timeout"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": [[5], []]}, "prompt"),
+    ({"top_k": 10**60}, "top_k"),
+    ({"stop": ["\ud800"]}, "stop[0]"),
 ]
 
 

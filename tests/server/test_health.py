@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import msgspec
 import pytest
 
@@ -13,10 +16,11 @@ from support.broker_statuses import BUSY
 WELL = msgspec.structs.replace(BUSY, num_recovering=0, stalled_s=0.0)
 
 
-def judged(status: BrokerStatus | None, silent_s: float = 0.0) -> Health:
+def judged(status: BrokerStatus | None, silent_s: float = 0.0, lost_s: float = math.inf) -> Health:
     broker = BrokerState()
     broker.status = status
     broker.received_at -= silent_s
+    broker.lost_at = time.monotonic() - lost_s
     return Health(broker, step_limit_s=300.0, silence_limit_s=30.0)
 
 
@@ -52,3 +56,11 @@ def test_a_draining_server_lives_and_is_not_ready() -> None:
     health.is_draining = True
     assert health.why_dead() is None
     assert "shutting down" in (health.why_not_ready() or "")
+
+
+def test_a_broker_that_is_being_replaced_after_a_long_silence_is_no_dead_server() -> None:
+    """An orchestrator would kill the server in the middle of its repair."""
+    replacing = judged(WELL, silent_s=33.0, lost_s=2.0)
+    assert replacing.why_dead() is None
+    assert replacing.why_not_ready() == "the broker is being started"
+    assert judged(WELL, silent_s=70.0, lost_s=31.0).why_dead() is not None

@@ -350,3 +350,32 @@ def test_a_flood_is_refused_with_the_time_to_wait_and_memory_stays_flat(start: C
     assert sum(status == 200 for status, _ in found) >= 8 * 12
     assert memory() < 1.02 * before
     wait_until(lambda: json.loads(get(server.url, "/ready")[1])["num_requests"] == 0)
+
+
+@pytest.mark.slow
+def test_a_front_end_without_file_descriptors_says_so_once_and_goes_on(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    front_end = server.processes("front-end")[0]
+    num_open = front_end.num_fds()
+    front_end.rlimit(psutil.RLIMIT_NOFILE, (num_open + 20, num_open + 20))
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    connections = [socket.create_connection(address) for _ in range(60)]
+    wait_until(lambda: "no file descriptor" in server.text)
+    time.sleep(3.0)
+    assert server.text.count("no file descriptor") == 1
+    assert "Traceback" not in server.text
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: get(server.url, "/health")[0] == 200)
+    assert asyncio.run(answers(server, 3))
+
+
+@pytest.mark.slow
+def test_probes_answer_head_requests(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    for path in ("/health", "/ready"):
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as raw:
+            raw.sendall(f"HEAD {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+            reply = b"".join(iter(lambda: raw.recv(65536), b""))
+        assert reply.startswith(b"HTTP/1.1 200")
+        assert reply.endswith(b"\r\n\r\n")

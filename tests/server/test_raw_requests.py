@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import time
@@ -40,9 +41,9 @@ BROKEN: list[tuple[Any, str]] = [
     (b"null", "empty"),
     (b"[]", "Allowed: a JSON object"),
     (b'"text"', "Allowed: a JSON object"),
-    (b'{"prompt": "\xff"}', "parsing the body"),
-    (b"[" * 20_000, "parsing the body"),
-    (b'{"prompt": "a", "seed": ' + b"9" * 6000 + b"}", "parsing the body"),
+    (b'{"prompt": "\xff"}', "cannot be read as JSON: 'utf-8' codec"),
+    (b"[" * 20_000, "cannot be read as JSON: maximum recursion depth"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 6000 + b"}", "cannot be read as JSON: Exceeds the limit"),
     (b'{"prompt": "a", "temperature": NaN}', "temperature=nan"),
     (b'{"prompt": "a", "seed": 99999999999999999999}', "seed=99999999999999999999"),
     (b'{"prompt": "\\ud800"}', "not a character"),
@@ -61,6 +62,20 @@ def test_a_broken_body_gets_a_readable_error(server: Served, body: bytes, messag
     assert reply.status in (400, 404)
     assert message in reply.error["message"]
     assert server.post("/v1/completions", completion()).status == 200
+
+
+def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(server: Served) -> None:
+    body = gzip.compress(json.dumps(completion()).encode())
+    reply = server.request("POST", "/v1/completions", body, Content_Encoding="gzip")
+    assert (reply.status, reply.error["message"]) == (
+        415,
+        "The body has the Content-Encoding 'gzip'. Allowed: identity. Send it uncompressed.",
+    )
+
+
+def test_a_path_with_a_slash_behind_it_is_no_route(server: Served) -> None:
+    """A redirect would name this server, not the proxy before it, and drop its path prefix."""
+    assert server.post("/v1/completions/", completion()).status == 404
 
 
 def test_a_body_without_its_content_type_says_which(server: Served) -> None:

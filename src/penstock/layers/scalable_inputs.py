@@ -22,7 +22,7 @@ class NormOutputs:
         norm = self.norm
         offset = norm.weight_offset if isinstance(norm, RMSNormRoundedLast) else 0.0
         norm.weight.data.add_(offset).div_(scales_I).sub_(offset)
-        if isinstance(norm, LayerNorm):
+        if isinstance(norm, LayerNorm) and norm.bias is not None:
             norm.bias.data.div_(scales_I)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -28,21 +29,31 @@ class BrokerState:
     """Last heartbeat of the broker, for any thread: its status, None at first, and its time in monotonic seconds.
 
     recent_steps: last steps of the cores while a live view watches, each with its core's number, oldest first.
+    lost_at: time at which the last connection to a broker ended, whose end is the begin of its replacement.
     """
 
     def __init__(self) -> None:
         self.status: BrokerStatus | None = None
         self.received_at = time.monotonic()
         self.recent_steps: deque[tuple[int, StepRecord]] = deque(maxlen=_NUM_RECENT_STEPS)
+        self.lost_at = -math.inf
 
     def note(self, status: BrokerStatus) -> None:
         self.status, self.received_at = status, time.monotonic()
         self.recent_steps.extend((core, step) for core, steps in enumerate(status.recent_steps) for step in steps)
 
+    def note_loss(self) -> None:
+        self.lost_at = time.monotonic()
+
     @property
     def silent_s(self) -> float:
         """Seconds since the last heartbeat."""
         return time.monotonic() - self.received_at
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last heartbeat, or since the replacement of the broker began."""
+        return time.monotonic() - max(self.received_at, self.lost_at)
 
 
 def connect_to_broker(path: str, config: EngineConfig, state: BrokerState) -> CoreGroup:
@@ -106,4 +117,5 @@ class BrokerConnection:
                 self._deliver(self, message)  # type: ignore[arg-type]
         except (EOFError, OSError):
             self._has_ended.set()
+            self._state.note_loss()
             self._deliver(self, None)

@@ -16,7 +16,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.errors import ContextTooLong, EngineDead, InvalidRequest, LifecycleError, Overloaded, WaitTimeout
+from penstock.errors import (
+    ChatTemplateError,
+    ContextTooLong,
+    EngineDead,
+    InvalidRequest,
+    LifecycleError,
+    Overloaded,
+    WaitTimeout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +117,8 @@ def invalid_request(
     fields: names of the request's fields, of which one at the beginning of the text is the `param`.
     names: the client's names of parameters, by the engine's.
     """
-    message, param = str(error), None
+    # Errors of serialisation have the path from the engine's request on.
+    message, param = str(error).removeprefix("sampling_params."), None
     if (match := _PATH.match(message)) is not None:
         path = match[0]
         for own, client in (names or {}).items():
@@ -118,10 +127,10 @@ def invalid_request(
                 path = client + path[len(own) :]
                 break
         param = path if re.split(r"[.\[]", path, maxsplit=1)[0] in fields else None
-    if isinstance(error, ContextTooLong):
-        prompt = next((name for name in ("messages", "prompt", "input") if name in fields), None)
-        return ApiError(400, message, param=param or prompt, code="context_length_exceeded")
-    return ApiError(400, message, param=param)
+    if isinstance(error, ContextTooLong | ChatTemplateError) or message.startswith("The prompt "):
+        param = param or next((name for name in ("messages", "prompt", "input") if name in fields), None)
+    code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
+    return ApiError(400, message, param=param, code=code)
 
 
 @contextmanager
@@ -144,4 +153,6 @@ def _http_message(error: HTTPException) -> str:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow") or (error.headers or {}).get("allow")
         return f"This route does not have the method. Allowed: {allowed}."
+    if error.status_code == 400 and error.__cause__ is not None:
+        return f"The body cannot be read as JSON: {error.__cause__}."
     return str(error.detail or HTTPStatus(error.status_code).phrase)

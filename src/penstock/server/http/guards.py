@@ -70,7 +70,10 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimits:
-    """Limits of request bodies: their size, whether it is declared or not, and the time that they take to arrive."""
+    """Limits of request bodies: their size, whether it is declared or not, and the time that they take to arrive.
+
+    Compressed bodies, whose size could grow without limit, are refused.
+    """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
@@ -81,7 +84,14 @@ class BodyLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("Content-Length", "")
+        headers = Headers(scope=scope)
+        encoding = headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            message = f"The body has the Content-Encoding {encoding!r}. Allowed: identity. Send it uncompressed."
+            error = ApiError(415, message, headers={"Connection": "close"})
+            await error.response(scope)(scope, receive, send)
+            return
+        declared = headers.get("Content-Length", "")
         if declared.isdecimal() and (len(declared) > 18 or int(declared) > self._max_bytes):
             await self._too_large().response(scope)(scope, receive, send)
             return

@@ -23,6 +23,7 @@ from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
 from penstock.engine.processes.broker_connection import BrokerState, connect_to_broker
 from penstock.engine.processes.child_main import ParentConnection
 from penstock.server.app import create_app
+from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.http.slow_headers import protocol_with_timeout
 from penstock.server.metrics import route as metrics_route
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
@@ -153,6 +154,7 @@ class _FrontEnd:
                 timeout_keep_alive=int(network.timeout_keep_alive),
                 timeout_graceful_shutdown=int(_LAST_BYTES_S),
                 http=protocol_with_timeout(read_timeout_s),
+                ws="none",
                 ssl_certfile=network.ssl_certfile,
                 ssl_keyfile=network.ssl_keyfile,
                 ssl_keyfile_password=network.ssl_keyfile_password,
@@ -164,6 +166,7 @@ class _FrontEnd:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors())
         drain: asyncio.Future[Any] = loop.create_future()
 
         def read() -> None:

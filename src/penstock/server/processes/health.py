@@ -25,8 +25,8 @@ class Health:
     """Judgement of the server's state by the heartbeats of its broker.
 
     step_limit_s: longest time in which a healthy core with work computes no token; it exceeds the longest step.
-    silence_limit_s: longest time without a heartbeat of a healthy broker. is_draining: whether the server is about to
-    end.
+    silence_limit_s: longest time without a heartbeat of a healthy broker, with that until the launcher replaces it; it
+    begins anew with a replacement. is_draining: whether the server is about to end.
     """
 
     def __init__(self, broker: BrokerState, step_limit_s: float, silence_limit_s: float) -> None:
@@ -52,7 +52,7 @@ class Health:
 
     def why_dead(self) -> str | None:
         """Why an orchestrator should replace the server; None while it works or repairs itself."""
-        if self._broker.silent_s > self._silence_limit_s:
+        if self._broker.idle_s > self._silence_limit_s:
             return f"the broker has sent no heartbeat for {self._broker.silent_s:.0f} s"
         status = self._broker.status
         if status is not None and status.stalled_s > self._step_limit_s:
@@ -97,11 +97,13 @@ class Drainage:
 _STALE_S = 2.0
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Liveness: 503 when the server makes no progress and does not repair itself")
 async def health(http: Request) -> Response:
     return _response(_health_of(http).why_dead(), "alive", {})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="Readiness: 503 with Retry-After while no new requests are admitted")
 async def ready(http: Request) -> Response:
     state = _health_of(http)

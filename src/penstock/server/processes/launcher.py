@@ -49,6 +49,8 @@ _SEND_TIMEOUT_S = 30.0
 # Longest time without a heartbeat of a broker or front end that works: they send one a second at least, also while
 # cores compute.
 _LONGEST_SILENCE_S = 30.0
+# Time in which a process that hangs is noticed and killed, before which front ends do not call the server dead.
+_REPLACING_S = 5.0
 # Grace period of the broker, which closes its cores.
 _BROKER_GRACE_S = 30.0
 # Time of a front end after its drain, for the last bytes and its exit.
@@ -209,8 +211,8 @@ class Launcher:
                 number=next(self._front_numbers),
                 folder=folder,
                 descriptor=descriptor,
-                step_limit_s=self._step_limit_s,
-                silence_limit_s=self._silence_limit_s,
+                step_limit_s=self._step_limit_s + _REPLACING_S,
+                silence_limit_s=self._silence_limit_s + _REPLACING_S,
             )
             return ChildProcess(
                 serve_http,
