@@ -13,6 +13,7 @@ table has the median and the range. Prompts are token ids, greedy, with fixed ou
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import subprocess
 import sys
@@ -178,6 +179,8 @@ def requantize(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     arguments = _parse()
+    # As Ctrl-C does: an engine that is stopped while the other runs would else be left behind.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     arguments.work_dir = arguments.work_dir.resolve()
     commands: dict[str, Any] = {"speed": speed, "loss": loss, "tokens": tokens, "requantize": requantize}
     print(f"{described(machine(arguments.threads))}\n\n{commands[arguments.command](arguments)}")

@@ -5,15 +5,13 @@ The files are not part of the repository. Where they are is said by PENSTOCK_TES
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from tools.check_schemas import Check, read
 
-_CHECKOUT = Path(__file__).resolve().parents[2]
-_SUITE, _REAL = "json-schema-test-suite-2020-12", "maskbench-sample"
+from support.schema_files import REAL, SUITE, schema_file
+
 _NUMBER = "it spells a whole number with a fraction or an exponent, and outputs do not"
 _FORMAT = "it is valid because that validator passes over formats, which outputs have"
 _ECMASCRIPT = "dialects of regular expressions do not agree here, and outputs have what all agree on"
@@ -21,7 +19,7 @@ _NARROW = "its format is enforced more narrowly, without leap seconds, quoted na
 _ORDER = "its properties come in another order than the schema's"
 
 # At least this share of the schemas is accepted. The suite asks for everything that there is.
-ACCEPTED = {_SUITE: 0.5, _REAL: 0.9}
+ACCEPTED = {SUITE: 0.5, REAL: 0.9}
 # Valid instances that do not pass: by schema, why, and how many of each.
 NOT_PASSING: dict[str, tuple[str, int]] = {
     "const: const with 0 does not match other zero-like types": (_NUMBER, 1),
@@ -67,18 +65,10 @@ NOT_PASSING: dict[str, tuple[str, int]] = {
 }
 
 
-def file_of(name: str) -> Path:
-    folder = Path(os.environ.get("PENSTOCK_TEST_DATA") or _CHECKOUT.parent / "shared" / "data")
-    path = folder / "json_schemas" / f"{name}.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"{path} does not exist: the data of this test is not part of the repository")
-    return path
-
-
 def check_part(name: str, every: int, num_outputs: int) -> None:
     """Every so many schemas of a file: what passes is what is valid, apart from what is listed."""
     check = Check(num_outputs=num_outputs, shows=False)
-    cases = list(read([file_of(name)]))[::every]
+    cases = list(read([schema_file(name)]))[::every]
     for case in cases:
         check.add(case)
     not_passing = Counter(schema for outcome, schema, _ in check.differences if outcome.startswith("valid, "))
@@ -90,12 +80,12 @@ def check_part(name: str, every: int, num_outputs: int) -> None:
     assert check.counts["valid, passes"] > len(cases) / 2
 
 
-@pytest.mark.parametrize("name", [_SUITE, _REAL])
+@pytest.mark.parametrize("name", [SUITE, REAL])
 def test_a_fifth_of_a_file(name: str) -> None:
     check_part(name, every=5, num_outputs=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [_SUITE, _REAL])
+@pytest.mark.parametrize("name", [SUITE, REAL])
 def test_a_whole_file_and_an_output_drawn_for_each_schema(name: str) -> None:
     check_part(name, every=1, num_outputs=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,31 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of a head's target."""
+
+    hidden: int = HIDDEN
+    inner: int = INNER
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    vocab: int = VOCAB_SIZE
+
+    def config(self) -> dict[str, Any]:
+        """Fields of the head's `config.json`."""
+        return {
+            **CONFIG,
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+        }
+
+
+_TINY = HeadSizes()
+
+
 def random_weights(sizes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
     """Random weights, large enough to affect the output."""
     generator = torch.Generator().manual_seed(seed)
@@ -47,58 +73,68 @@ def random_weights(sizes: Mapping[str, Sequence[int]], seed: int) -> dict[str, T
     return made
 
 
-def layer_sizes(prefix: str, *, input_size: int = HIDDEN, bias: bool = False) -> dict[str, Sequence[int]]:
-    """Weight shapes of a decoder layer without its input norm."""
-    kv_size = KV_HEADS * HEAD_SIZE
-    sizes: dict[str, Sequence[int]] = {
-        "self_attn.q_proj.weight": (HIDDEN, input_size),
-        "self_attn.k_proj.weight": (kv_size, input_size),
-        "self_attn.v_proj.weight": (kv_size, input_size),
-        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-        "post_attention_layernorm.weight": (HIDDEN,),
-        "mlp.gate_proj.weight": (INNER, HIDDEN),
-        "mlp.up_proj.weight": (INNER, HIDDEN),
-        "mlp.down_proj.weight": (HIDDEN, INNER),
+def layer_sizes(
+    prefix: str, *, sizes: HeadSizes = _TINY, input_size: int | None = None, bias: bool = False
+) -> dict[str, Sequence[int]]:
+    """Weight shapes of a decoder layer without its input norm. input_size: None for the hidden size."""
+    hidden, inner, kv_size = sizes.hidden, sizes.inner, sizes.kv_heads * sizes.hidden // sizes.heads
+    inputs = input_size or hidden
+    shapes: dict[str, Sequence[int]] = {
+        "self_attn.q_proj.weight": (hidden, inputs),
+        "self_attn.k_proj.weight": (kv_size, inputs),
+        "self_attn.v_proj.weight": (kv_size, inputs),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
     if bias:
-        sizes |= {
-            f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", HIDDEN), ("k", kv_size), ("v", kv_size))
+        shapes |= {
+            f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", hidden), ("k", kv_size), ("v", kv_size))
         }
-    return {prefix + name: size for name, size in sizes.items()}
+    return {prefix + name: shape for name, shape in shapes.items()}
 
 
-def write_head(folder: Path, weights: Mapping[str, Tensor], **config: Any) -> Path:
+def write_head(folder: Path, weights: Mapping[str, Tensor], sizes: HeadSizes = _TINY, **config: Any) -> Path:
     """Write a checkpoint with these additional `config.json` fields."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    (folder / "config.json").write_text(json.dumps({**sizes.config(), **config}))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     return folder
 
 
 def eagle_weights(
-    seed: int = 1, *, prefix: str = "", has_input_norm: bool = False, bias: bool = False
+    seed: int = 1, *, sizes: HeadSizes = _TINY, prefix: str = "", has_input_norm: bool = False, bias: bool = False
 ) -> dict[str, Tensor]:
-    sizes: dict[str, Sequence[int]] = {"fc.weight": (HIDDEN, 2 * HIDDEN), **layer_sizes("layers.0.", bias=bias)}
-    if bias:
-        sizes["fc.bias"] = (HIDDEN,)
-    if has_input_norm:
-        sizes["layers.0.input_layernorm.weight"] = (HIDDEN,)
-    return {prefix + name: tensor for name, tensor in random_weights(sizes, seed).items()}
-
-
-def eagle3_weights(seed: int = 1, *, layer: str = "midlayer.", num_tokens: int = 40) -> dict[str, Tensor]:
-    sizes = {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        **layer_sizes(layer, input_size=2 * HIDDEN),
-        f"{layer}input_layernorm.weight": (HIDDEN,),
-        f"{layer}hidden_norm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (num_tokens, HIDDEN),
+    hidden = sizes.hidden
+    shapes: dict[str, Sequence[int]] = {
+        "fc.weight": (hidden, 2 * hidden),
+        **layer_sizes("layers.0.", sizes=sizes, bias=bias),
     }
-    weights = random_weights(sizes, seed)
-    ids = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))[:num_tokens].sort().values
+    if bias:
+        shapes["fc.bias"] = (hidden,)
+    if has_input_norm:
+        shapes["layers.0.input_layernorm.weight"] = (hidden,)
+    return {prefix + name: tensor for name, tensor in random_weights(shapes, seed).items()}
+
+
+def eagle3_weights(
+    seed: int = 1, *, sizes: HeadSizes = _TINY, layer: str = "midlayer.", num_tokens: int = 40
+) -> dict[str, Tensor]:
+    hidden = sizes.hidden
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden),
+        **layer_sizes(layer, sizes=sizes, input_size=2 * hidden),
+        f"{layer}input_layernorm.weight": (hidden,),
+        f"{layer}hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (num_tokens, hidden),
+    }
+    weights = random_weights(shapes, seed)
+    ids = torch.randperm(sizes.vocab, generator=torch.Generator().manual_seed(seed))[:num_tokens].sort().values
     weights["d2t"] = ids - torch.arange(num_tokens)
-    weights["t2d"] = torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill_(0, ids, True)
+    weights["t2d"] = torch.zeros(sizes.vocab, dtype=torch.bool).index_fill_(0, ids, True)
     return weights
 
 
