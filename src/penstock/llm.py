@@ -12,7 +12,7 @@ from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import SamplingParams
 from penstock.contract.lora import LoRARequest
-from penstock.engine.adapter_methods import AdapterMethods, list_of_adapters
+from penstock.engine.adapter_methods import list_of_adapters
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.core.core_client import check_timeout
 from penstock.engine.inputs.conversation import Message, list_of_conversations, render_prompt
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class LLM(PoolingMethods, AdapterMethods, RefusesMethods):
+class LLM(PoolingMethods, RefusesMethods):
     """Offline engine: generates text with a model, or pools texts (embeddings, scores, classes).
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.request
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import NotFoundError
+from openai import APIStatusError, NotFoundError
 from transformers import AutoModelForCausalLM
 
 from penstock import LLM, AsyncEngine, LoRARequest, SamplingParams
 from penstock.config import EngineConfig
+from support.adapted_models import in_memory
 from support.adapters import make_adapters
+from support.pooling_models import TINY_ENCODER, random_model, random_text, save
 from support.server_process import ServerProcess
 from support.servers import Served, serving
 from support.waiting import wait_until
@@ -86,11 +89,48 @@ def test_an_adapter_is_replaced_by_another_of_its_name(server: Served, folders: 
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"}, **ADMIN).status == 200
 
 
+def test_an_adapter_that_the_engine_holds_in_memory_is_served(
+    server: Served, folders: list[Path], texts: list[str]
+) -> None:
+    adapter = in_memory(7, folders[1])
+    assert asyncio.run(server.engine.add_lora(adapter))
+    assert not asyncio.run(server.engine.add_lora(adapter))
+    assert asyncio.run(server.engine.pin_lora(7))
+    assert text_of(server, "adapter7") == texts[2]
+    assert asyncio.run(server.engine.remove_lora(7))
+    assert 7 not in asyncio.run(server.engine.list_loras())
+    # The front end reads the adapters again after a second; the engine refuses this one at once.
+    with pytest.raises(APIStatusError, match="There is no adapter 'adapter7'|'adapter7' is not served"):
+        text_of(server, "adapter7")
+
+
 def test_an_adapter_that_cannot_be_loaded_is_refused_with_the_reason(server: Served, tmp_path: Path) -> None:
     reply = server.post("/v1/load_lora_adapter", {"lora_name": "bad", "lora_path": str(tmp_path)}, **ADMIN)
     assert reply.status == 400
     assert "adapter_config.json" in reply.error["message"]
     assert "bad" not in [model.id for model in server.client().models.list()]
+
+
+@pytest.mark.slow
+def test_embeddings_have_the_adapter_that_the_model_of_a_request_names(tmp_path: Path) -> None:
+    model = random_model("BertModel", "BertConfig", **TINY_ENCODER)
+    (folder,) = make_adapters(
+        model, tmp_path, [{"r": 4, "target_modules": ["query"], "task_type": "FEATURE_EXTRACTION"}]
+    )
+    save(model, tmp_path / "model")
+    options: dict[str, Any] = {"runner": "pooling", "enable_lora": True, "kv_cache_memory_bytes": "4MiB"}
+    text, adapter = random_text(9), LoRARequest("mine", 1, str(folder))
+    with LLM(tmp_path / "model", **options) as llm:
+        found = llm.embed([text, text], use_tqdm=False, lora_request=[None, adapter])
+        expected = [output.outputs.embedding for output in found]
+    assert expected[0] != expected[1]
+    engine = AsyncEngine(tmp_path / "model", **options)
+    with serving(engine, lora_modules=(f"mine={folder}",)) as served:
+        for name, embedding in zip(("demo", "mine"), expected, strict=True):
+            answer = served.client().embeddings.create(model=name, input=text, encoding_format="float")
+            assert answer.data[0].embedding == pytest.approx(embedding)
+        with pytest.raises(NotFoundError):
+            served.client().embeddings.create(model="other", input=text)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 def make_adapter(model: PreTrainedModel, folder: Path, *, seed: int, **options: Any) -> None:
     """Save an adapter with random weights that change the model's outputs noticeably; the model stays as it is."""
-    made = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+    made = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **options}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():

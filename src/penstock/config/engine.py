@@ -110,11 +110,6 @@ class EngineConfig:
         pooling, parallel = self.model.pooling, self.parallel
         if pooling is None:
             return
-        if self.lora.enable_lora:
-            raise ConfigError(
-                f"enable_lora=True is not valid for {self.model.model}, which pools (runner='pooling'). Leave it out, "
-                "or merge the adapter into a checkpoint."
-            )
         for name, is_refused in (
             ("pipeline_parallel_size", True),
             ("decode_context_parallel_size", not pooling.is_pooled_in_chunks),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from msgspec.structs import replace
 
 from penstock.config import EngineConfig
-from penstock.contract.lora import LoRARequest
-from penstock.engine.inputs.prompts import as_list
+from penstock.contract import Parts
+from penstock.contract.lora import AdapterPart, LoRARequest
+from penstock.engine.inputs.prompts import Prompt, TextPair, as_list
 from penstock.engine.session import Session
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 
 # Poll interval while an adapter is loaded.
 _LOADING_POLL_S = 0.005
@@ -126,3 +127,23 @@ def list_of_adapters(lora_request: Any, num_prompts: int) -> list[Any]:
             f"There are {num_prompts} prompts but {len(listed)} lora_requests. Give one for all, or one per prompt."
         )
     return listed
+
+
+def with_adapter(prompt: Prompt, adapter: LoRARequest | None) -> Prompt:
+    """The prompt of a text to pool, with its adapter. Raises UnsupportedParameter for a pair of texts."""
+    if adapter is None:
+        return prompt
+    if not isinstance(adapter, LoRARequest):
+        raise InvalidParameter(f"lora_request={adapter!r} is not valid. Allowed: a LoRARequest, or None.")
+    if isinstance(prompt, TextPair):
+        raise UnsupportedParameter(
+            f"lora_request={adapter.lora_name!r} is not supported for pairs of texts. Leave it out, or merge the "
+            "adapter into a checkpoint."
+        )
+    fields: dict[str, Any]
+    if isinstance(prompt, Mapping):
+        fields = dict(prompt)
+    else:
+        fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    parts = Parts({**(fields.get("parts") or {}), AdapterPart.feature: adapter.part})
+    return cast("Prompt", {**fields, "parts": parts})

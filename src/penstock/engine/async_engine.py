@@ -20,7 +20,7 @@ from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
-from penstock.engine.adapter_methods import AsyncAdapterMethods
+from penstock.engine.adapter_methods import AsyncAdapterMethods, with_adapter
 from penstock.engine.core.core_client import CoreClient, check_timeout
 from penstock.engine.core.core_place import with_core_process
 from penstock.engine.core.core_thread import CoreThread
@@ -169,6 +169,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         pooling_task: str | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
@@ -179,7 +180,9 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         """
         params = PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
         check_is_pooling_params(params, pooling_task)
-        async with await self.submit(prompt, params, request_id, priority=priority) as request:
+        async with await self.submit(
+            prompt, params, request_id, lora_request=lora_request, priority=priority
+        ) as request:
             async for output in request:
                 if output.finished:
                     yield as_pooling(output)
@@ -427,6 +430,8 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         """Check the request and submit it to the core's thread."""
         self._thread.check_running()
         await self._add_given(lora_request)
+        if isinstance(params, PoolingParams):
+            prompt, lora_request = with_adapter(prompt, lora_request), None
         name = _checked_id(request_id)
         processor = self._input_processor
         is_quick = processor.is_quick(prompt, params)

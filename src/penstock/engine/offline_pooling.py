@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from penstock.config.vllm import also_from_vllm
 from penstock.contract import PoolingParams
+from penstock.contract.lora import LoRARequest
+from penstock.engine.adapter_methods import AdapterMethods, list_of_adapters, with_adapter
 from penstock.engine.inputs.input_processor import PooledPrompt
 from penstock.engine.inputs.pooling_prompts import (
     check_is_pooling_params,
@@ -21,26 +23,23 @@ from penstock.engine.inputs.prompts import Prompt, Prompts, as_list, list_of_pro
 from penstock.engine.output import pooling_outputs as outputs
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.pair_scores import PairScores
-from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.observability.progress_bar import progress_bar
 
 _Result = TypeVar("_Result")
 
 
-class PoolingMethods:
+class PoolingMethods(AdapterMethods):
     """Methods of an offline engine that pools (`runner="pooling"`). Others refuse them.
 
     Arguments that they share:
     prompts: as of `LLM.generate`.
     pooling_params: one for all prompts, or one per prompt; None for those of the model.
     use_tqdm: show a progress bar, if standard error is a terminal.
-    priority: as of `LLM.generate`.
+    lora_request, priority: as of `LLM.generate`.
     They raise InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, or for a task that the
     model cannot do, and RequestFailed, with the reason, where a request fails while it runs.
     """
-
-    _session: Session
 
     @also_from_vllm
     def embed(
@@ -49,6 +48,7 @@ class PoolingMethods:
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | int | None = None,
         prompt_name: str | None = None,
     ) -> list[outputs.EmbeddingRequestOutput]:
@@ -58,6 +58,7 @@ class PoolingMethods:
         """
         pooling = check_task(self._session.model_config, "embed")
         prompt_list = [named_prompt(pooling, prompt, prompt_name) for prompt in list_of_prompts(prompts)]
+        prompt_list = self._adapted(prompt_list, lora_request)
         return self._pool(prompt_list, pooling_params, "embed", outputs.as_embedding, use_tqdm, priority)
 
     @also_from_vllm
@@ -67,11 +68,12 @@ class PoolingMethods:
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | int | None = None,
     ) -> list[outputs.ClassificationRequestOutput]:
         """Classify texts: a probability per class, in the order of `id2label`."""
         check_task(self._session.model_config, "classify")
-        prompt_list = list_of_prompts(prompts)
+        prompt_list = self._adapted(list_of_prompts(prompts), lora_request)
         return self._pool(prompt_list, pooling_params, "classify", outputs.as_classification, use_tqdm, priority)
 
     @also_from_vllm
@@ -82,6 +84,7 @@ class PoolingMethods:
         *,
         use_tqdm: bool = True,
         pooling_task: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | int | None = None,
     ) -> list[outputs.PoolingRequestOutput[outputs.PoolingOutput]]:
         """Pool texts by any of the model's tasks; the outputs have tensors.
@@ -90,7 +93,7 @@ class PoolingMethods:
         """
         task = pooling_task or getattr(pooling_params, "task", None)
         pooling = check_task(self._session.model_config, task)
-        prompt_list = list_of_prompts(prompts)
+        prompt_list = self._adapted(list_of_prompts(prompts), lora_request)
         return self._pool(prompt_list, pooling_params, task or pooling.tasks[0], outputs.as_pooling, use_tqdm, priority)
 
     @also_from_vllm
@@ -100,11 +103,12 @@ class PoolingMethods:
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | int | None = None,
     ) -> list[outputs.PoolingRequestOutput[outputs.PoolingOutput]]:
         """Rewards of each token, [T, number of rewards]: the task token_classify."""
         check_task(self._session.model_config, "token_classify")
-        prompt_list = list_of_prompts(prompts)
+        prompt_list = self._adapted(list_of_prompts(prompts), lora_request)
         return self._pool(prompt_list, pooling_params, "token_classify", outputs.as_pooling, use_tqdm, priority)
 
     @also_from_vllm
@@ -115,6 +119,7 @@ class PoolingMethods:
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         priority: Sequence[int] | int | None = None,
         chat_template: str | Path | None = None,
     ) -> list[outputs.ScoringRequestOutput]:
@@ -123,6 +128,7 @@ class PoolingMethods:
         A cross-encoder reads both texts at once. Of an embedding model the score is the similarity of two embeddings,
         the cosine unless the checkpoint says otherwise; of a late-interaction model it is that of the texts' tokens
         (MaxSim).
+        lora_request: adapter of all texts; none for models that read both at once.
         chat_template: of a reranker: a Jinja template whose messages have the roles "query" and "document".
         """
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
@@ -133,13 +139,21 @@ class PoolingMethods:
         pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
         pooling = check_task(self._session.model_config, "score", "embed", "token_embed")
         if "score" in pooling.tasks:
-            prompts = score_prompts(self._session.tokenizer, pairs, chat_template)
+            prompts = self._adapted(score_prompts(self._session.tokenizer, pairs, chat_template), lora_request)
             return self._pool(prompts, pooling_params, "score", outputs.as_score, use_tqdm, priority)
         if chat_template is not None:
             raise InvalidParameter("chat_template is for rerankers, and this model embeds each text. Leave it out.")
         task = PairScores.task(pooling)
         scores = PairScores(pooling, self._session.tokenizer, pairs, _with_task(pooling_params, task))
-        return scores.scores(self._run(scores.prompts, scores.params, task, use_tqdm, priority))
+        prompts = self._adapted(scores.prompts, lora_request)
+        return scores.scores(self._run(prompts, scores.params, task, use_tqdm, priority))
+
+    def _adapted(self, prompts: Sequence[Prompt], lora_request: Any) -> list[Prompt]:
+        """Load adapters, and give each prompt its own."""
+        adapters = list_of_adapters(lora_request, len(prompts))
+        adapted = [with_adapter(prompt, adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
+        self._add_adapters(adapters)
+        return adapted
 
     def _pool(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,14 @@ _NAMES_SHOWN = 6
 
 
 def read_adapter(
-    request: LoRARequest, max_rank: int, stacked: StackedParameters = NO_STACKED_PARAMETERS
+    request: LoRARequest,
+    max_rank: int,
+    stacked: StackedParameters = NO_STACKED_PARAMETERS,
+    named: Callable[[str], str] = str,
 ) -> dict[str, LowRank]:
     """Read an adapter's matrices by the names of their modules in Transformers.
 
-    stacked: stacked parameters of the model.
+    stacked: stacked parameters of the model. named: maps a module's name in the adapter to that in the model.
 
     Raises CheckpointError for missing or damaged files, unknown or incomplete tensors and ranks above `max_rank`, and
     UnsupportedFeature for fields of its configuration that are not implemented.
@@ -47,7 +50,7 @@ def read_adapter(
     else:
         fields, tensors = request.peft_config or {}, request.tensors.items()
     config = PeftConfig.read(name, fields)
-    matrices = _by_module(name, tensors)
+    matrices = {named(module): found for module, found in _by_module(name, tensors).items()}
     if not matrices:
         raise CheckpointError(f"The adapter {name!r} has no tensors.")
     read: dict[str, LowRank] = {}

@@ -126,6 +126,7 @@ class AdapterManager:
             raise
 
     def _load(self, request: LoRARequest) -> PackedModelAdapter:
-        packed = self.tables.pack(request.lora_name, read_adapter(request, self._max_rank, self.tables.stacked))
+        matrices = read_adapter(request, self._max_rank, self.tables.stacked, self.tables.named)
+        packed = self.tables.pack(request.lora_name, matrices)
         logger.info("Adapter %s (%d) loaded", request.lora_name, request.lora_int_id)
         return packed

@@ -87,7 +87,7 @@ class AdapterTables:
             self._modules.append(module)
             module.adapters = layer.adapters
         assert isinstance(model, CausalLM), "it has modules with adapters"
-        self.stacked = StackedParameters(model.stacked_parameters())
+        self.stacked, self.named = StackedParameters(model.stacked_parameters()), model.adapter_name
         model.adapters = self._routing
         for part in model.modules():
             if isinstance(part, MoE):

@@ -5,6 +5,7 @@ Suffixes: T tokens of the step, L rows, D hidden size, X concatenated heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,10 +22,10 @@ from penstock.layers.encoder_attention import EncoderAttention
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
-from penstock.layers.weights import WeightSlot
+from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields
-from penstock.models.weights import Into, WeightTable, expand_table
+from penstock.models.weights import Into, WeightTable, expand_table, modules_of_table
 from penstock.parallel import ParallelState
 
 # Step inputs: the row of the position table, and the number of the text in a pair; int32 per token.
@@ -157,6 +158,16 @@ class BertEncoder(CausalLM):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         slots = expand_table(self, _WEIGHTS, self.config.num_layers)
         return {self.prefix + name: slot for name, slot in slots.items()}
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        small = ("embeddings.position_embeddings", "embeddings.token_type_embeddings")
+        table = {name: into for name, into in _WEIGHTS.items() if name not in small}
+        return modules_of_table(self, table, self.config.num_layers)
+
+    def adapter_name(self, name: str) -> str:
+        for prefix in self.encoder_prefixes:
+            name = name.removeprefix(prefix)
+        return name
 
     encoder_prefixes: ClassVar[tuple[str, ...]] = ("bert.", "roberta.")
 

@@ -80,6 +80,10 @@ class CausalLM(nn.Module, ABC):
         """
         return {}
 
+    def adapter_name(self, name: str) -> str:
+        """Map a module's name in an adapter to one of `modules_with_adapters` or `stacked_parameters`."""
+        return name
+
     def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
         """Stacked parameters by the name of their module in Transformers; modules are of `modules_with_adapters`."""
         return {}

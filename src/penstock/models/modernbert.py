@@ -6,6 +6,7 @@ Suffixes: T tokens of the step, L rows, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,11 +24,11 @@ from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import LayerNorm, NoNorm
 from penstock.layers.rope_scaling import RopeParameters
 from penstock.layers.rotary import LayerRotations
-from penstock.layers.weights import WeightSlot
+from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import FULL, SLIDING, ConfigFields, read_layer_kinds
 from penstock.models.layer_ropes import read_rope_of_kind
-from penstock.models.weights import Into, WeightTable, expand_table
+from penstock.models.weights import Into, WeightTable, expand_table, modules_of_table
 from penstock.parallel import ParallelState
 
 _WEIGHTS: WeightTable = {
@@ -190,6 +191,12 @@ class ModernBertEncoder(CausalLM):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         slots = expand_table(self, _WEIGHTS, len(self.layers))
         return {self.prefix + name: slot for name, slot in slots.items()}
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        return modules_of_table(self, _WEIGHTS, len(self.layers))
+
+    def adapter_name(self, name: str) -> str:
+        return name.removeprefix("model.")
 
     own_names: ClassVar[tuple[str, ...]] = ("embeddings.", "layers.", "final_norm.")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.contract import PoolingParams
-from penstock.layers.weights import WeightSlot
-from penstock.models.causal_lm import CausalLM
+from penstock.layers.weights import Shard, WeightSlot
+from penstock.models.causal_lm import CausalLM, StackedParameter
 from penstock.models.pooling.backbones import Backbone, make_backbone
 from penstock.models.pooling.classifier_tokens import ClassifierTokens
 from penstock.models.pooling.head_layers import dense_weights, head_layers
@@ -68,6 +68,19 @@ class PoolingModel(CausalLM):
             x = x[..., : params.dimensions]
         normalizes = self.pooling.normalize if params.use_activation is None else params.use_activation
         return F.normalize(x, dim=-1) if normalizes else x
+
+    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        """As `CausalLM`: those of the backbone, which has no LM head."""
+        modules = self.backbone.modules_with_adapters()
+        return {name: module for name, module in modules.items() if name != "lm_head"}
+
+    def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
+        return self.backbone.stacked_parameters()
+
+    def adapter_name(self, name: str) -> str:
+        """See `CausalLM`. Adapters may be of the model with its head, or of the backbone alone."""
+        name = name if name.startswith(self._prefix) else self._prefix + name
+        return self.backbone.adapter_name(name)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         slots = {self._own_name(name): slot for name, slot in self.backbone.checkpoint_slots().items()}

@@ -12,6 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from penstock.contract import RequestOutputKind
+from penstock.contract.lora import LoRARequest
 from penstock.engine.output.outputs import RequestOutput
 from penstock.server.http.connection import EventStream, stream_error, while_connected
 from penstock.server.http.context import request_id_of
@@ -93,16 +94,22 @@ async def answer(
 
 
 async def whole_outputs(
-    http: Request, submissions: Sequence[Submission | PoolingSubmission], timeout_s: float | None
+    http: Request,
+    submissions: Sequence[Submission | PoolingSubmission],
+    timeout_s: float | None,
+    adapter: LoRARequest | None = None,
 ) -> list[RequestOutput]:
-    """Last outputs of the prompts. Raises as `answer`."""
+    """Last outputs of the prompts, which have this adapter. Raises as `answer`."""
     model = served_model(http)
     if model.options.log_prompts:
         for submission in submissions:
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.FINAL_ONLY
     trace = model.tracing.begin(http.scope, model.name)
-    async with Generation(model.engine, submissions, output_kind=kind, timeout_s=timeout_s, trace=trace) as generation:
+    reference = None if adapter is None else adapter.reference
+    async with Generation(
+        model.engine, submissions, output_kind=kind, timeout_s=timeout_s, lora_request=reference, trace=trace
+    ) as generation:
         return await while_connected(http.receive, _finals(generation))
 
 

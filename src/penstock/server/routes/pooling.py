@@ -136,7 +136,8 @@ async def _run(
         PoolingSubmission(prompt, one, id if len(prompts) == 1 else f"{id}-{index}", request.priority)
         for index, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))
     ]
-    outputs = await whole_outputs(http, submissions, request.timeout)
+    model = await served_model(http).named(request.model)
+    outputs = await whole_outputs(http, submissions, request.timeout, model.adapter)
     for output in outputs:
         if output.pooled_data is None:
             raise ApiError(500, output.error or "The request was aborted.", code="generation_failed")
