@@ -158,7 +158,7 @@ REFUSALS = (
         "Leave decode_context_parallel_size out.",
     ),
     Refusal(
-        (INT8_CACHE, LATENTS),
+        (LATENTS, INT8_CACHE),
         "the kernels of latent attention read float32 and bfloat16 so far",
         "Use kv_cache_dtype='bfloat16'.",
     ),
