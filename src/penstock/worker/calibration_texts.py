@@ -27,7 +27,7 @@ MAX_SMOOTHING_TOKENS = 1024
 _MAX_WORK = 300e9
 _MIN_TOKENS = 128
 # Parameters up to which GPTQ reads the general text by default, since its time grows faster than a forward pass's.
-_MAX_PARAMETERS_OF_GPTQ = 400_000_000
+_MAX_PARAMETERS_OF_GPTQ = 50_000_000
 # Free memory by size of the float model, which is loaded before it is quantised.
 _FREE_MEMORY = 2
 
