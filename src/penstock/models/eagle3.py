@@ -41,6 +41,8 @@ class Eagle3Layer(DecoderLayer):
     ) -> None:
         super().__init__(config, self_attn, parallel)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        # Two norms compute the inputs.
+        self_attn.qkv_proj.scalable_inputs = None
         self._norm_before_residual = norm_before_residual
 
     def forward(  # type: ignore[override]  # of two inputs, not of two summands of one
