@@ -123,6 +123,7 @@ def test_adapters_in_memory_replace_one_another_between_two_steps(llama: Adapted
 
 
 @pytest.mark.parametrize("is_removed", [False, True], ids=["in place", "removed and added"])
+@pytest.mark.one_case_quick
 def test_another_adapter_of_the_same_number_serves_the_rest_of_running_requests(
     llama: Adapted, is_removed: bool
 ) -> None:
@@ -152,6 +153,7 @@ def run_until(core: EngineCore, adapter: LoRARequest, num_tokens: int) -> dict[s
     return results
 
 
+@pytest.mark.one_path(reason="which adapters a core knows is no matter of how it makes its steps")
 def test_running_requests_keep_a_removed_adapter(llama: Adapted) -> None:
     core = make_core(llama.folder, **OPTIONS)
     adapter = llama.requests[2]
@@ -166,6 +168,7 @@ def test_running_requests_keep_a_removed_adapter(llama: Adapted) -> None:
     assert results["r"].tokens == llama.expected(PROMPTS[1], 2)[0][:6]
 
 
+@pytest.mark.one_path(reason="which adapters a core knows is no matter of how it makes its steps")
 def test_offered_adapters_are_loaded_for_their_first_request_unless_removed(llama: Adapted) -> None:
     core = make_core(llama.folder, **OPTIONS)
     offered = [request for request in llama.requests[1:4] if request is not None]

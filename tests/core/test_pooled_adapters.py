@@ -73,6 +73,7 @@ def test_embeddings_are_those_of_peft(family: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(np.array(found[number::3]), expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_models_that_run_a_text_at_a_time_refuse_adapters(tmp_path: Path) -> None:
     fields = {"vocab_size": TINY_ENCODER["vocab_size"], "dim": 32, "hidden_dim": 56, "n_layers": 1, "n_heads": 4}
     sentence_transformer(tmp_path, random_model("DistilBertModel", "DistilBertConfig", **fields))
@@ -80,6 +81,7 @@ def test_models_that_run_a_text_at_a_time_refuse_adapters(tmp_path: Path) -> Non
         LLM(tmp_path / "model", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_an_engine_without_adapters_refuses_a_request_with_one(tmp_path: Path) -> None:
     sentence_transformer(tmp_path, random_model("BertModel", "BertConfig", **TINY_ENCODER))
     adapter = LoRARequest("a", 1, str(tmp_path))
