@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from penstock import LLM, PoolingParams
 from penstock.errors import ConfigError, ContextTooLong, InvalidParameter, UnsupportedModel
-from support.pooling_models import TINY_DECODER, TINY_ENCODER, TINY_MODERN_BERT, random_model, random_text, save
+from support.pooling_models import (
+    TINY_DECODER,
+    TINY_ENCODER,
+    TINY_MODERN_BERT,
+    multi_vector_encoder,
+    random_model,
+    random_text,
+    save,
+)
 
 pytest.importorskip("sentence_transformers")
 pytestmark = pytest.mark.one_path(reason="programs and eager steps of pooling models are compared in test_embeddings")
@@ -31,23 +38,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def make_oracle(folder: Path, family: str = "Bert", **options: Any) -> Any:
-    """Write a late-interaction model, and return the oracle."""
-    from sentence_transformers import MultiVectorEncoder
-    from sentence_transformers.base.modules import Dense, Normalize, Transformer
-    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-
     class_name, config_name, fields = MODELS[family]
-    save(
-        random_model(class_name, config_name, **fields), folder / "base", kind="last" if family == "Mistral" else "bert"
-    )
-    transformer = Transformer(str(folder / "base"), query_length=12, document_length=70, **options)
-    transformer.model.config._attn_implementation = "eager"
-    torch.manual_seed(3)
-    dense = Dense(32, 24, bias=False, activation_function=torch.nn.Identity(), module_input_name="token_embeddings")
-    mask, normalize = MultiVectorMask(skiplist_words=SKIPPED), Normalize(module_input_name="token_embeddings")
-    oracle = MultiVectorEncoder(modules=[transformer, dense, mask, normalize], device="cpu", prompts=PROMPTS)
-    oracle.save(str(folder / "model"))
-    return oracle
+    model, kind = random_model(class_name, config_name, **fields), "last" if family == "Mistral" else "bert"
+    return multi_vector_encoder(folder, model, kind=kind, skipped=SKIPPED, prompts=PROMPTS, **options)
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:

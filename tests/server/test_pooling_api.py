@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ import openai
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine
-from support.pooling_models import TINY_ENCODER, random_model, random_text, save, sentence_transformer
+from support.pooling_models import (
+    TINY_ENCODER,
+    multi_vector_encoder,
+    random_model,
+    random_text,
+    save,
+    sentence_transformer,
+)
 from support.servers import Served, serving
 
 TEXTS = [random_text(num_words, seed=num_words) for num_words in (2, 9, 30, 4)]
@@ -50,6 +58,14 @@ def test_the_openai_client_gets_the_oracles_embeddings(embedder: tuple[Served, A
     np.testing.assert_allclose(found, [one.embedding for one in plain.data], atol=1e-7)
     assert [one.index for one in answer.data] == [0, 1, 2, 3]
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(text.split()) + 2 for text in TEXTS)
+
+
+def test_many_texts_keep_their_order(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    texts = [random_text(1 + seed % 5, seed=seed) for seed in range(100)]
+    with served.client() as client:
+        answer = client.embeddings.create(model="demo", input=texts)
+    np.testing.assert_allclose([one.embedding for one in answer.data], oracle.encode(texts), atol=1e-5)
 
 
 def test_token_ids_and_dimensions(embedder: tuple[Served, Any]) -> None:
@@ -97,6 +113,19 @@ def test_an_embedding_model_scores_by_cosine(embedder: tuple[Served, Any]) -> No
     reply = served.post("/v1/score", {"text_1": QUERY, "text_2": TEXTS})
     expected = oracle.similarity(oracle.encode([QUERY]), oracle.encode(TEXTS))[0]
     np.testing.assert_allclose([one["score"] for one in reply.json["data"]], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_late_interaction_model_ranks_by_its_tokens(tmp_path: Path) -> None:
+    oracle = multi_vector_encoder(tmp_path, random_model("BertModel", "BertConfig", **TINY_ENCODER))
+    with serving(AsyncEngine(tmp_path / "model")) as served:
+        reply = served.post("/rerank", {"query": QUERY, "documents": TEXTS})
+        wrong = served.post("/v1/embeddings", {"input": QUERY})
+    expected = [float(oracle.similarity(oracle.encode_query(QUERY), oracle.encode_document(one))) for one in TEXTS]
+    scores = {one["index"]: one["relevance_score"] for one in reply.json["results"]}
+    np.testing.assert_allclose([scores[index] for index in range(len(TEXTS))], expected, atol=1e-4)
+    assert wrong.status == 400
+    assert "cannot do embed: it has BertModel. Allowed: token_embed" in wrong.error["message"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -126,3 +126,28 @@ def sentence_transformer(
     oracle = SentenceTransformer(modules=modules, device="cpu", **options)
     oracle.save(str(folder / "model"))
     return oracle
+
+
+def multi_vector_encoder(
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    kind: str = "bert",
+    skipped: Sequence[str] = (),
+    prompts: dict[str, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Write a late-interaction model of sentence-transformers, and return the oracle. options: of its Transformer."""
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    save(model, folder / "base", kind=kind)
+    transformer = Transformer(str(folder / "base"), query_length=12, document_length=70, **options)
+    transformer.model.config._attn_implementation = "eager"
+    torch.manual_seed(3)
+    dense = Dense(32, 24, bias=False, activation_function=torch.nn.Identity(), module_input_name="token_embeddings")
+    mask, normalize = MultiVectorMask(skiplist_words=list(skipped)), Normalize(module_input_name="token_embeddings")
+    oracle = MultiVectorEncoder(modules=[transformer, dense, mask, normalize], device="cpu", prompts=prompts)
+    oracle.save(str(folder / "model"))
+    return oracle
