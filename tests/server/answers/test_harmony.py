@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.answers import Answer, parsed, patient, split, tools
 from tests.support.constraints import demo_tokenizer, encode
 
 from penstock.server.answers import answer_format
-from penstock.server.requests.answer import AnswerParser
+from penstock.server.requests.answer import AnswerFormat, AnswerParser
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
@@ -18,9 +20,10 @@ CALL = f'{COMMENTARY} to=functions.f <|constrain|>json<|message|>{{"a": 1}}<|cal
 CUTS = st.lists(st.integers(0, 1000), max_size=20)
 
 
-def parser_for(prompt: str = "", tool_choice: str | None = "auto") -> AnswerParser:
+@functools.cache
+def format_for(tool_choice: str | None) -> AnswerFormat:
     given = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
-    format = answer_format(
+    return answer_format(
         tools=None if tool_choice is None else given,
         tool_choice=tool_choice,
         parallel_tool_calls=True,
@@ -30,7 +33,10 @@ def parser_for(prompt: str = "", tool_choice: str | None = "auto") -> AnswerPars
         reasoning_parser="openai_gptoss",
         tokenizer=demo_tokenizer(),
     )
-    return format.parser(encode(prompt))
+
+
+def parser_for(prompt: str = "", tool_choice: str | None = "auto") -> AnswerParser:
+    return format_for(tool_choice).parser(encode(prompt))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,7 @@ def parser_for(prompt: str = "", tool_choice: str | None = "auto") -> AnswerPars
         (f"{ANALYSIS}One.<|end|><|start|>assistant{ANALYSIS} Two.<|end|>{FINAL}So.", Answer("One. Two.", "So.", [])),
     ],
 )
-@patient
+@settings(patient, max_examples=25)
 @given(cuts=CUTS)
 def test_messages_are_reasoning_content_and_calls(text: str, expected: Answer, cuts: list[int]) -> None:
     assert parsed(parser_for(), split(text, cuts)) == expected
