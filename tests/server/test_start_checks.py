@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import ssl
 import subprocess
 import urllib.request
@@ -69,6 +70,17 @@ def test_an_encrypted_key_needs_its_password(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ssl_keyfile_password") as refused:
         NetworkOptions(**files).check_certificates()
     assert isinstance(refused.value.__cause__, ssl.SSLError)
+
+
+def test_a_unix_socket_that_another_server_has_is_left_to_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    options = NetworkOptions(uds=path)
+    with options.listening():
+        with pytest.raises(ConfigError, match="cannot be listened on"), options.listening():
+            pass
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+    assert not Path(path).exists()
 
 
 @pytest.mark.slow

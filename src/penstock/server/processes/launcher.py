@@ -112,7 +112,7 @@ class Launcher:
             self._options = dataclasses.replace(self._options, response_store_dir=str(folder / "responses"))
         starter = ProcessStarter()
         try:
-            with self._network.listen() as http, socket.socket(socket.AF_UNIX) as listener:
+            with self._network.listening() as http, socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(broker_path(folder)))
                 listener.listen()
                 self._metrics = LauncherMetrics(folder, self._network.api_server_count)
@@ -120,8 +120,6 @@ class Launcher:
         finally:
             starter.close()
             shutil.rmtree(folder, ignore_errors=True)
-            if self._network.uds is not None:
-                Path(self._network.uds).unlink(missing_ok=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

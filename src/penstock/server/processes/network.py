@@ -8,6 +8,8 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +97,16 @@ class NetworkOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @contextmanager
+    def listening(self) -> Iterator[socket.socket]:
+        """Listening socket as a context, whose end removes the path of a Unix socket. Raises as `listen`."""
+        with self.listen() as listener:
+            try:
+                yield listener
+            finally:
+                if self.uds is not None:
+                    Path(self.uds).unlink(missing_ok=True)
 
     def listen(self) -> socket.socket:
         """Open the listening socket. Raises ConfigError when the address cannot be had."""
