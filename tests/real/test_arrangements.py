@@ -29,17 +29,6 @@ def test_several_workers_give_the_same_tokens(llm, options):
         assert greedy(other) == expected
 
 
-def test_ranks_compute_from_the_blocks_of_the_file_as_one_does():
-    options = {"max_model_len": 512, "kv_cache_memory_bytes": "64MiB"}
-    tokens = []
-    for size in (1, 3):
-        with LLM("smollm2", tensor_parallel_size=size, **options) as one:
-            tokens.append(greedy(one))
-    # Sums of ranks are rounded in another order, so a close decision may fall otherwise.
-    same = sum(one == other for one, other in zip(*tokens, strict=True))
-    assert same >= len(PROMPTS) - 1
-
-
 def test_an_adapter_made_by_peft_gives_the_tokens_of_peft(llm, oracle, tmp_path):
     make_adapter(
         oracle, tmp_path / "adapter", seed=3, r=8, lora_alpha=1, target_modules=["q_proj", "v_proj", "down_proj"]
