@@ -117,7 +117,7 @@ def test_structured_output_is_that_of_the_adapted_model(
     demo: PreTrainedModel, folders: list[Path], drafts: dict[str, Any] | None
 ) -> None:
     prompt = encode("ROMEO: ROMEO: AB-123")
-    cases = [(number, grammar) for number in range(3) for grammar in GRAMMARS]
+    cases = [(number, grammar) for number in range(3) for grammar in GRAMMARS[: 1 if drafts is None else None]]
     requests = [None, *(request_of(index + 1, path) for index, path in enumerate(folders))]
     core = make_core("demo", **DEMO, speculative_config=drafts)
     for index, (number, grammar) in enumerate(cases):
