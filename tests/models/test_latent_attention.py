@@ -235,7 +235,7 @@ def test_a_cache_in_bfloat16_costs_little_and_keeps_the_bits_of_a_batch(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' with DeepseekV3ForCausalLM"),
+        ({"kv_cache_dtype": "int8"}, "DeepseekV3ForCausalLM with kv_cache_dtype='int8'"),
         (
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
             "decode_context_parallel_size=2 with DeepseekV3ForCausalLM",
