@@ -126,6 +126,21 @@ def test_one_that_hangs_is_an_error_after_its_time_and_keeps_no_others_waiting()
     waiting.compiler.close()
 
 
+def test_while_many_that_hang_are_compiled_others_are_refused() -> None:
+    waiting = Waiting(timeout_s=0.01)
+    for _ in range(20):
+        waiting.compile("hang")
+    results = [str(waiting.next()[1]) for _ in range(20)]
+    assert sum("was not compiled within" in result for result in results) == 16
+    assert sum("16 earlier constraints are still being compiled" in result for result in results) == 4
+    waiting.backend.let_go.set()
+    while waiting.compiler.num_compiling:
+        time.sleep(0.01)
+    waiting.compile("a")
+    assert not isinstance(waiting.next()[1], Exception)
+    waiting.compiler.close()
+
+
 _PROGRAM = """
 import sys, threading, time
 from penstock.contract import StructuredOutputsParams

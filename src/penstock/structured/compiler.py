@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # Result of a compilation: a grammar, or the error.
 Compiled: TypeAlias = CompiledGrammar | Exception
 _NUM_THREADS = 4
+# Compilations at once, those beyond their timeout included.
+_MOST_COMPILING = 16
 _CLOSE_TIMEOUT_S = 1.0
 # llguidance recurses over rules and definitions. It stops at 50,000 parts of a schema, which took less than 256 MiB of
 # stack, and 10,000 rules of a grammar took less than 64 MiB. Unused stack takes no memory.
@@ -38,7 +40,8 @@ class GrammarCompiler:
     max_cached: size of the cache, in grammars.
 
     Compilations cannot be interrupted. After its timeout one goes on in a thread of its own, which blocks no other
-    compilation, and the exit of the interpreter for timeout_s at most.
+    compilation, and the exit of the interpreter for timeout_s at most. While `_MOST_COMPILING` of them run, others are
+    refused.
     """
 
     def __init__(self, make_backend: Callable[[], GrammarBackend], *, timeout_s: float, max_cached: int) -> None:
@@ -76,6 +79,11 @@ class GrammarCompiler:
                     thread.start()
         self._jobs.put(_Job(params, on_result))
 
+    @property
+    def num_compiling(self) -> int:
+        """Compilations that run, those beyond their timeout included."""
+        return len(self._compiling)
+
     def close(self) -> None:
         """Stop the threads. Later results are dropped."""
         with self._lock:
@@ -108,6 +116,12 @@ class GrammarCompiler:
             finally:
                 self._compiling.discard(thread)
 
+        if self.num_compiling >= _MOST_COMPILING:
+            return InvalidParameter(
+                f"structured_outputs.{params.constraint} is refused: {self.num_compiling} earlier constraints are "
+                f"still being compiled, most of them longer than {self._timeout_s:g} s (max_grammar_compile_s). Send "
+                "it again later, and simpler constraints."
+            )
         thread = self._thread(run, "grammar")
         try:
             self._start_with_deep_stack(thread)
