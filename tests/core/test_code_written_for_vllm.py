@@ -37,6 +37,7 @@ def _shared_engines(sessions: dict[str, Session], monkeypatch: pytest.MonkeyPatc
     class SharedLLM(penstock.LLM):
         def __init__(self, model: str, **options: Any) -> None:
             config = EngineConfig.create(model, **options)
+            self._config = config
             self._session = sessions.get(str(config)) or sessions.setdefault(str(config), Session(config))
 
         def close(self) -> None:

@@ -73,6 +73,7 @@ def finish(core: EngineCore, results: dict[str, Result], max_steps: int = 5000) 
             return
         for output in core.step():
             results.setdefault(output.req_id, Result()).take(output)
+        core.wait_for_work()
     raise AssertionError(f"unfinished after {max_steps} steps: {core.scheduler.num_running} running")
 
 

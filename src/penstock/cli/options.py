@@ -18,7 +18,7 @@ from penstock.cli.flags import Flags, with_dashes
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
-Model = Annotated[str, typer.Option("--model", "-m", help="demo, smollm2, minilm, a folder, GGUF file or hub id")]
+Model = Annotated[str, typer.Option("--model", "-m", help="demo, smollm2, a folder, GGUF file or hub id")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling  [default: 1.0]")]
 TopK = Annotated[int | None, typer.Option(help="Top-k sampling; 0: all  [default: 0]")]
 MinP = Annotated[float | None, typer.Option(help="Min-p sampling  [default: 0.0]")]

@@ -29,6 +29,8 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, Scheduler
 
 logger = logging.getLogger(__name__)
 _STOP = FinishReason.STOP  # looked up for every token
+# Ends of requests that did not stop by themselves.
+_CUT_OFF = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.INVALID)
 
 
 class Inbox(Protocol):
@@ -249,7 +251,7 @@ class RequestProgress:
             piece = scanner.push(piece, may_stop=self._num_tokens_without_stop < 0) + scanner.flush()
         else:
             piece = ""
-        if scanner.found is not None and self.error is None and self.finish_reason is not FinishReason.ABORT:
+        if scanner.found is not None and self.finish_reason not in _CUT_OFF:
             self.finish_reason, self.stop_reason = FinishReason.STOP, scanner.found
         return piece
 
