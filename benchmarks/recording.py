@@ -40,7 +40,7 @@ def main() -> None:
         model = str(make(Path(folder), SHAPES["llama-60m"], "float32"))
         file = Path(folder) / "steps.rec"
         options = {"num_threads": arguments.threads, "kv_cache_memory_bytes": "256MiB", "enable_prefix_caching": False}
-        with LLM(model, **options) as plain, LLM(model, record=file, record_prompts=True, **options) as recorded:
+        with LLM(model, record=file, record_prompts=True, **options) as recorded, LLM(model, **options) as plain:
             ratios = []
             for number in range(arguments.rounds + 1):
                 order = (plain, recorded) if number % 2 else (recorded, plain)
