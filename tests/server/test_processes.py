@@ -42,8 +42,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
         server.close()
 
 
-async def answer(client: AsyncOpenAI, index: int, max_tokens: int = 60) -> Answer:
-    """Text of a stream, its log-probabilities if it has any, and the number of its tokens."""
+async def answer(client: AsyncOpenAI, index: int, max_tokens: int = 60, begun: set[int] | None = None) -> Answer:
+    """Text of a stream, its log-probabilities if it has any, and the number of its tokens.
+
+    begun: gets the index with the first event.
+    """
     messages: Any = [{"role": "user", "content": f"Speak, number {index}."}]
     options: dict[str, Any] = {"max_tokens": max_tokens, "seed": index, "temperature": 1.0}
     if index % 3 == 0:
@@ -60,6 +63,8 @@ async def answer(client: AsyncOpenAI, index: int, max_tokens: int = 60) -> Answe
         model="demo", messages=messages, stream=True, stream_options={"include_usage": True}, **options
     )
     async for chunk in stream:
+        if begun is not None:
+            begun.add(index)
         if chunk.usage is not None:
             num_tokens = chunk.usage.completion_tokens
         for choice in chunk.choices:
@@ -73,9 +78,11 @@ async def answer(client: AsyncOpenAI, index: int, max_tokens: int = 60) -> Answe
     return "".join(pieces), logprobs, num_tokens
 
 
-async def answers(server: ServerProcess, number: int, max_tokens: int = 60) -> list[Answer]:
+async def answers(
+    server: ServerProcess, number: int, max_tokens: int = 60, begun: set[int] | None = None
+) -> list[Answer]:
     async with server.async_client(timeout=600.0) as client:
-        return list(await asyncio.gather(*(answer(client, index, max_tokens) for index in range(number))))
+        return list(await asyncio.gather(*(answer(client, index, max_tokens, begun) for index in range(number))))
 
 
 def disturb(server: ServerProcess, faults: list[tuple[str, signal.Signals]], interval_s: float) -> None:
@@ -191,8 +198,10 @@ def test_a_terminal_that_hangs_up_lets_streams_finish(start: Callable[..., Serve
     processes += processes[0].children(recursive=True)
 
     async def run() -> list[Answer]:
-        streams = asyncio.ensure_future(answers(server, 6, 400))
-        await asyncio.sleep(0.3)
+        begun: set[int] = set()
+        streams = asyncio.ensure_future(answers(server, 6, 400, begun))
+        while len(begun) < 6:
+            await asyncio.sleep(0.01)
         for process in processes:
             process.send_signal(signal.SIGHUP)
         return await streams
