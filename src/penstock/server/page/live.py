@@ -177,7 +177,7 @@ class LiveView:
         ]
 
 
-@router.get("/live", responses={200: {"model": Live}, **errors(401, 503)})
+@router.get("/live", responses={200: {"model": Live}, **errors(400, 401, 503)})
 async def live(
     http: Request, after: Annotated[float, Query(description="Only steps that ended after this Unix time")] = 0.0
 ) -> Response:
