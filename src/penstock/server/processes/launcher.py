@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import queue
 import resource
 import shutil
@@ -56,6 +57,9 @@ _BROKER_GRACE_S = 30.0
 # Time of a front end after its drain, for the last bytes and its exit.
 _FRONT_GRACE_S = 10.0
 
+# Signals this close are one: `timeout` sends its signal to the process and again to its group.
+_ONE_SIGNAL_S = 0.1
+
 # A process that has started (by its name), an error that ends the server, or the number of a signal.
 _Event: TypeAlias = "str | PenstockError | int"
 _Start: TypeAlias = Callable[[Deliver], ChildProcess]
@@ -85,6 +89,7 @@ class Launcher:
         self._network = network
         self._limits = limits
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._signal_time = -math.inf
         self._front_numbers = itertools.count()
         self._stages = StartStages(began)
         self._stages.end("configuration")
@@ -248,7 +253,10 @@ class Launcher:
         return ", ".join(self._options.served_model_name)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._events.put(number)
+        now = time.monotonic()
+        if now - self._signal_time > _ONE_SIGNAL_S:
+            self._events.put(number)
+        self._signal_time = now
 
 
 def _ending_signals() -> list[signal.Signals]:
