@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def _collect_only_what_is_new() -> None:
     """An engine that is closed collects garbage: among what tests make, not in all of torch and Transformers too."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _registrations_of_plugins_end_with_the_test() -> Iterator[None]:
+    from penstock.runner import slot_owners
+    from penstock.scheduler import step_features
+
+    owners, features = list(slot_owners._registered), list(step_features._registered)
+    yield
+    slot_owners._registered[:], step_features._registered[:] = owners, features
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from penstock.runner.frame import Frame
 from penstock.runner.input_buffers import StepInput
 from penstock.runner.output_heads import register_output_head
 from penstock.runner.slot_owners import SlotOwner, register_slot_owner
-from penstock.scheduler import step_features
 from penstock.scheduler.step_features import StepFeature, register_step_feature
 from support.engines import Result, add, finish, greedy, make_core, run
 
@@ -61,13 +60,6 @@ class Mistaken(DecoderForCausalLM):
             return MistakenLayer(config, attention, parallel)
 
         super().__init__(config, parallel, DecoderModel(config, parallel, layer))
-
-
-@pytest.fixture(autouse=True)
-def registrations() -> Iterator[None]:
-    owners, features = list(slot_owners._registered), list(step_features._registered)
-    yield
-    slot_owners._registered[:], step_features._registered[:] = owners, features
 
 
 @pytest.mark.parametrize("mistake", RESULTS)
