@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ def test_ranks_measure_the_same_steps_and_agree_on_their_costs(
         rank = int(runner)
         steps[rank].append(num_tokens)
         seconds = SECONDS[rank // 2][rank % 2] * num_tokens
-        time.sleep(seconds)
+        clock.now += seconds
         # What a step does together: another one would not fit.
         assert parallels[rank].tensor.gather_values(num_tokens) == [num_tokens] * 2
         return seconds
@@ -44,14 +43,14 @@ def test_ranks_measure_the_same_steps_and_agree_on_their_costs(
     ]
     # The second rank's clock goes four times as fast.
     clock = threading.local()
-    clocks = SimpleNamespace(perf_counter=lambda: time.perf_counter() * clock.speed)
+    clocks = SimpleNamespace(perf_counter=lambda: clock.now * clock.speed)
     monkeypatch.setattr(dummy_runs, "time", clocks)
     monkeypatch.setattr(dummy_runs, "_time_dummy_batch", time_step)
     monkeypatch.setattr(dummy_runs, "_MEASURED_S", 0.1)
 
     def measure(rank: int) -> list[tuple[int, float]]:
         runner: Any = rank
-        clock.speed = 1 + 3 * (rank % 2)
+        clock.now, clock.speed = 0.0, 1 + 3 * (rank % 2)
         return dummy_runs.measure_step_costs(runner, most_tokens, parallels[rank])
 
     costs = run_ranks(4, measure)
