@@ -15,7 +15,7 @@ CONSTRAINTS ?= constraints.txt
 
 .PHONY: demo test test-slow real test-triton test-newest test-mutations test-clients test-page sanitize wheel try-wheel docs lint format upgrade clean
 
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
+$(VENV)/.installed: pyproject.toml setup.py $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade $(addprefix --constraint ,$(CONSTRAINTS)) pip
 	$(BIN)/python -m pip install --quiet $(foreach file,$(CONSTRAINTS),--constraint $(file) --build-constraint $(file)) \

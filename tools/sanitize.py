@@ -28,8 +28,7 @@ def build() -> None:
     _LIBRARY.unlink(missing_ok=True)
     # GCC takes its own AVX-512 header for uninitialised once it is instrumented.
     flags = dict.fromkeys(("CFLAGS", "CXXFLAGS"), f"{_SANITIZED} -Wno-maybe-uninitialized")
-    command = ["-c", "import setuptools; setuptools.setup()", "--quiet", "build", "--force", f"--build-base={_BUILD}"]
-    command.append(f"--build-lib={_BUILD / 'lib'}")
+    command = ["setup.py", "--quiet", "build", "--force", f"--build-base={_BUILD}", f"--build-lib={_BUILD / 'lib'}"]
     subprocess.run([sys.executable, *command], cwd=_ROOT, env=os.environ | flags, check=True)
     # A build that fails ends without an error, since the kernels are optional.
     if not _LIBRARY.exists():
