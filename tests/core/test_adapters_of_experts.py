@@ -17,11 +17,18 @@ from support.adapters import request_of
 from support.checkpoints import tiny_model
 from support.engines import make_core
 
-_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-_VARIANTS: list[dict[str, Any]] = [
-    {"r": 3, "target_modules": ["q_proj"], "target_parameters": [*_EXPERTS, "mlp.gate.weight"]},
-    {"r": 2, "target_modules": [], "target_parameters": _EXPERTS[1:], "rank_pattern": {"down_proj": 5}},
-]
+
+def variants_of(block: str, router: str, modules: list[str]) -> list[dict[str, Any]]:
+    """Adapters of experts, of a router, and of linear layers, by the names of Transformers' modules."""
+    experts = [f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj"]
+    return [
+        {"r": 3, "target_modules": modules, "target_parameters": [*experts, f"{block}.{router}.weight"]},
+        {"r": 2, "target_modules": [], "target_parameters": experts[1:], "rank_pattern": {"down_proj": 5}},
+    ]
+
+
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_VARIANTS = variants_of("mlp", "gate", ["q_proj"])
 _SHARED = [{"r": 4, "target_modules": r".*shared_experts?\.(gate|up|down)_proj|.*shared_expert_gate"}]
 # By family: adapters of its experts, and of modules of its mixture.
 _FAMILIES: dict[str, list[dict[str, Any]]] = {
@@ -30,6 +37,9 @@ _FAMILIES: dict[str, list[dict[str, Any]]] = {
     "olmoe": _VARIANTS,
     "qwen2_moe": [*_VARIANTS, *_SHARED],
     "glm4_moe": [*_VARIANTS, *_SHARED],
+    # Outputs of gate and up alternate, and attention has sinks.
+    "gpt_oss": variants_of("mlp", "router", _ATTENTION),
+    "granitemoe": variants_of("block_sparse_moe", "router", _ATTENTION),
 }
 _NUMBERS = [1, 0, 2, 3]
 
@@ -63,6 +73,28 @@ def test_experts_and_routers_have_adapters(family: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_and_chunks_give_the_same_tokens(qwen: Adapted, options: dict[str, Any]) -> None:
     check(qwen, **options)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe"])
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel_size": 2}, {"max_num_batched_tokens": 16}], ids=["tp", "chunked"]
+)
+@pytest.mark.slow
+def test_other_layouts_of_experts_are_shared_by_ranks(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    with adapted(tmp_path, family, _FAMILIES[family]) as model:
+        check(model, **options)
+
+
+@pytest.mark.one_path(reason="no step runs")
+def test_adapters_of_stacked_biases_are_refused_by_name(tmp_path: Path) -> None:
+    """PEFT takes a parameter with two dimensions for one matrix."""
+    biases = [{"r": 2, "target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj_bias"]}]
+    with adapted(tmp_path, "gpt_oss", biases) as model:
+        core = make_core(model.folder, **OPTIONS)
+        message = r"\['mlp\.experts\.gate_up_proj_bias'\].*\[5, 96\].*\[96, 64\] of gate_up_proj"
+        with pytest.raises(CheckpointError, match=message):
+            core.collective_rpc("add_lora", args=(model.requests[1],))
+        core.close()
 
 
 @pytest.mark.one_path(reason="only the names of the matrices differ")
@@ -100,7 +132,7 @@ def test_matrices_of_other_experts_are_refused_by_name(qwen: Adapted, tmp_path: 
     for index, (options, message) in enumerate(
         [
             ({"num_experts": 3}, r"mlp\.experts\.gate_up_proj, which do not have 6 times the rank 3"),
-            ({"moe_intermediate_size": 24}, r"changes a parameter of model\.layers\.\d\.mlp\.experts as"),
+            ({"moe_intermediate_size": 24}, r"changes a parameter of model\.layers\.\d\.mlp\.experts \("),
         ]
     ):
         with adapted(tmp_path / str(index), "qwen3_moe", _VARIANTS[:1], **options) as other:

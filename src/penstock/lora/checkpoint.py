@@ -56,7 +56,7 @@ def read_adapter(
     read: dict[str, LowRank] = {}
     for module, found in matrices.items():
         pair = found.get("A"), found.get("B")
-        of_modules = stacked.split(name, module, pair, config, max_rank) if config.targets_parameters else None
+        of_modules = stacked.split(name, module, pair, config, max_rank) if config.target_parameters else None
         read.update(of_modules or {module: _low_rank(name, module, found, config, max_rank)})
     return read
 

@@ -46,14 +46,17 @@ _INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Ranks and scaling of an adapter. targets_parameters: it has matrices of parameters, such as those of experts."""
+    """Ranks and scaling of an adapter.
+
+    target_parameters: ends of the names of parameters that it changes, such as those of experts.
+    """
 
     rank: int
     alpha: float
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     uses_rslora: bool
-    targets_parameters: bool
+    target_parameters: tuple[str, ...]
 
     @classmethod
     def read(cls, name: str, fields: Mapping[str, Any]) -> PeftConfig:
@@ -79,8 +82,13 @@ class PeftConfig:
         for field, pattern in zip(("rank_pattern", "alpha_pattern"), patterns, strict=True):
             if not isinstance(pattern, Mapping) or not all(_is_positive(one, int, float) for one in pattern.values()):
                 raise CheckpointError(f"The adapter {name!r} has {field}={pattern!r}. Allowed: numbers by module name.")
-        is_set = bool(fields.get("use_rslora")), bool(fields.get("target_parameters"))
-        return cls(int(rank), float(alpha), *patterns, *is_set)  # type: ignore[arg-type]
+        parameters = fields.get("target_parameters") or []
+        if not isinstance(parameters, (list, tuple, set)) or not all(isinstance(one, str) for one in parameters):
+            raise CheckpointError(
+                f"The adapter {name!r} has target_parameters={parameters!r}. Allowed: a list of names."
+            )
+        is_rslora = bool(fields.get("use_rslora"))
+        return cls(int(rank), float(alpha), *patterns, is_rslora, tuple(parameters))  # type: ignore[arg-type]
 
     def rank_of(self, module: str) -> int:
         """Rank of a module's adapter."""

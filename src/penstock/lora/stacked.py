@@ -40,7 +40,7 @@ class StackedParameters:
         parameters = self._by_module.get(owner)
         if parameters is None or a is None or b is None:
             return None
-        parameter = _of_shape(name, owner, parameters, (b.shape[0], a.shape[1]))
+        parameter = _of_shape(name, owner, parameters, (b.shape[0], a.shape[1]), config)
         full_name, count = f"{owner}.{parameter.name}", len(parameter.modules)
         rank, scaling = config.rank_of(full_name), config.scaling_of(full_name)
         check_rank(name, full_name, rank, max_rank)
@@ -58,15 +58,15 @@ class StackedParameters:
 
 
 def _of_shape(
-    name: str, owner: str, parameters: Sequence[StackedParameter], shape: tuple[int, int]
+    name: str, owner: str, parameters: Sequence[StackedParameter], shape: tuple[int, int], config: PeftConfig
 ) -> StackedParameter:
     for parameter in parameters:
         if parameter.shape == shape:
             return parameter
     allowed = ", ".join(f"{list(parameter.shape)} of {parameter.name}" for parameter in parameters)
     raise CheckpointError(
-        f"The adapter {name!r} changes a parameter of {owner} as matrices of {list(shape)}, but it has {allowed}. Take "
-        "an adapter of this model."
+        f"The adapter {name!r} changes a parameter of {owner} (target_parameters={list(config.target_parameters)}) as "
+        f"matrices of {list(shape)}. Allowed: {allowed}. Take an adapter of this model, and of no biases."
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 from torch import Tensor
 
 from penstock.config import ModelConfig
 from penstock.kernels.activation import ClampedSwiglu
-from penstock.models.causal_lm import StackedParameter
 from penstock.models.config_fields import FULL, SLIDING, ConfigFields, read_layer_kinds, windows_of
 from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, plain_decoder
 from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, mixtures, read_routing
@@ -34,7 +33,8 @@ class GptOssForCausalLM(MixtureForCausalLM):
         **DECODER_WEIGHTS,
         "model.layers.*.self_attn": Into("model.layers.*.self_attn.sinks"),
     }
-    expert_names: ClassVar[ExpertNames] = ExpertNames(router="router")
+    expert_names: ClassVar[ExpertNames] = ExpertNames(router="router", stacked_router="router")
+    gate_up_alternate: ClassVar[bool] = True
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
@@ -58,10 +58,6 @@ class GptOssForCausalLM(MixtureForCausalLM):
             moe=mixtures(config, routing, config.intermediate_size, parallel, layers, activation=activation, bias=True),
         )
         super().__init__(config, parallel, model, layers, routing)
-
-    def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
-        """None: adapters of routers and experts are refused, whose names and layouts differ here."""
-        return {}
 
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Cut the tensors of all experts: outputs of gate and up alternate, float matrices are [inputs, outputs]."""

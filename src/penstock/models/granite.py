@@ -7,7 +7,8 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,14 +17,12 @@ from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.experts import MoE
-from penstock.models.causal_lm import StackedParameter
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
-from penstock.models.mixtures import MixtureForCausalLM, mixtures, read_routing
-from penstock.models.weights import Into, WeightTable
+from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, mixtures, read_routing
 from penstock.parallel import ParallelState
 
-_STACKED_EXPERTS = re.compile(r"(.*\.block_sparse_moe\.(?:input|output)_linear)\.weight")
+_STACKED_EXPERTS = re.compile(r"(.*\.block_sparse_moe)\.(input_linear|output_linear)\.weight")
 
 
 class GraniteLayer(DecoderLayer):
@@ -90,6 +89,10 @@ class GraniteMoeForCausalLM(MixtureForCausalLM):
     Checkpoints hold the experts of a layer in one tensor.
     """
 
+    expert_names: ClassVar[ExpertNames] = ExpertNames(
+        "block_sparse_moe", router="router.layer", stacked_block="block_sparse_moe", stacked_router="router"
+    )
+
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
@@ -103,20 +106,17 @@ class GraniteMoeForCausalLM(MixtureForCausalLM):
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         return super().compute_logits(hidden_LD).div_(self._logits_scaling)
 
-    def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
-        """None: adapters of routers and experts are refused, whose names and layouts differ here."""
-        return {}
-
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Cut the tensors of all experts: gate and up lie side by side."""
         stacked = _STACKED_EXPERTS.fullmatch(name)
         if stacked is None:
-            return super().pieces(name, tensor)
-        return ((f"{stacked[1]}.{expert}.weight", of_expert) for expert, of_expert in enumerate(tensor))
-
-    def _expert_table(self, layer: int) -> WeightTable:
-        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
-        table = {f"{theirs}.router.layer": Into(f"{ours}.gate")}
-        for expert in range(self._routing.num_experts):
-            table[f"{theirs}.input_linear.{expert}"] = Into(f"{ours}.experts.{expert}.gate_up_proj")
-            table[f"{theirs}.output_linear.{expert}"] = Into(f"{ours}.experts.{expert}.down_proj")
-        return table
+            yield from super().pieces(name, tensor)
+            return
+        block, projection = stacked.groups()
+        for expert, of_expert in enumerate(tensor):
+            if projection == "output_linear":
+                yield f"{block}.experts.{expert}.down_proj.weight", of_expert
+                continue
+            gate, up = of_expert.chunk(2)
+            yield f"{block}.experts.{expert}.gate_proj.weight", gate
+            yield f"{block}.experts.{expert}.up_proj.weight", up

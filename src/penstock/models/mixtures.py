@@ -28,6 +28,7 @@ class ExpertNames:
     """Names of a mixture's modules in checkpoints.
 
     block: of the mixture in its layer. router: in the block. gate_proj, up_proj, down_proj: of an expert.
+    stacked_block, stacked_router: of Transformers' modules, in which the experts' weights are stacked.
     """
 
     block: str = "mlp"
@@ -35,12 +36,18 @@ class ExpertNames:
     up_proj: str = "up_proj"
     down_proj: str = "down_proj"
     router: str = "gate"
+    stacked_block: str = "mlp"
+    stacked_router: str = "gate"
 
 
 class MixtureForCausalLM(DecoderForCausalLM):
-    """A decoder in which some layers have experts instead of the MLP. expert_names: as in checkpoints."""
+    """A decoder in which some layers have experts instead of the MLP.
+
+    expert_names: as in checkpoints. gate_up_alternate: outputs of gate and up alternate where they are stacked.
+    """
 
     expert_names: ClassVar[ExpertNames] = ExpertNames()
+    gate_up_alternate: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,20 +72,21 @@ class MixtureForCausalLM(DecoderForCausalLM):
             # All of them are on other pipeline stages.
             return found
         hidden, names = self.config.hidden_size, self.expert_names
+        outputs = slice(middle), slice(middle, 2 * middle)
+        if self.gate_up_alternate:
+            outputs = slice(0, None, 2), slice(1, None, 2)
         for layer in self._moe_layers:
-            block = f"model.layers.{layer}.{names.block}"
+            block, stacked = (f"model.layers.{layer}.{name}" for name in (names.block, names.stacked_block))
             experts = [f"{block}.experts.{expert}" for expert in range(self._routing.num_experts)]
             gate_up = tuple((f"{one}.{names.gate_proj}", f"{one}.{names.up_proj}") for one in experts)
             down = tuple((f"{one}.{names.down_proj}",) for one in experts)
-            found[f"model.layers.{layer}.mlp.experts"] = (
-                StackedParameter(
-                    "gate_up_proj", (2 * middle, hidden), gate_up, (slice(middle), slice(middle, 2 * middle))
-                ),
+            found[f"{stacked}.experts"] = (
+                StackedParameter("gate_up_proj", (2 * middle, hidden), gate_up, outputs),
                 StackedParameter("down_proj", (hidden, middle), down, (slice(hidden),)),
             )
             router = self._routing.num_experts, hidden
-            found[f"model.layers.{layer}.mlp.gate"] = (
-                StackedParameter("weight", router, ((f"{block}.gate",),), (slice(router[0]),)),
+            found[f"{stacked}.{names.stacked_router}"] = (
+                StackedParameter("weight", router, ((f"{block}.{names.router}",),), (slice(router[0]),)),
             )
         return found
 
