@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 import jsonschema
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from penstock.contract import SamplingParams, SchedulerOutput, StructuredOutputsParams
 from penstock.engine.core.engine_core import EngineCore
@@ -17,9 +15,10 @@ from penstock.scheduler.kv_cache_plan import bytes_per_block, bytes_to_serve
 from penstock.scheduler.outputs import FinishReason
 from penstock.worker.worker import Worker
 from support import constraints
-from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
+from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint
 from support.draft_heads import write_deepseek_mtp
 from support.engines import Result, add, assert_greedy_continuation, finish, greedy, make_core, random_prompts, run
+from support.uneven_mixtures import ALL, FIRST, uneven_mixture
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3, "adaptive": False}
 MTP = {"method": "deepseek_mtp", "num_speculative_tokens": 3, "adaptive": False}
@@ -153,30 +152,10 @@ def test_constrained_outputs_have_their_form_with_and_without_drafts(family: str
     assert [one.tokens for one in found] == [one.tokens for one in expected]
 
 
-IDLE, FIRST, ALL, SECOND = 0, 1, 2, 4
-
-
-def with_uneven_routers(family: str) -> PreTrainedModel:
-    """A model whose tokens all take expert `ALL` and, by a tie, `FIRST` or its copy `SECOND`; none takes `IDLE`."""
-    groups = {} if family == "gpt_oss" else {"n_group": 1, "topk_group": 1}
-    oracle = tiny_model(family, num_experts_per_tok=2, **groups)
-    with torch.no_grad():
-        for layer in oracle.model.layers:
-            router = getattr(layer.mlp, "router", None) or getattr(layer.mlp, "gate", None)
-            if router is None:  # a dense layer
-                continue
-            for parameter in (*layer.mlp.experts.parameters(), *router.parameters()):
-                parameter[SECOND] = parameter[FIRST]
-            bias = router.bias if family == "gpt_oss" else router.e_score_correction_bias
-            bias.zero_()
-            bias[IDLE], bias[ALL], bias[FIRST], bias[SECOND] = -40.0, 40.0, 20.0, 20.0
-    return oracle
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss"])
 @pytest.mark.one_case_quick
 def test_ties_an_expert_without_tokens_and_one_with_all(family: str, tmp_path: Path) -> None:
-    oracle = with_uneven_routers(family)
+    oracle = uneven_mixture(family)
     save_checkpoint(oracle, tmp_path)
     prompts, params = random_prompts((5, 40, 1, 19), VOCAB_SIZE), greedy(8, logprobs=2)
     core = make_core(tmp_path, max_num_batched_tokens=16, enable_prefix_caching=False)
