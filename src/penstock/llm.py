@@ -22,6 +22,7 @@ from penstock.engine.inputs.prompts import Prompts, as_list, list_of_prompts
 from penstock.engine.offline_pooling import PoolingMethods
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
+from penstock.engine.statistics.expert_load import sum_of_workers
 from penstock.engine.statistics.metrics import Metric
 from penstock.errors import InvalidRequest, UnsupportedFeature
 from penstock.observability.logging import configure_logging
@@ -286,6 +287,20 @@ class LLM(PoolingMethods, RefusesMethods):
         """The first worker's model as a tree of text: modules with sizes, dtypes and kernels."""
         answers: list[str] = self.collective_rpc("get_model_inspection", unique_reply_rank=0)
         return answers[0]
+
+    def start_expert_stats(self) -> None:
+        """Count the tokens of each expert, from zero on. Raises UnsupportedFeature for a model without native experts.
+
+        Until it is called nothing is counted. A worker that replaces a lost one has to be started again.
+        """
+        self.collective_rpc("start_expert_stats")
+
+    def get_expert_stats(self) -> dict[int, list[int]]:
+        """Tokens that each expert computed since `start_expert_stats`, by layer, summed over all replicas.
+
+        The last layer computes only the tokens whose logits are wanted. Raises LifecycleError before a start.
+        """
+        return sum_of_workers(self.collective_rpc("get_expert_stats"))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, as Transformers loads it: always the same object.

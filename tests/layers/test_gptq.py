@@ -97,11 +97,12 @@ def test_layers_multiply_as_before_while_their_grams_accumulate(dtype: torch.dty
     layer.to(dtype).requires_grad_(False)
     method, parts = layer.method, [torch.randn(1, 7, 48, dtype=dtype), torch.randn(5, 48, dtype=dtype)]
     expected = [layer(part) for part in parts]
-    with accumulate_grams([layer]) as (gram_II,):
+    with accumulate_grams([layer]) as (gram,):
         assert all(torch.equal(layer(part), result) for part, result in zip(parts, expected, strict=True))
     assert layer.method is method
     x_TI = torch.cat([part.view(-1, 48).float() for part in parts])
-    assert torch.allclose(gram_II, x_TI.T @ x_TI, rtol=1e-5, atol=1e-4)
+    assert gram.num_rows == len(x_TI)
+    assert torch.allclose(gram.values, x_TI.T @ x_TI, rtol=1e-5, atol=1e-4)
 
 
 def test_outputs_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

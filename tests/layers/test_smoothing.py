@@ -44,8 +44,9 @@ class Block(nn.Module):
         layers = smoothable([module for module in self.modules() if isinstance(module, LinearLayer)])
         with record_peaks(layers) as peaks:
             self(x_TD)
-        for layer, peak_I in zip(layers, peaks, strict=True):
-            smooth(layer, peak_I, ParallelState().tensor)
+        for layer, peak in zip(layers, peaks, strict=True):
+            assert peak.num_rows == len(x_TD)
+            smooth(layer, peak.values, ParallelState().tensor)
         return layers
 
 

@@ -12,6 +12,7 @@ import typer
 from penstock.cli import options
 from penstock.cli.failures import file_named
 from penstock.cli.process import begin_collection
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.bench.long_context import StepBytes
@@ -40,6 +41,9 @@ def bench(
     num_iters_warmup: Annotated[int | None, typer.Option(help="Warm-up iterations")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts")] = 0,
     output_json: Annotated[Path | None, typer.Option("--output-json", "-o", help="Write all figures here")] = None,
+    expert_stats: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg|FILE.json", help="Draw or write the tokens per expert and layer")
+    ] = None,
     model: options.Model = "demo",
     *,
     engine: dict[str, Any],
@@ -64,15 +68,22 @@ def bench(
         num_iters_warmup=num_iters_warmup,
     )
     config = EngineConfig.create(model, **engine)
-    if output_json is not None:
-        _check_writable(output_json)
-    results = _measure(settings, model, engine, config)
-    _show(settings, results)
+    _check_expert_stats(expert_stats, settings)
+    for name, path in (("--output-json", output_json), ("--expert-stats", expert_stats)):
+        if path is not None:
+            _check_writable(name, path)
+    results, tokens_per_expert = _measure(settings, model, engine, config, counts_experts=expert_stats is not None)
+    _show(settings, results, tokens_per_expert)
+    if expert_stats is not None:
+        _write_expert_stats(expert_stats, f"{Path(model).name}, {workload}", tokens_per_expert)
     if output_json is not None:
         _write(output_json, settings, model, engine, results)
 
 
-def _measure(settings: Settings, model: str, engine: dict[str, Any], config: EngineConfig) -> Any:
+def _measure(
+    settings: Settings, model: str, engine: dict[str, Any], config: EngineConfig, *, counts_experts: bool
+) -> tuple[Any, dict[int, list[int]]]:
+    """Results of the workload, and the tokens per expert by layer, if they are counted."""
     from penstock.bench import long_context, offline, startup
     from penstock.bench.runs import Prompts
     from penstock.observability.progress_bar import progress_bar
@@ -81,18 +92,24 @@ def _measure(settings: Settings, model: str, engine: dict[str, Any], config: Eng
     num_runs = settings.num_iters_warmup + settings.num_iters
     if settings.workload == "startup":
         with progress_bar(num_runs) as bar:
-            return startup.measure(model, engine, prompts, settings, bar.update)
+            return startup.measure(model, engine, prompts, settings, bar.update), {}
     from penstock.engine.session import Session
+    from penstock.engine.statistics.expert_load import sum_of_workers
 
     step_bytes = _step_bytes(model, engine) if settings.workload == "long-context" else None
     with closing(Session(config)) as session:
         begin_collection()
+        if counts_experts:
+            session.collective_rpc("start_expert_stats", None, (), None)
         if settings.workload == "long-context":
             num_runs *= len(long_context.cases(settings, session.max_model_len))
-            with progress_bar(num_runs) as bar:
-                return long_context.measure(session, prompts, settings, step_bytes, bar.update)
         with progress_bar(num_runs) as bar:
-            return offline.measure(session, prompts, settings, bar.update)
+            if settings.workload == "long-context":
+                results: Any = long_context.measure(session, prompts, settings, step_bytes, bar.update)
+            else:
+                results = offline.measure(session, prompts, settings, bar.update)
+        answers = session.collective_rpc("get_expert_stats", None, (), None) if counts_experts else []
+        return results, sum_of_workers(answers)
 
 
 def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
@@ -104,9 +121,10 @@ def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
     return StepBytes(weights=planned.weights - planned.lookup_bytes, kv_per_token=planned.kv_bytes_per_token)
 
 
-def _show(settings: Settings, results: Any) -> None:
+def _show(settings: Settings, results: Any, tokens_per_expert: dict[int, list[int]]) -> None:
     from rich.console import Console
 
+    from penstock.bench import expert_stats
     from penstock.bench.report import tables
     from penstock.cli.output import standard_output, write
 
@@ -116,13 +134,32 @@ def _show(settings: Settings, results: Any) -> None:
     with console.capture() as capture:
         for table in tables(settings, results):
             console.print(table)
+        if tokens_per_expert:
+            console.print(expert_stats.table(tokens_per_expert))
     write(out, capture.get())
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(option: str, path: Path) -> None:
     """Refuse a path that cannot be written, before the measurement."""
-    with file_named("--output-json", path), path.open("a"):
+    with file_named(option, path), path.open("a"):
         pass
+
+
+def _check_expert_stats(path: Path | None, settings: Settings) -> None:
+    from penstock.bench.expert_stats import check_suffix
+
+    if path is None:
+        return
+    check_suffix(path)
+    if settings.workload == "startup":
+        raise ConfigError("--expert-stats is not valid with startup, which ends after the first token. Leave it out.")
+
+
+def _write_expert_stats(path: Path, title: str, tokens_per_expert: dict[int, list[int]]) -> None:
+    from penstock.bench.expert_stats import as_text
+
+    with file_named("--expert-stats", path):
+        path.write_text(as_text(path, title, tokens_per_expert), encoding="utf-8")
 
 
 def _write(path: Path, settings: Settings, model: str, engine: dict[str, Any], results: Any) -> None:

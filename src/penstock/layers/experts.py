@@ -219,9 +219,11 @@ class MoE(nn.Module):
 
     activation: as of `GatedMLP`. shared_size: features of the shared expert; 0 for none. bias: of router and experts.
     intermediate_size: of an expert, over all ranks. adapters: routing of rows to LoRA adapters; None without.
+    load_E: int64, to which every step adds the tokens of each expert, padding excluded; None counts nothing.
     """
 
     adapters: AdapterRouting | None = None
+    load_E: Tensor | None = None
 
     def __init__(
         self,
@@ -267,7 +269,7 @@ class MoE(nn.Module):
         gate = self.gate
         mlps = cast("list[Callable[[Tensor], Tensor]]", [mlp.partial for mlp in self.experts])
         rule, bias_E = gate.routing.arguments, gate.e_score_correction_bias
-        part_TD = NATIVE.experts.record(hidden_TD, gate, mlps, rule, bias_E)
+        part_TD = NATIVE.experts.record(hidden_TD, gate, mlps, rule, bias_E, self.load_E)
         if part_TD is None or self.shared_expert is None:
             return part_TD
         return sum_rows(part_TD, self.shared_expert.partial(hidden_TD))
@@ -276,7 +278,11 @@ class MoE(nn.Module):
         # A recorded program calls this outside of the model's forward pass.
         last_rows = None if context.last is None else context.last.rows
         with nullcontext() if self.adapters is None else self.adapters.of_rows(context.inputs, last_rows):
-            part_TD = self.experts.partial(hidden_TD, *self.gate.choose(hidden_TD), self.adapters)
+            experts_TK, weights_TK = self.gate.choose(hidden_TD)
+            if self.load_E is not None and context.sequences is not None:
+                experts = experts_TK[: context.sequences.num_actual_tokens].flatten()
+                self.load_E += torch.bincount(experts, minlength=len(self.load_E))
+            part_TD = self.experts.partial(hidden_TD, experts_TK, weights_TK, self.adapters)
             if self.shared_expert is not None:
                 part_TD += self.shared_expert.partial(hidden_TD)
         return [part_TD]

@@ -37,6 +37,9 @@ _BLOCK_SIZE = 16
 # Logits rows at a time.
 _HEAD_ROWS = 64
 _GRAM_VALUE_BYTES = 4
+# Rows of inputs below which peaks say too little: those of a single row made an expert's products six times as wrong as
+# no smoothing.
+_MIN_SMOOTHING_ROWS = 16
 # Share of free memory for Gram matrices of layer inputs. The data runs again for layers beyond it.
 _SHARE_OF_FREE = 4
 
@@ -103,15 +106,18 @@ class _Calibration:
         self._layers = [layer for layer in modules if not layer.keeps_precision]
 
     def smooth(self, parallel: ParallelState) -> int:
-        """Smooth the inputs of the layers that can be; return their number."""
+        """Smooth the inputs of the layers that can be, and had enough of them; return their number."""
         layers = smoothable(self._layers)
         if not layers:
             return 0
         with record_peaks(layers) as peaks:
             self._read(self._texts.first(MAX_SMOOTHING_TOKENS), reaches_heads=False)
-        for layer, peak_I in zip(layers, peaks, strict=True):
-            smooth(layer, peak_I, parallel.tensor)
-        return len(layers)
+        known = [
+            (layer, peak) for layer, peak in zip(layers, peaks, strict=True) if peak.num_rows >= _MIN_SMOOTHING_ROWS
+        ]
+        for layer, peak in known:
+            smooth(layer, peak.values, parallel.tensor)
+        return len(known)
 
     def quantize(self, max_gram_bytes: int) -> str:
         """Quantise all layers, by GPTQ if the data feeds it; return how, for logs.
@@ -124,7 +130,7 @@ class _Calibration:
             for layer in self._layers:
                 _change_method(layer, choose(layer))
             return "rounded to nearest"
-        num_times = 0
+        num_times = num_nearest = 0
         for part in _parts(self._layers, max_gram_bytes):
             num_times += 1
             heads = [
@@ -133,10 +139,16 @@ class _Calibration:
             with accumulate_grams(part, only_inputs_of=heads) as grams:
                 self._read(self._texts.token_ids, reaches_heads=bool(heads))
             for layer in part:
-                _change_method(layer, int4_method(layer, _round_once_for(grams.pop(0))))
+                gram = grams.pop(0)
+                # With fewer rows than features GPTQ moves errors to where it saw no input, which is worse than nearest.
+                is_known = gram.num_rows >= layer.input_size
+                num_nearest += not is_known
+                quantizer = _round_once_for(gram.values) if is_known else quantize_int4
+                _change_method(layer, int4_method(layer, quantizer))
+        nearest = f" ({num_nearest} layers with fewer rows than features to nearest)" if num_nearest else ""
         if num_times == 1:
-            return "GPTQ in one pass"
-        return f"GPTQ in {num_times} passes of {format_bytes(max_gram_bytes)} of Gram matrices"
+            return f"GPTQ in one pass{nearest}"
+        return f"GPTQ in {num_times} passes of {format_bytes(max_gram_bytes)} of Gram matrices{nearest}"
 
     def _read(self, texts: Sequence[list[int]], *, reaches_heads: bool) -> None:
         """Run texts through the model. reaches_heads: whether to run the output projection too."""

@@ -36,6 +36,7 @@ from penstock.worker.base import WorkerBase
 from penstock.worker.capabilities import check_options
 from penstock.worker.changes_model import changes_model
 from penstock.worker.drafter import layers_of_target, place_for_drafter
+from penstock.worker.expert_load import ExpertLoad
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
@@ -75,6 +76,7 @@ class Worker(WorkerBase):
         self._runner: ModelRunner | None = None
         self._pages: PagePrefaulting | None = None
         self._adapters: AdapterManager | None = None
+        self._expert_load: ExpertLoad | None = None
         if config.speculative.method is not None:
             self.num_speculative_tokens = config.speculative.num_speculative_tokens
 
@@ -192,6 +194,18 @@ class Worker(WorkerBase):
         path = self._profiler.stop()
         return None if path is None else str(path)
 
+    @changes_model
+    def start_expert_stats(self) -> None:
+        """Count the tokens of each expert from zero on. Raises UnsupportedFeature for a model without any."""
+        self._expert_load = ExpertLoad(self.weights.model, self.parallel, self.device.torch_device)
+
+    def get_expert_stats(self) -> dict[int, list[int]]:
+        """Tokens of each expert since the start, by layer; no layers on ranks with copies of another rank's.
+
+        Raises LifecycleError before a start, as on a worker that replaces a lost one.
+        """
+        return self._required(self._expert_load, "start_expert_stats").read()
+
     def update_config(self, overrides: Mapping[str, Mapping[str, Any]]) -> None:
         """Change options of the next `reload_weights`, by section: `load_config` and `model_config`.
 
@@ -246,6 +260,8 @@ class Worker(WorkerBase):
             self._runner.replace_model(weights.language_model)
         if self._adapters is not None:
             self._adapters.tables.attach(weights.model)
+        if self._expert_load is not None:
+            self._expert_load.attach(weights.model)
         self.config = self._next_config = new
         _give_back(device)
         logger.info("Weights reloaded from %s", new.model.folder)

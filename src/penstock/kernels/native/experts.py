@@ -53,8 +53,11 @@ class NativeExperts:
         experts: Sequence[Callable[[Tensor], Tensor]],
         rule: RuleArguments,
         bias_E: Tensor | None,
+        load_E: Tensor | None,
     ) -> Tensor | None:
         """Record the weighted sum of each token's experts on traced rows: [T, D].
+
+        load_E: int64, to which every run adds the tokens of each expert; None counts nothing.
 
         None for a tensor that is not traced, and for experts that are something else than products and an activation.
         """
@@ -71,7 +74,7 @@ class NativeExperts:
         assert activation is not None, "a chain's operations make rows"
         assert down is not None, "a chain's operations make rows"
         table = self._store(chains)
-        arguments = bias_E, *rule, table, gate_up.width, activation.width
+        arguments = bias_E, *rule, table, gate_up.width, activation.width, load_E
         return self._operation.rows(hidden_TD, down.width, *arguments, second=logits_TE)
 
     def _store(self, chains: Sequence[Sequence[Operation]]) -> Tensor:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.layers.linear import LinearLayer, LinearMethod
+
+
+@dataclass(slots=True)
+class InputStatistics:
+    """Statistics of a layer's inputs. values: float32. num_rows: of inputs; few for an expert that few tokens chose."""
+
+    values: Tensor
+    num_rows: int = 0
 
 
 class ObservedMethod(LinearMethod):
@@ -38,29 +47,37 @@ class ObservedMethod(LinearMethod):
 @contextmanager
 def accumulate_grams(
     layers: Sequence[LinearLayer], *, only_inputs_of: Sequence[LinearLayer] = ()
-) -> Iterator[list[Tensor]]:
-    """Record the inputs of these layers inside the block. Yields the accumulated x^T x of each, float32 [I, I].
+) -> Iterator[list[InputStatistics]]:
+    """Record the inputs of these layers inside the block. Yields the accumulated x^T x of each, [I, I].
 
     only_inputs_of: layers whose outputs are not needed meanwhile.
     """
-    grams = [torch.zeros(layer.input_size, layer.input_size) for layer in layers]
+    grams = [InputStatistics(torch.zeros(layer.input_size, layer.input_size)) for layer in layers]
 
-    def add_to(gram_II: Tensor) -> Callable[[Tensor], object]:
-        return lambda x_TI: gram_II.addmm_(x_TI.T, x_TI)
+    def add_to(gram: InputStatistics) -> Callable[[Tensor], object]:
+        def add(x_TI: Tensor) -> None:
+            gram.values.addmm_(x_TI.T, x_TI)
+            gram.num_rows += len(x_TI)
 
-    with _observing(layers, [add_to(gram_II) for gram_II in grams], only_inputs_of):
+        return add
+
+    with _observing(layers, [add_to(gram) for gram in grams], only_inputs_of):
         yield grams
 
 
 @contextmanager
-def record_peaks(layers: Sequence[LinearLayer]) -> Iterator[list[Tensor]]:
-    """Record the largest magnitude of every input feature inside the block: of each layer, float32 [I]."""
-    peaks = [torch.zeros(layer.input_size) for layer in layers]
+def record_peaks(layers: Sequence[LinearLayer]) -> Iterator[list[InputStatistics]]:
+    """Record the largest magnitude of every input feature inside the block: of each layer, [I]."""
+    peaks = [InputStatistics(torch.zeros(layer.input_size)) for layer in layers]
 
-    def raise_to(peak_I: Tensor) -> Callable[[Tensor], object]:
-        return lambda x_TI: torch.maximum(peak_I, x_TI.abs().amax(dim=0), out=peak_I)
+    def raise_to(peak: InputStatistics) -> Callable[[Tensor], object]:
+        def take(x_TI: Tensor) -> None:
+            torch.maximum(peak.values, x_TI.abs().amax(dim=0), out=peak.values)
+            peak.num_rows += len(x_TI)
 
-    with _observing(layers, [raise_to(peak_I) for peak_I in peaks]):
+        return take
+
+    with _observing(layers, [raise_to(peak) for peak in peaks]):
         yield peaks
 
 

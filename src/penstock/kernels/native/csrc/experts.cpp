@@ -164,6 +164,7 @@ Result experts(const Operation& operation, const Call& call) {
   // Pairs by expert; those of one expert stay in the order of their rows.
   int64_t starts[kMostExperts + 1] = {}, next[kMostExperts];
   for (int64_t i = 0; i < num_pairs; ++i) ++starts[chosen[i] + 1];
+  for (int64_t e = 0; a.load != nullptr && e < a.rule.num_experts; ++e) a.load[e] += starts[e + 1];
   for (int64_t e = 0; e < a.rule.num_experts; ++e) starts[e + 1] += starts[e];
   for (int64_t e = 0; e < a.rule.num_experts; ++e) next[e] = starts[e];
   for (int64_t i = 0; i < num_pairs; ++i) pairs[next[chosen[i]]++] = static_cast<int32_t>(i);

@@ -37,10 +37,12 @@ struct ExpertOperations {
 };
 
 // experts: [num_experts]. gate_up_size, inner_size: row sizes of the results of the first two operations.
+// load: [num_experts], to which each step adds the number of rows of each expert; nullptr where these are not counted.
 struct ExpertsArguments {
   RoutingRule rule;
   const ExpertOperations* experts;
   int64_t gate_up_size, inner_size;
+  int64_t* load;
 };
 
 // Weighted sum of each row's experts, added in the order of their numbers, so that it does not depend on other rows.

@@ -481,7 +481,7 @@ const OperationType kTypes[] = {
       FIELD(ExpertsArguments, rule.normalizes), FIELD(ExpertsArguments, rule.scale),
       FIELD(ExpertsArguments, rule.num_groups), FIELD(ExpertsArguments, rule.top_groups),
       FIELD(ExpertsArguments, rule.best_of_group), FIELD(ExpertsArguments, experts),
-      FIELD(ExpertsArguments, gate_up_size), FIELD(ExpertsArguments, inner_size)},
+      FIELD(ExpertsArguments, gate_up_size), FIELD(ExpertsArguments, inner_size), FIELD(ExpertsArguments, load)},
      nullptr},
     {"keep_last", kRows, kChange, kNone, kNone, kNoInput, false, keep_last, {}, nullptr},
     {"narrow", kStep, kChange, kNone, kNone, kNoInput, false, narrow, {}, nullptr},
