@@ -15,6 +15,7 @@ from penstock.kernels.native.program import PROGRAM_ROWS, NativeProgram
 from penstock.layers.mlp import GatedMLP
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import make_core, random_prompts, run, run_layer_by_layer
+from support.mxfp4_checkpoints import write_mxfp4
 
 pytestmark = [
     pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels"),
@@ -83,6 +84,15 @@ def test_experts_are_part_of_a_program(
     assert [program.num_segments for program in programs(core)] == [1]
     core.close()
     both(tmp_path, monkeypatch, **options)
+
+
+def test_experts_in_mxfp4_are_part_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, _ = write_mxfp4(tmp_path)
+    core = make_core(stored.folder, dtype="float32")
+    run(core, PROMPTS[:1], PARAMS)
+    assert [program.num_segments for program in programs(core)] == [1]
+    core.close()
+    both(stored.folder, monkeypatch, **OPTIONS["chunked"])
 
 
 @pytest.mark.parametrize("option", ["int8", "int4", "int8 cache", "bfloat16 cache"])

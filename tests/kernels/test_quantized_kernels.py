@@ -57,6 +57,20 @@ def random_weight(
     return QuantizedWeight(shape, values_OI, scales_OG, minimums_of(zeros_OG, scales_OG))
 
 
+def random_e2m1(outputs: int, inputs: int, group_size: int = 32, *, are_powers: bool = True) -> QuantizedWeight:
+    """Floats of 4 bits, with scales that are powers of two, or any."""
+    random = torch.Generator().manual_seed(0)
+    numbers = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8)
+    numbers = torch.cat((numbers, -numbers))
+    shape = QuantizedShape(4, outputs, inputs, min(group_size, inputs), scale_bytes=1 if are_powers else 4)
+    values_OI = numbers[torch.randint(0, 16, (outputs, inputs), generator=random)]
+    scales_OG = torch.rand(outputs, shape.num_groups, generator=random) + 0.01
+    if are_powers:
+        scales_OG = scales_OG.log2().ceil().exp2()
+        scales_OG[0] = 0
+    return QuantizedWeight(shape, values_OI, scales_OG)
+
+
 def integers(low: int, high: int, size: tuple[int, int], random: torch.Generator, dtype: torch.dtype) -> Tensor:
     return torch.randint(low, high, size, dtype=dtype, generator=random)
 
@@ -105,6 +119,33 @@ def test_products_equal_float64(products: QuantizedProducts, data: st.DataObject
     assert ((actual - exact).abs() / size).max() < 1e-6 if rows else True
 
 
+@any_products
+@pytest.mark.parametrize("are_powers", [True, False], ids=["powers of two", "any scales"])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 40), (3, 33, 16), (11, 300, 70), (40, 2080, 17)])
+def test_products_of_floats_of_4_bits_equal_float64(
+    products: QuantizedProducts, rows: int, inputs: int, outputs: int, are_powers: bool
+) -> None:
+    weight, x_TI, bias_O = (
+        random_e2m1(outputs, inputs, are_powers=are_powers),
+        exact_rows(inputs, rows),
+        torch.randn(outputs),
+    )
+    packed = products.pack(weight)
+    exact = x_TI.double() @ weight.dequantize().double().T + bias_O.double()
+    size = (x_TI.double().abs() @ magnitudes(weight).double().T).clamp_(min=1)
+    assert ((products.linear(x_TI, packed, weight.shape, bias_O) - exact).abs() / size).max() < 1e-6
+    unpacked = products.unpack(packed, weight.shape)
+    assert torch.equal(unpacked.values_OI, weight.values_OI)
+    assert torch.equal(unpacked.scales_OG, weight.scales_OG)
+    ids_T = torch.tensor([0, outputs - 1, 7])
+    assert torch.equal(products.rows(ids_T, packed, weight.shape), weight.dequantize()[ids_T])
+
+
+@native_products
+def test_floats_of_4_bits_take_as_many_bytes_as_in_a_file(products: NativeQuantizedProducts) -> None:
+    assert products.pack(random_e2m1(512, 2048)).numel() <= 512 * 2048 // 32 * 17 * 1.01
+
+
 @native_products
 def test_rounding_of_activations_is_that_of_the_specification(products: NativeQuantizedProducts) -> None:
     x_TI = torch.randn(40, 300) * torch.logspace(-3, 3, 40).unsqueeze(1)
@@ -132,13 +173,14 @@ def test_rounding_of_activations_is_that_of_the_specification(products: NativeQu
         (4, 16, 64, 32),
         (4, 50, 200, 128),
         (4, 33, 2500, 64),
+        (None, 50, 200, 32),
     ],
 )
 @pytest.mark.one_case_quick
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
-    products: NativeQuantizedProducts, bits: int, outputs: int, inputs: int, group_size: int
+    products: NativeQuantizedProducts, bits: int | None, outputs: int, inputs: int, group_size: int
 ) -> None:
-    weight = random_weight(bits, outputs, inputs, group_size)
+    weight = random_weight(bits, outputs, inputs, group_size) if bits else random_e2m1(outputs, inputs)
     packed, bias_O, x_TI = products.pack(weight), torch.randn(outputs), torch.randn(150, inputs)
     threads = torch.get_num_threads()
     try:
@@ -207,8 +249,8 @@ def test_rows_of_nothing_and_of_almost_nothing_give_the_bias(products: Quantized
 
 @any_products
 def test_the_largest_sums_do_not_overflow(products: QuantizedProducts) -> None:
-    for bits, value, zero in [(8, 127, None), (8, -127, None), (4, 15, 0), (4, 0, 16)]:
-        shape = QuantizedShape(bits, 20, 4096, 4096 if bits == 8 else 128, bits == 4)
+    for bits, value, zero in [(8, 127, None), (8, -127, None), (4, 15, 0), (4, 0, 16), (4, 12, None), (4, -12, None)]:
+        shape = QuantizedShape(bits, 20, 4096, 4096 if bits == 8 else 128, zero is not None)
         weight = QuantizedWeight(
             shape,
             torch.full((20, 4096), value, dtype=torch.int8),
@@ -274,8 +316,9 @@ def test_more_dimensions_than_two_are_kept(products: QuantizedProducts) -> None:
             replace(random_weight(4, 20, 64, 32), minimums_OG=torch.rand(20, 2)),
             "minimums instead of integer zero points",
         ),
+        (random_e2m1(20, 64), "4-bit floats"),
     ],
-    ids=["int8 in groups", "minimums"],
+    ids=["int8 in groups", "minimums", "floats of 4 bits"],
 )
 def test_formats_that_the_kernels_of_a_gpu_do_not_have_are_refused_by_name(
     weight: QuantizedWeight, message: str

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from penstock.config import ModelConfig
-from penstock.errors import CheckpointError
-from penstock.loader.quantized.mxfp4 import E2M1_VALUES, dequantize_mxfp4
-from support.checkpoints import load_config, tiny_checkpoint
+from penstock.engine.planning.plan import plan_engine
+from penstock.errors import CheckpointError, UnsupportedFeature
+from penstock.kernels.quantized import TorchQuantizedProducts
+from penstock.layers.linear import LinearLayer, restore_weights, weights_size_bytes
+from penstock.layers.quantization.method import PRODUCTS, QuantizedMethod
+from penstock.loader.quantized.mxfp4 import dequantize_mxfp4
+from support.mxfp4_checkpoints import write_mxfp4
 from support.plain_attention import sequence_logits
+from support.ranks import contexts, run_ranks
 from support.transformers_models import load
 
+in_place = pytest.mark.skipif(
+    isinstance(PRODUCTS, TorchQuantizedProducts), reason="without the C++ kernels MXFP4 is dequantised"
+)
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -38,53 +44,72 @@ def test_every_code_and_scale_has_the_value_of_its_definition() -> None:
     assert dequantize_mxfp4(blocks[:1], torch.tensor([[255]], dtype=torch.uint8)).isnan().all()
 
 
-def rounded(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks and scales of the nearest codes."""
-    grouped = weight_OI.unflatten(-1, (-1, 32))
-    exponents = grouped.abs().amax(-1).log2().floor() - 2
-    table = torch.tensor(E2M1_VALUES)
-    codes = (grouped / exponents.exp2().unsqueeze(-1)).unsqueeze(-1).sub(table).abs().argmin(-1).to(torch.uint8)
-    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
-
-
-def write(folder: Path) -> tuple[ModelConfig, ModelConfig]:
-    """Configurations of a gpt-oss checkpoint in MXFP4 and of its float twin."""
-    tiny_checkpoint(folder / "float", "gpt_oss", intermediate_size=64)
-    floats, stored = load_file(folder / "float" / "model.safetensors"), {}
-    for name, tensor in floats.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            stored[name] = tensor
-            continue
-        blocks, scales = (torch.stack(parts) for parts in zip(*map(rounded, tensor.transpose(1, 2)), strict=True))
-        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
-        values = torch.stack([dequantize_mxfp4(*pair) for pair in zip(blocks, scales, strict=True)])
-        floats[name] = values.transpose(1, 2).contiguous()
-    save_file(floats, folder / "float" / "model.safetensors", {"format": "pt"})
-    (folder / "mxfp4").mkdir()
-    config = json.loads((folder / "float" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "mxfp4" / "config.json").write_text(json.dumps(config))
-    save_file(stored, folder / "mxfp4" / "model.safetensors", {"format": "pt"})
-    return load_config(folder / "mxfp4"), load_config(folder / "float")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_the_float_twin(tmp_path: Path, dtype: torch.dtype) -> None:
-    (found,), (expected,) = (sequence_logits(load(config, dtype), [TOKENS]) for config in write(tmp_path))
+    stored, floats = write_mxfp4(tmp_path)
+    models = load(ModelConfig.load(str(stored.folder), quantization="none"), dtype), load(floats, dtype)
+    (found,), (expected,) = (sequence_logits(model, [TOKENS]) for model in models)
     assert torch.equal(found, expected)
+
+
+def is_stored(layer: LinearLayer) -> bool:
+    method = layer.method
+    return isinstance(method, QuantizedMethod) and "floats of 4 bits (E2M1) in groups of 32" in method.description
+
+
+@in_place
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_multiply_by_the_stored_codes(tmp_path: Path, dtype: torch.dtype) -> None:
+    stored, floats = write_mxfp4(tmp_path)
+    model, twin = load(stored, dtype), load(floats, dtype)
+    (found,), (expected,) = (sequence_logits(one, [TOKENS]) for one in (model, twin))
+    assert 0 < (found - expected).norm() < 0.03 * expected.norm()
+    stored_layers = [layer for layer in model.modules() if isinstance(layer, LinearLayer) and is_stored(layer)]
+    assert len(stored_layers) == 2 * 2 * 5, "two products of five experts in two layers"
+    restore_weights(model)
+    restore_weights(twin)
+    for name, slot in model.checkpoint_slots().items():
+        assert torch.equal(slot.target.float(), twin.checkpoint_slots()[name].target.float()), name
+
+
+@in_place
+def test_the_plan_counts_the_stored_codes(tmp_path: Path) -> None:
+    stored, _ = write_mxfp4(tmp_path, hidden_size=256, intermediate_size=256)
+    planned = plan_engine(str(stored.folder), kv_cache_memory_bytes=1 << 22, dtype="float32").stages[0].memory.weights
+    model = load(stored)
+    assert planned == weights_size_bytes(model)
+    floats = load(ModelConfig.load(str(stored.folder), quantization="none"), torch.bfloat16)
+    assert weights_size_bytes(model) < 0.5 * weights_size_bytes(floats)
+
+
+@in_place
+def test_two_ranks_share_the_stored_codes(tmp_path: Path) -> None:
+    stored, _ = write_mxfp4(tmp_path)
+    (expected,) = sequence_logits(load(stored), [TOKENS])
+    ranks = [load(stored, parallel=parallel) for parallel in contexts(2)]
+    for found in run_ranks(2, lambda rank: sequence_logits(ranks[rank], [TOKENS])):
+        assert not isinstance(found, BaseException), found
+        assert (found[0] - expected).norm() < 0.02 * expected.norm()
+
+
+@in_place
+def test_ranks_that_would_split_blocks_are_refused(tmp_path: Path) -> None:
+    stored, _ = write_mxfp4(tmp_path, intermediate_size=96)
+    with pytest.raises(UnsupportedFeature, match=r"down_proj"):
+        load(stored, parallel=contexts(2)[0])
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_can_be_rounded_again(tmp_path: Path, quantization: str) -> None:
     logits = [
         sequence_logits(load(ModelConfig.load(str(config.folder), quantization=quantization)), [TOKENS])[0]
-        for config in write(tmp_path)
+        for config in write_mxfp4(tmp_path)
     ]
     assert torch.equal(*logits)
 
 
 def test_blocks_without_scales_are_refused(tmp_path: Path) -> None:
-    config, _ = write(tmp_path)
+    config, _ = write_mxfp4(tmp_path)
     path = config.folder / "model.safetensors"
     tensors = load_file(path)
     scales = tensors.pop("model.layers.0.mlp.experts.down_proj_scales")

@@ -216,7 +216,9 @@ def save_for_fallback(model: PreTrainedModel, folder: Path) -> ModelConfig:
     return dataclasses.replace(save_checkpoint(model, folder), model_impl="transformers")
 
 
-def load(model_config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load(
+    model_config: ModelConfig, dtype: torch.dtype = torch.float32, parallel: ParallelState | None = None
+) -> CausalLM:
     """The model on the CPU, ready to run."""
     quiet = LoadConfig(use_tqdm_on_load=False)
-    return load_model(model_config, quiet, ParallelState(), torch.device("cpu"), dtype)
+    return load_model(model_config, quiet, parallel or ParallelState(), torch.device("cpu"), dtype)

@@ -49,6 +49,11 @@ def _zero_points(weight: QuantizedWeight) -> Tensor | None:
             "GPU, where int8 has one scale per output feature and no minimum. Run it on a CPU (device='cpu'), or take "
             "a checkpoint in bfloat16."
         )
+    if shape.is_e2m1:
+        raise UnsupportedFeature(
+            "A weight of 4-bit floats (E2M1) is not supported on a GPU. Run it on a CPU (device='cpu'), or dequantise "
+            "it with quantization='none'."
+        )
     if minimums_OG is None:
         return None
     zeros_OG = (minimums_OG / -torch.where(scales_OG == 0, 1.0, scales_OG)).round_()

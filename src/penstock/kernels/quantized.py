@@ -1,4 +1,4 @@
-"""Int8 and int4 weights, and products with them: the specification in plain torch.
+"""Int8, int4 and E2M1 weights, and products with them: the specification in plain torch.
 
 Activations are quantised in groups of 32 to integers of -127 to 127, so that sums of products are exact within a group.
 Suffixes: T rows (tokens), I input features, O output features, G groups of input features, S input features of a group.
@@ -33,9 +33,9 @@ _MAX_OUTPUTS = 2048
 class QuantizedShape:
     """bits: 8 or 4. group_size: input features that share a scale; the last group may be smaller.
 
-    has_minimums: whether a group has a minimum too; always with 4 bits. scale_bytes: 2 for scales and minimums that are
-    float16 values, else 4. kernel_sizes: arguments of the C++ kernels, where a group of the whole row may be larger
-    than it.
+    has_minimums: whether a group has a minimum too; 4 bits without are floats (E2M1). scale_bytes: 2 for scales and
+    minimums that are float16 values, 1 for scales that are zero or powers of two, else 4. kernel_sizes: arguments of
+    the C++ kernels, where a group of the whole row may be larger than it.
     """
 
     bits: int
@@ -47,7 +47,6 @@ class QuantizedShape:
     kernel_sizes: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        assert self.has_minimums or self.bits == 8, "int4 has minimums"
         group_size = -(-self.group_size // GROUP_MULTIPLE) * GROUP_MULTIPLE
         if self.group_size == HALF_GROUP and self.num_groups > 1:
             group_size = HALF_GROUP
@@ -57,8 +56,15 @@ class QuantizedShape:
     @property
     def description(self) -> str:
         """Format in words, such as "8 bits in groups of 32"."""
+        if self.is_e2m1:
+            return f"floats of 4 bits (E2M1) in groups of {self.group_size}"
         groups = f"{self.bits} bits in groups of {self.group_size}"
         return f"{groups} with minimums" if self.has_minimums else groups
+
+    @property
+    def is_e2m1(self) -> bool:
+        """Whether the values are floats of 4 bits."""
+        return self.bits == 4 and not self.has_minimums
 
     @property
     def num_groups(self) -> int:
@@ -69,7 +75,7 @@ class QuantizedShape:
 class QuantizedWeight:
     """A quantised weight: weight = values * scales + minimums.
 
-    values_OI: int8; with minimums from 0 to 127, for int4 to 15. scales_OG: float32.
+    values_OI: int8; with minimums from 0 to 127, for int4 to 15; of E2M1 twice the numbers. scales_OG: float32.
     minimums_OG: float32; None without. A group size is 16 or a multiple of 32, unless there is only one group.
     """
 

@@ -1,4 +1,4 @@
-"""Weight quantisation: round-to-nearest int8 and int4.
+"""Weight quantisation: round-to-nearest int8 and int4, and rounding to the grid of a checkpoint.
 
 Suffixes: O output features, I input features, G groups of input features.
 """
@@ -105,6 +105,20 @@ def round_to_int4(
     """Round to the nearest integers for these scales and minimums."""
     values_OGS = _quotients(weight_OI.float(), scales_OG, minimums_OG, group_size).clamp_(0, INT4_LEVELS - 1)
     return _weight(4, weight_OI, values_OGS, scales_OG, minimums_OG, group_size, scale_bytes)
+
+
+def round_to_e2m1(weight_OI: Tensor, scales_OG: Tensor, group_size: int) -> QuantizedWeight:
+    """Restore a weight whose elements are E2M1 numbers times twice these scales. A group of zeros gets the scale 0."""
+    values_OGS = _quotients(weight_OI.float(), scales_OG, None, group_size)
+    scales_OG = torch.where((values_OGS == 0).all(dim=2), 0.0, scales_OG)
+    scale_bytes = 1 if scales_OG.is_meta or _are_powers_of_two(scales_OG) else 4
+    return _weight(4, weight_OI, values_OGS, scales_OG, None, group_size, scale_bytes)
+
+
+def _are_powers_of_two(scales: Tensor) -> bool:
+    """Whether all are zero or normal powers of two."""
+    is_normal = scales.abs() >= torch.finfo(torch.float32).tiny
+    return bool(((scales == 0) | (is_normal & (torch.frexp(scales).mantissa == 0.5))).all())
 
 
 def _weight(

@@ -21,6 +21,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 # Values that 8 bits beside a minimum have.
 _MOST_VALUES = 128
+# Exponent of the scale 1 in MXFP4.
+_E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class BlockType:
     """Block type. bits: of the kernels for it. block_size: weights of a block, of group_size each.
 
     read: scales and minimums of blocks, float32 [N, G]; None for no minimums. lowest, highest: integers of a type where
-    a weight is an integer times the scale. scale_bytes: 2 if scales and minimums are float16 values.
+    a weight is an integer times the scale. scale_bytes: 2 if scales and minimums are float16 values. is_float: the
+    kernels take these integers as floats of 4 bits, and there are no minimums.
     """
 
     bits: int
@@ -38,6 +41,7 @@ class BlockType:
     lowest: int | None = None
     highest: int = 0
     scale_bytes: int = 4
+    is_float: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def grid_of(blocks: Bytes, shape: Sequence[int], type_: BlockType) -> BlockGrid:
 def grid_without_memory(shape: Sequence[int], type_: BlockType) -> BlockGrid:
     """Grid of a matrix on the meta device."""
     scales_OG = torch.empty(shape[0], shape[1] // type_.group_size, device="meta")
-    has_minimums = type_.bits == 4 or type_.lowest is None
+    has_minimums = (type_.bits == 4 and not type_.is_float) or type_.lowest is None
     return BlockGrid(
         Grid(type_.bits, type_.group_size, scales_OG, scales_OG if has_minimums else None, type_.scale_bytes), type_
     )
@@ -153,6 +157,11 @@ def _offset_scales(blocks_NB: Bytes) -> tuple[Floats, None]:
     return _float16(blocks_NB, 108) * ((low | high << 4).astype(np.int8) - np.int8(32)), None
 
 
+def _power_of_two(blocks_NB: Bytes) -> tuple[Floats, None]:
+    """MXFP4: the exponent of a power of two (E8M0), halved since the integers are twice the numbers."""
+    return np.ldexp(np.float32(1), blocks_NB[:, :1].astype(np.int32) - _E8M0_BIAS - 1), None
+
+
 # Types with products of their own blocks, by ggml's number.
 BLOCK_TYPES: Mapping[int, BlockType] = {
     2: BlockType(4, 32, 32, _scale(0, -8), lowest=-8, highest=7, scale_bytes=2),  # Q4_0
@@ -166,4 +175,5 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     13: BlockType(8, 256, 32, _scales_of_6_bits),  # Q5_K
     14: BlockType(8, 256, 16, _signed_scales, lowest=-32, highest=31),  # Q6_K
     20: BlockType(8, 32, 32, _scale(0), lowest=-127, highest=113, scale_bytes=2),  # IQ4_NL
+    39: BlockType(4, 32, 32, _power_of_two, lowest=-12, highest=12, is_float=True),  # MXFP4
 }

@@ -9,7 +9,7 @@ import torch
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import NO_QUANTIZATION
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint
+from penstock.config.quantized_checkpoint import MXFP4, read_quantized_checkpoint
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.quantization.method import PRODUCTS, WIDER_LAYERS, choose_method
@@ -17,6 +17,7 @@ from penstock.loader.gguf.products import GgufProducts
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
 from penstock.loader.quantized.dequantized import DequantizedTensors
+from penstock.loader.quantized.mxfp4_products import Mxfp4Products
 from penstock.loader.quantized.stream import QuantizedTensors
 from penstock.models.registry import runs_through_transformers
 
@@ -30,6 +31,7 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
     """
     checkpoint = read_quantized_checkpoint(model_config.hf_config, model_config.model)
     option = model_config.quantization
+    computes_blocks = kind == "cpu" and not isinstance(PRODUCTS, TorchQuantizedProducts)
     if checkpoint is not None and load_config.load_format == "dummy":  # random weights with as many bits
         option, checkpoint = None if checkpoint.is_float else f"int{checkpoint.bits}", None
     if checkpoint is not None:
@@ -40,11 +42,12 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
             )
         if not checkpoint.is_float:
             return QuantizedTensors(checkpoint)
+        if checkpoint.method == MXFP4 and option is None and computes_blocks:
+            return Mxfp4Products(checkpoint)
         return DequantizedTensors(checkpoint, None if option in (None, NO_QUANTIZATION) else _rounding(option, kind))
     if option == NO_QUANTIZATION:
         return None
     if option is None:
-        computes_blocks = kind == "cpu" and not isinstance(PRODUCTS, TorchQuantizedProducts)
         if not computes_blocks or runs_through_transformers(model_config):
             return None
         found = find_gguf(model_config.folder, load_config)

@@ -72,7 +72,7 @@ class DequantizedTensors:
                 yield name, tensor
                 continue
             if layer in values and layer in scales:
-                yield f"{layer}.weight", known.read(layer, values.pop(layer), scales.pop(layer))
+                yield f"{layer}.weight", self._read(layer, values.pop(layer), scales.pop(layer))
         missing = [f"{layer}.{known.scales[0]}" for layer in values]
         missing += [f"{layer}.{known.values[0]} ({known.name})" for layer in scales]
         if missing:
@@ -84,6 +84,9 @@ class DequantizedTensors:
 
     def method(self, layer: LinearLayer, pieces: list[Piece]) -> LinearMethod | None:
         return None if self._option is None else self._option.method(layer, pieces)
+
+    def _read(self, layer: str, values: Tensor, scales: Tensor) -> Tensor:
+        return self._format.read(layer, values, scales)
 
     def choose(self, layer: LinearLayer) -> LinearMethod:
         if self._option is not None:

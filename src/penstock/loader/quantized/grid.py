@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import QuantizedWeight
-from penstock.layers.quantization.quantize import round_to_int4, round_to_int8
+from penstock.layers.quantization.quantize import round_to_e2m1, round_to_int4, round_to_int8
 from penstock.layers.weights import Part
 from penstock.parallel import Share, groups_of_share
 
@@ -24,8 +24,8 @@ from penstock.parallel import Share, groups_of_share
 class Grid:
     """Quantisation grid of a weight.
 
-    scales_OG: float32. minimums_OG: float32; None without. scale_bytes: 2 if both are float16 values, else 4.
-    order_I: inputs by group, if groups are not contiguous.
+    scales_OG: float32. minimums_OG: float32; None without, and 4 bits are floats (E2M1) then. scale_bytes: 2 if both
+    are float16 values, else 4; E2M1 floats find their own. order_I: inputs by group, if groups are not contiguous.
     """
 
     bits: int
@@ -61,6 +61,8 @@ class Grid:
         """Quantise a weight that lies on this grid; its inputs are in grid order."""
         scales_OG = self.scales_OG.to(weight_OI.device)
         minimums_OG = None if self.minimums_OG is None else self.minimums_OG.to(weight_OI.device)
+        if minimums_OG is None and self.bits == 4:
+            return round_to_e2m1(weight_OI, scales_OG, self.group_size)
         if minimums_OG is None or self.bits == 8:
             return round_to_int8(weight_OI, scales_OG, self.group_size, self.scale_bytes, minimums_OG)
         return round_to_int4(weight_OI, scales_OG, minimums_OG, self.group_size, self.scale_bytes)

@@ -42,6 +42,10 @@ def dequantize_mxfp4(blocks: Tensor, scales_OB: Tensor) -> Tensor:
     """Values of blocks [O, B, 16] and scales [O, B], uint8 both: float32 [O, 32 * B]. All are exact in bfloat16."""
     values = torch.tensor(E2M1_VALUES, device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return (values[codes.int()] * factors(scales_OB).unsqueeze(-1)).flatten(-2)
+
+
+def factors(scales_OB: Tensor) -> Tensor:
+    """Powers of two that scales in E8M0 stand for: float32."""
     factors_OB = torch.ldexp(torch.ones_like(scales_OB, dtype=torch.float32), scales_OB.int() - _E8M0_BIAS)
-    factors_OB = factors_OB.masked_fill(scales_OB == _E8M0_NAN, float("nan"))
-    return (values[codes.int()] * factors_OB.unsqueeze(-1)).flatten(-2)
+    return factors_OB.masked_fill(scales_OB == _E8M0_NAN, float("nan"))

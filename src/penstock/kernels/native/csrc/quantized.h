@@ -9,9 +9,11 @@ namespace penstock {
 
 // A quantised weight: weight[n][k] = value[n][k] * scale[n][k / group_size] + minimum[n][k / group_size].
 //
-// bits: 8 (any int8 values; from 0 to 127 with minimums), or 4 (values from 0 to 15, with minimums).
+// bits: 8 (any int8 values; from 0 to 127 with minimums), or 4 (values from 0 to 15 with minimums; without, E2M1 numbers
+// times two: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives).
 // group_size: 16 or a multiple of 32; the last group may be shorter.
-// scale_bytes: 4, or 2 for scales and minimums that are float16.
+// scale_bytes: 4, 2 for scales and minimums that are float16, or 1 for those that are zero or powers of two (normal
+// float32 numbers).
 struct QuantizedShape {
   int bits;
   int64_t out_features, in_features, group_size;

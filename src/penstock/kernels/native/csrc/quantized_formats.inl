@@ -1,4 +1,4 @@
-// Formats of packed weights: 8 and 4 bits.
+// Formats of packed weights: integers of 8 and 4 bits, and floats of 4 bits.
 //
 // A panel is some outputs: for every scale group a head, and its runs of kGroup inner elements. A head has the scales of
 // the panel's outputs, and then their minimums. Groups of half a run are two to a scale group, whose head has two parts.
@@ -48,11 +48,39 @@ struct ByteFormat {
   }
 };
 
+// What the codes of 4 bits stand for: 0 to 15.
+struct IntegerCodes {
+  static constexpr bool kHasMinimums = true;
+  static constexpr int kStored = 0, kLargest = 15;
+
+  PENSTOCK_INLINE int value(int code) { return code; }
+  PENSTOCK_INLINE int code(int value) { return value; }
+  PENSTOCK_INLINE ByteVec stored(ByteVec codes) { return codes; }
+};
+
+// Codes of E2M1: a sign, two bits of exponent, one of mantissa. Values are twice the numbers, and unsigned with an offset.
+struct E2m1Codes {
+  static constexpr bool kHasMinimums = false;
+  static constexpr int kStored = 12, kLargest = 24;
+  static constexpr int8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  static constexpr int8_t kCodes[kLargest + 1] = {15, 0, 0, 0, 14, 0, 13, 0, 12, 11, 10, 9, 0,
+                                                  1,  2, 3, 4, 0,  5, 0,  6, 0,  0,  0,  7};
+
+  PENSTOCK_INLINE int value(int code) { return kTable[code] - kStored; }
+  PENSTOCK_INLINE int code(int value) { return kCodes[value + kStored]; }
+  PENSTOCK_INLINE ByteVec stored(ByteVec codes) { return look_up(kTable, codes); }
+};
+
 // A run is [two units][output][4 bytes]: low nibbles are the first unit, high nibbles the other. Products of unsigned
-// nibbles and signed bytes are small enough that vpmaddubsw cannot saturate, nor the sum of a run of its results.
-struct Int4Format {
+// bytes up to kLargest and signed ones are small enough that vpmaddubsw cannot saturate, nor the sum of some of its
+// results.
+template <class Codes>
+struct NibbleFormat {
   static constexpr int64_t kRunBytes = kGroup * kPanel / 2;
-  static constexpr bool kHasMinimums = true, kHasParts = false;
+  static constexpr bool kHasMinimums = Codes::kHasMinimums, kHasParts = false;
+  static constexpr int kStored = Codes::kStored;
+  // Pairs of units whose products are added in 16 bits.
+  static constexpr int kPairsAtOnce = kGroupUnits / 2 / (Codes::kLargest > 16 ? 2 : 1);
 
   struct Place {
     int64_t byte;
@@ -61,25 +89,33 @@ struct Int4Format {
   PENSTOCK_INLINE Place place(int64_t n, int64_t inside) {
     return {(inside / 8 * kPanel + n) * 4 + inside % 4, inside % 8 < 4 ? 0 : 4};
   }
-  PENSTOCK_INLINE int read(const uint8_t* run, Place place) { return run[place.byte] >> place.shift & 15; }
+  PENSTOCK_INLINE int read(const uint8_t* run, Place place) { return Codes::value(run[place.byte] >> place.shift & 15); }
   PENSTOCK_INLINE void write(uint8_t* run, Place place, int value) {
-    run[place.byte] |= static_cast<uint8_t>(value << place.shift);
+    run[place.byte] |= static_cast<uint8_t>(Codes::code(value) << place.shift);
   }
 
   template <int R, int kFirst, int kUnits>
   PENSTOCK_INLINE void multiply(const int32_t* x, const uint8_t* run, IntVec (&sum)[R][kPanelVectors]) {
     static_assert(kFirst == 0 && kUnits == kGroupUnits);
+#pragma GCC unroll 2
+    for (int pair = 0; pair < kGroupUnits / 2; pair += kPairsAtOnce) multiply_pairs(x, run, pair, sum);
+  }
+
+ private:
+  template <int R>
+  PENSTOCK_INLINE void multiply_pairs(const int32_t* x, const uint8_t* run, int first_pair,
+                                      IntVec (&sum)[R][kPanelVectors]) {
 #if !PENSTOCK_DOT_QUADS
-    static_assert(kGroup / 4 * 2 * 15 * 127 < 1 << 15);
+    static_assert(kPairsAtOnce * 2 * 2 * Codes::kLargest * 127 < 1 << 15);
     ShortVec shorts[R][kPanelVectors]{};
 #endif
 #pragma GCC unroll 4
-    for (int k = 0; k < kGroupUnits / 2; ++k) {
+    for (int k = first_pair; k < first_pair + kPairsAtOnce; ++k) {
       ByteVec low[kPanelVectors], high[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) {
         const ByteVec both = load_bytes<ByteVec>(run + (k * kPanelVectors + v) * sizeof(ByteVec));
-        low[v] = low_halves(both);
-        high[v] = high_halves(both);
+        low[v] = Codes::stored(low_halves(both));
+        high[v] = Codes::stored(high_halves(both));
       }
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
@@ -105,17 +141,21 @@ struct Int4Format {
   }
 };
 
+using Int4Format = NibbleFormat<IntegerCodes>;
+using E2m1Format = NibbleFormat<E2m1Codes>;
+
 // Calls run(format) with the format of a weight.
 template <class Function>
 PENSTOCK_INLINE void with_format(const QuantizedShape& s, const Function& run) {
-  if (s.bits == 4) return run(Int4Format{});
+  if (s.bits == 4) return s.has_minimums ? run(Int4Format{}) : run(E2m1Format{});
   s.has_minimums ? run(ByteFormat<true>{}) : run(ByteFormat<false>{});
 }
 
 // Integer sums start at kMagic, so that as floats they are kMagic more: the offset of rows takes it off, with what the
 // offset of stored weights adds; with minimums it is what they are multiplied by.
 PENSTOCK_INLINE Offset row_offset(const QuantizedShape& s) {
-  return s.has_minimums ? Offset{0.0f, 1.0f, true} : Offset{kMagic, static_cast<float>(ByteFormat<false>::kStored), false};
+  if (s.has_minimums) return {0.0f, 1.0f, true};
+  return {kMagic, static_cast<float>(s.bits == 4 ? E2m1Format::kStored : ByteFormat<false>::kStored), false};
 }
 
 PENSTOCK_INLINE int64_t num_groups(const QuantizedShape& s) { return divided_up(s.in_features, s.group_size); }
@@ -139,12 +179,16 @@ PENSTOCK_INLINE int64_t panel_bytes(const QuantizedShape& s) {
 }
 PENSTOCK_INLINE int64_t num_panels(const QuantizedShape& s) { return divided_up(s.out_features, kPanel); }
 
-// A scale or minimum that is stored in 2 or 4 bytes; 2 take float16 values only.
+// A scale or minimum that is stored in 1, 2 or 4 bytes; 2 take float16 values only, 1 the exponent of a power of two.
 static void write_scale(uint8_t* to, float value, int num_bytes) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   if (num_bytes == 4) {
     std::memcpy(to, &bits, sizeof bits);
+    return;
+  }
+  if (num_bytes == 1) {
+    *to = static_cast<uint8_t>(bits >> 23);
     return;
   }
   // The exponent's bias is 112 smaller: a multiplication takes it off, for subnormal values too.
@@ -161,6 +205,11 @@ static float read_scale(const uint8_t* from, int num_bytes) {
     std::memcpy(&value, from, sizeof value);
     return value;
   }
+  if (num_bytes == 1) {
+    const uint32_t bits = static_cast<uint32_t>(*from) << 23;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
   uint16_t half;
   std::memcpy(&half, from, sizeof half);
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
@@ -170,8 +219,10 @@ static float read_scale(const uint8_t* from, int num_bytes) {
 }
 
 // Scales or minimums of a panel's vector.
-PENSTOCK_INLINE Vec load_scales(const uint8_t* from, bool are_float16) {
-  return are_float16 ? load(reinterpret_cast<const Float16*>(from)) : load_bytes<Vec>(from);
+PENSTOCK_INLINE Vec load_scales(const uint8_t* from, int num_bytes) {
+  if (num_bytes == 2) return load(reinterpret_cast<const Float16*>(from));
+  if (num_bytes == 4) return load_bytes<Vec>(from);
+  return (Vec)(widen(load_bytes<QuarterByteVec>(from)) << 23);
 }
 
 // Addresses of an output: of its scales and minimums by group, and of its runs.

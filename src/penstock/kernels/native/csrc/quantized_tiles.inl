@@ -11,7 +11,7 @@ constexpr int64_t kPartBytes = 16 * 1024;
 // Heads of scale groups: bytes of one, and of one of its parts.
 struct Heads {
   int64_t bytes, part_bytes, parts;
-  bool are_float16;
+  int scale_bytes;
 };
 
 // Tiles of R rows by a panel, one after the other, over some groups.
@@ -41,13 +41,13 @@ PENSTOCK_INLINE QuantizedRows rows_after(const QuantizedRows& x, int64_t tile_st
 
 // Adds finished sums, which are exact integers, times their scales. head: scales, then minimums.
 template <class Format, int R>
-PENSTOCK_INLINE void add_sums(const uint8_t* head, bool are_float16, const float* scales, const float* offsets,
+PENSTOCK_INLINE void add_sums(const uint8_t* head, int scale_bytes, const float* scales, const float* offsets,
                               const IntVec (&sum)[R][kPanelVectors], Vec (&total)[R][kPanelVectors]) {
-  const int64_t vector_bytes = kLanes * (are_float16 ? 2 : 4);
+  const int64_t vector_bytes = kLanes * scale_bytes;
   for (int v = 0; v < kPanelVectors; ++v) {
-    const Vec weight_scale = load_scales(head + v * vector_bytes, are_float16);
+    const Vec weight_scale = load_scales(head + v * vector_bytes, scale_bytes);
     Vec minimum{};
-    if (Format::kHasMinimums) minimum = load_scales(head + (kPanelVectors + v) * vector_bytes, are_float16);
+    if (Format::kHasMinimums) minimum = load_scales(head + (kPanelVectors + v) * vector_bytes, scale_bytes);
     for (int i = 0; i < R; ++i) {
       // All of these are integers below 2^24, so exact.
       const Vec exact = (Vec)sum[i][v] - (Format::kHasMinimums ? splat(kMagic) : splat(offsets[i]));
@@ -84,15 +84,15 @@ PENSTOCK_INLINE void multiply_run(const QuantizedRows& x, const uint8_t* run, co
     if (heads.parts == 2) {
       constexpr int kHalf = kGroupUnits / 2;
       Format::template multiply<R, 0, kHalf>(x.values, run, sum);
-      add_sums<Format, R>(head, heads.are_float16, x.scales, x.offsets, sum, total);
+      add_sums<Format, R>(head, heads.scale_bytes, x.scales, x.offsets, sum, total);
       start_sums(sum);
       Format::template multiply<R, kHalf, kHalf>(x.values, run, sum);
-      add_sums<Format, R>(head + heads.part_bytes, heads.are_float16, x.scales, x.offsets + R, sum, total);
+      add_sums<Format, R>(head + heads.part_bytes, heads.scale_bytes, x.scales, x.offsets + R, sum, total);
       return;
     }
   }
   Format::template multiply<R, 0, kGroupUnits>(x.values, run, sum);
-  add_sums<Format, R>(head, heads.are_float16, x.scales, x.offsets, sum, total);
+  add_sums<Format, R>(head, heads.scale_bytes, x.scales, x.offsets, sum, total);
 }
 
 template <class Format, int R>
@@ -137,7 +137,7 @@ static void multiply_panel(const QuantizedLinearArgs& a, const QuantizedRows& x,
                            const float* bias, float* out, int64_t out_stride) {
   const QuantizedShape& s = a.shape;
   const int64_t per_scale = runs_per_head(s), all = x.groups;
-  const Heads heads{head_bytes(s), part_bytes(s), x.parts, s.scale_bytes == 2};
+  const Heads heads{head_bytes(s), part_bytes(s), x.parts, s.scale_bytes};
   const uint8_t* const panel = static_cast<const uint8_t*>(a.weight) + number * panel_bytes(s);
   const Tiles tiles(rows, kQuantizedTileRows);
   const bool is_single = tiles.count == 1;

@@ -137,4 +137,19 @@ PENSTOCK_INLINE IntVec add_dot_signed_quads(IntVec sum, ByteVec w, ByteVec x) {
 PENSTOCK_INLINE ByteVec low_halves(ByteVec x) { return x & 15; }
 PENSTOCK_INLINE ByteVec high_halves(ByteVec x) { return (ByteVec)((UnsignedShortVec)x >> 4) & 15; }
 
+// Each byte: the table's entry at this index, from 0 to 15.
+PENSTOCK_INLINE ByteVec look_up(const int8_t (&table)[16], ByteVec index) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 8
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (ByteVec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)index);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (ByteVec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)index);
+#else
+  ByteVec found;
+  for (unsigned i = 0; i < sizeof found; ++i) found[i] = table[static_cast<int>(index[i])];
+  return found;
+#endif
+}
+
 }  // namespace PENSTOCK_NAMESPACE
