@@ -52,7 +52,7 @@ struct ByteFormat {
 // nibbles and signed bytes are small enough that vpmaddubsw cannot saturate, nor the sum of a run of its results.
 struct Int4Format {
   static constexpr int64_t kRunBytes = kGroup * kPanel / 2;
-  static constexpr bool kHasMinimums = true, kHasParts = false;
+  static constexpr bool kHasMinimums = true, kHasParts = false, kIsUnsigned = true;
 
   struct Place {
     int64_t byte;
