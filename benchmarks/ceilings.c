@@ -1,8 +1,9 @@
 /* What this machine can do at most: reading memory, and multiply-adds in float32, with all threads given; and those of
-   bfloat16 pairs, where the processor has an instruction for them (AVX512-BF16).
+   bfloat16 pairs, where the processor has an instruction for them (AVX512-BF16), and of tiles of bfloat16 and int8 (AMX).
 
    ceilings THREADS -> {"memory_gb_s": median, "memory_gb_s_best": best, "memory_places": N, "gflop_s": median,
-                        "gflop_s_best": best[, "bfloat16_gflop_s": median, "bfloat16_gflop_s_best": best]}
+                        "gflop_s_best": best[, "bfloat16_gflop_s": median, "bfloat16_gflop_s_best": best]
+                        [, "tile_bfloat16_gflop_s", "tile_int8_gop_s": the same, each with its _best]}
    Memory is read by each thread from end to end, in one place or in several at once: the faster of both counts.
    A vector is as wide as the processor's own (-march=native). */
 #define _GNU_SOURCE
@@ -25,7 +26,7 @@ enum { ACCUMULATORS = 12, NEIGHBOURS = 8, PASSES = 15, MAX_THREADS = 256 };
 enum { WAYS = 2 };
 static const int PLACES[WAYS] = {1, 4};
 static const size_t BUFFER_BYTES = (size_t)256 << 20;
-static const long FMA_ROUNDS = 2000000;
+static const long FMA_ROUNDS = 2000000, TILE_ROUNDS = 250000;
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 enum { HAS_PAIRS = 1 };
@@ -33,11 +34,20 @@ enum { HAS_PAIRS = 1 };
 enum { HAS_PAIRS = 0 };
 #endif
 
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#define TILES
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+enum { PRODUCTS_OF_ROUND = 4 }; /* of two tiles of rows and two of weights */
+
 typedef struct {
   pthread_barrier_t *barrier;
   const Vector *begin;
   size_t num_vectors;
-  double memory_s[WAYS][PASSES], flop_s[PASSES], pairs_s[PASSES];
+  double memory_s[WAYS][PASSES], flop_s[PASSES], pairs_s[PASSES], tiles_s[PASSES], byte_tiles_s[PASSES];
+  int may_use_tiles;
   float sink;
 } Job;
 
@@ -87,6 +97,65 @@ static void multiply_add_pairs(Job *job) {
 #endif
 }
 
+/* Linux gives tiles to a process that asks; 0 where it refuses, or the processor has none. */
+static int ask_for_tiles(void) {
+#if defined(TILES)
+  return syscall(SYS_arch_prctl, 0x1023L, 18L) == 0; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+#else
+  return 0;
+#endif
+}
+
+#if defined(TILES)
+/* Tiles of 16 rows of 64 bytes, all zero. */
+static void configure_tiles(void) {
+  struct {
+    unsigned char palette, start_row, reserved[14];
+    unsigned short row_bytes[16];
+    unsigned char rows[16];
+  } shapes = {.palette = 1};
+  for (int tile = 0; tile < 8; tile++) shapes.row_bytes[tile] = 64, shapes.rows[tile] = 16;
+  __asm__ volatile("" : : "r"(&shapes) : "memory"); /* compilers take loadconfig to read a part of it */
+  _tile_loadconfig(&shapes);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+}
+#endif
+
+static void multiply_tiles(Job *job) {
+#if defined(TILES)
+  configure_tiles();
+  for (long i = 0; i < TILE_ROUNDS; i++) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+#endif
+  (void)job;
+}
+
+static void multiply_byte_tiles(Job *job) {
+#if defined(TILES)
+  configure_tiles();
+  for (long i = 0; i < TILE_ROUNDS; i++) {
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+  }
+  _tile_release();
+#endif
+  (void)job;
+}
+
 static void measure(Job *job, void (*run)(Job *), double *seconds) {
   for (int p = 0; p < PASSES; p++) {
     pthread_barrier_wait(job->barrier);
@@ -109,6 +178,10 @@ static void *work(void *argument) {
     }
   measure(job, multiply_add, job->flop_s);
   if (HAS_PAIRS) measure(job, multiply_add_pairs, job->pairs_s);
+  if (job->may_use_tiles) {
+    measure(job, multiply_tiles, job->tiles_s);
+    measure(job, multiply_byte_tiles, job->byte_tiles_s);
+  }
   return NULL;
 }
 
@@ -117,12 +190,19 @@ static int ascending(const void *a, const void *b) {
   return (d > 0) - (d < 0);
 }
 
+/* Prints a rate as further fields of the result: the median and the best of all passes. */
+static void report(const char *name, double amount, double *seconds) {
+  qsort(seconds, PASSES, sizeof(double), ascending);
+  printf(", \"%s\": %.1f, \"%s_best\": %.1f", name, amount / seconds[PASSES / 2], name, amount / seconds[0]);
+}
+
 int main(int argc, char **argv) {
   int threads = argc > 1 ? atoi(argv[1]) : 0;
   if (threads < 1 || threads > MAX_THREADS) {
     fprintf(stderr, "usage: ceilings THREADS (1 to %d)\n", MAX_THREADS);
     return 2;
   }
+  const int may_use_tiles = ask_for_tiles();
   float *buffer = aligned_alloc((size_t)2 << 20, BUFFER_BYTES);
   if (!buffer) return 1;
   madvise(buffer, BUFFER_BYTES, MADV_HUGEPAGE);
@@ -134,6 +214,7 @@ int main(int argc, char **argv) {
   size_t vectors = BUFFER_BYTES / sizeof(Vector) / threads;
   for (int t = 0; t < threads; t++) {
     jobs[t].barrier = &barrier;
+    jobs[t].may_use_tiles = may_use_tiles;
     jobs[t].begin = (const Vector *)buffer + t * vectors;
     jobs[t].num_vectors = vectors;
     if (pthread_create(&handles[t], NULL, work, &jobs[t])) return 1;
@@ -156,10 +237,12 @@ int main(int argc, char **argv) {
          "\"gflop_s_best\": %.1f",
          gb / memory_s[PASSES / 2], gb / memory_s[0], places, gflop / flop_s[PASSES / 2], gflop / flop_s[0]);
   if (HAS_PAIRS) {
-    double *pairs_s = jobs[0].pairs_s;
-    qsort(pairs_s, PASSES, sizeof(double), ascending);
-    printf(", \"bfloat16_gflop_s\": %.1f, \"bfloat16_gflop_s_best\": %.1f", 2 * gflop / pairs_s[PASSES / 2],
-           2 * gflop / pairs_s[0]);
+    report("bfloat16_gflop_s", 2 * gflop, jobs[0].pairs_s);
+  }
+  if (may_use_tiles) {
+    const double products = (double)TILE_ROUNDS * PRODUCTS_OF_ROUND * 16 * 16 * threads;
+    report("tile_bfloat16_gflop_s", 2 * 32 * products / 1e9, jobs[0].tiles_s);
+    report("tile_int8_gop_s", 2 * 64 * products / 1e9, jobs[0].byte_tiles_s);
   }
   printf("}\n");
   float sink = 0;

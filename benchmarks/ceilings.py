@@ -29,7 +29,8 @@ class Ceilings:
     def measure(self) -> dict[str, float] | None:
         """`memory_gb_s` and `gflop_s`, medians of a quarter of a second each, and the `_best` of each.
 
-        `bfloat16_gflop_s` too, on a processor with AVX512-BF16.
+        `bfloat16_gflop_s` too on a processor with AVX512-BF16, and `tile_bfloat16_gflop_s` and `tile_int8_gop_s` on one
+        with AMX, if the operating system permits it.
         """
         if not self.is_available:
             return None

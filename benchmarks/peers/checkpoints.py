@@ -70,10 +70,12 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     )
 
 
-def _convert(environment: str, module: str, source_format: str) -> Callable[[Path, ModelShape, str, Path], None]:
+def _convert(environment: str, module: str) -> Callable[[Path, ModelShape, str, Path], None]:
+    """Conversion of the float32 checkpoint; of the bfloat16 checkpoint where the converter chooses the precision."""
+
     def convert(work_dir: Path, shape: ModelShape, model_format: str, folder: Path) -> None:
-        source = make(work_dir, shape, source_format)
         precision = model_format.partition("-")[2]
+        source = make(work_dir, shape, "bfloat16" if precision == "default" else "float32")
         command = [str(python_of(work_dir, environment)), "-m", f"benchmarks.peers.convert.{module}"]
         result = subprocess.run(
             [*command, str(source), str(folder), precision], cwd=repository(), capture_output=True, text=True
@@ -88,7 +90,7 @@ def _convert(environment: str, module: str, source_format: str) -> Callable[[Pat
 _MAKERS: dict[str, Callable[[Path, ModelShape, str, Path], None]] = {
     "float32": _write_checkpoint,
     "bfloat16": _write_checkpoint,
-    "gguf": _convert("llama-cpp", "gguf_file", "float32"),
-    "openvino": _convert("openvino-convert", "openvino_ir", "float32"),
-    "ctranslate2": _convert("ctranslate2", "ctranslate2_model", "float32"),
+    "gguf": _convert("llama-cpp", "gguf_file"),
+    "openvino": _convert("openvino-convert", "openvino_ir"),
+    "ctranslate2": _convert("ctranslate2", "ctranslate2_model"),
 }

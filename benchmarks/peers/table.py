@@ -151,9 +151,11 @@ def _comparisons() -> list[tuple[str, str, list[str]]]:
     def others(*bits: float) -> list[str]:
         return [e.name for e in ENGINES.values() if e.environment is not None and e.bits_per_weight in bits]
 
+    as_run = [e.name for e in ENGINES.values() if e.environment is not None and e.is_default]
     return [
         ("Penstock float32 relative to the fastest other in float32", REFERENCE, others(32)),
         ("Penstock bfloat16 relative to the fastest other in bfloat16", "penstock-bfloat16", others(16)),
+        ("Penstock as its users run it relative to the fastest other as its users run it", "penstock-bfloat16", as_run),
         ("Penstock int8 relative to the fastest other with int8 weights", "penstock-int8", others(8, 8.5)),
         ("Penstock bfloat16 relative to its float32", "penstock-bfloat16", [REFERENCE]),
         ("Penstock int8 relative to its float32", "penstock-int8", [REFERENCE]),

@@ -61,6 +61,16 @@ def test_ratios_are_to_the_fastest_other_of_the_same_precision(tmp_path: Path) -
     assert not any("bfloat16 relative" in line for line in lines)
 
 
+def test_engines_are_compared_as_their_users_run_them(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    for engine, seconds in [("penstock-bfloat16", 1.0), ("vllm-bfloat16", 1.6), ("openvino-default", 1.2)]:
+        measured(results, engine, [seconds])
+    measured(results, "openvino-bfloat16", [0.5])  # a precision that its users ask for
+    lines = as_markdown(report(results)).splitlines()
+    assert "| *Penstock as its users run it relative to the fastest other as its users run it* | 1.20 × |" in lines
+    assert {engine.driver for engine in ENGINES.values()} == {e.driver for e in ENGINES.values() if e.is_default}
+
+
 def test_decoding_is_compared_with_reading_every_matrix_once_per_token(tmp_path: Path) -> None:
     results = Results(tmp_path)
     measured(results, REFERENCE, [1.0])

@@ -1,6 +1,6 @@
 """Products in bfloat16 arithmetic, bit for bit, against additions one at a time in torch.
 
-AVX512-BF16 is tested where the processor has it; the other instruction sets compute the same bits without it.
+AVX512-BF16 and AMX are tested where the processor has them; the other instruction sets compute the same bits without.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.native import Bfloat16Layout, NativeKernels, available_instruction_sets, load_native_kernels
 
 AVAILABLE = [found.name for found in available_instruction_sets()]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
@@ -25,6 +25,11 @@ def kernels(request: pytest.FixtureRequest) -> NativeKernels:
     loaded = load_native_kernels(request.param)
     assert loaded is not None
     return loaded
+
+
+@pytest.fixture(params=Bfloat16Layout, ids=lambda layout: layout.name, scope="module")
+def layout(request: pytest.FixtureRequest) -> Bfloat16Layout:
+    return request.param
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -40,15 +45,33 @@ def flushed(x: Tensor) -> Tensor:
     return torch.where(x.abs() < SMALLEST_NORMAL, torch.zeros_like(x).copysign(x), x)
 
 
-def reference(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def sum_of_pairs(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """vdpbf16ps, input by input: of each pair the second product first, every sum rounded to float32."""
-    # Products are exact in float64. So are sums, if the exponents are close; their rounding to float32 is the only one.
-    x_TI, wide_OI = flushed(x_TI.bfloat16().float()).double(), flushed(weight_OI.float()).double()
     sum_TO = torch.zeros(len(x_TI), len(weight_OI))
     for pair in range(0, x_TI.shape[1], 2):
         for k in (pair + 1, pair):
-            sum_TO = flushed((sum_TO.double() + torch.outer(x_TI[:, k], wide_OI[:, k])).float())
+            sum_TO = flushed((sum_TO.double() + torch.outer(x_TI[:, k], weight_OI[:, k])).float())
     return sum_TO
+
+
+def sum_of_tiles(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """tdpbf16ps, 32 inputs at a time: the products of even inputs and those of odd ones, then both, then the sum."""
+    sum_TO = torch.zeros(len(x_TI), len(weight_OI))
+    for first in range(0, x_TI.shape[1], 32):
+        halves = []
+        for half in (0, 1):
+            part_TO = torch.zeros_like(sum_TO)
+            for k in range(first + half, min(first + 32, x_TI.shape[1]), 2):
+                part_TO = flushed((part_TO.double() + torch.outer(x_TI[:, k], weight_OI[:, k])).float())
+            halves.append(part_TO)
+        sum_TO = flushed(sum_TO + flushed(halves[0] + halves[1]))
+    return sum_TO
+
+
+def reference(x_TI: Tensor, weight_OI: Tensor, layout: Bfloat16Layout) -> Tensor:
+    # Products are exact in float64. So are sums, if the exponents are close; their rounding to float32 is the only one.
+    x_TI, wide_OI = flushed(x_TI.bfloat16().float()).double(), flushed(weight_OI.float()).double()
+    return (sum_of_pairs if layout is Bfloat16Layout.PAIRS else sum_of_tiles)(x_TI, wide_OI)
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
@@ -57,15 +80,17 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
-def test_products_have_the_bits_of_the_reference(kernels: NativeKernels, data: st.DataObject) -> None:
+def test_products_have_the_bits_of_the_reference(
+    kernels: NativeKernels, layout: Bfloat16Layout, data: st.DataObject
+) -> None:
     rows = data.draw(st.integers(1, 40) | st.just(130), label="rows")
     inputs = 2 * data.draw(st.integers(1, 40) | st.just(260), label="pairs")
     outputs = data.draw(st.integers(1, 140), label="outputs")
     torch.manual_seed(data.draw(st.integers(0, 99)))
     x_TI = torch.randn(rows, 2 * inputs)[:, :inputs] if data.draw(st.booleans()) else torch.randn(rows, inputs)
     weight_OI, bias_O = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
-    packed = kernels.pack_weight(weight_OI, in_pairs=True)
-    expected_TO = reference(x_TI, weight_OI)
+    packed = kernels.pack_weight(weight_OI, bfloat16=layout)
+    expected_TO = reference(x_TI, weight_OI, layout)
     assert same_bits(kernels.linear(x_TI, packed, outputs, None), expected_TO)
     assert same_bits(kernels.linear(x_TI, packed, outputs, bias_O), expected_TO + bias_O)
     tokens_T, failed_T, largest_T = kernels.greedy(x_TI, packed, outputs, with_largest=True)
@@ -77,41 +102,52 @@ def test_products_have_the_bits_of_the_reference(kernels: NativeKernels, data: s
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(50, 34), (96, 512), (33, 1536)])
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
-    kernels: NativeKernels, num_threads: int, outputs: int, inputs: int
+    kernels: NativeKernels, layout: Bfloat16Layout, num_threads: int, outputs: int, inputs: int
 ) -> None:
-    packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16(), in_pairs=True)
+    packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16(), bfloat16=layout)
     x_TI = torch.randn(61, inputs)
     alone = [kernels.linear(row, packed, outputs, None) for row in x_TI.split(1)]
     for count in (2, 3, 5, 8, 12, 13, 25, 61):
         assert same_bits(kernels.linear(x_TI[:count], packed, outputs, None), torch.cat(alone[:count]))
 
 
-def test_denormal_numbers_count_as_zero(kernels: NativeKernels) -> None:
+def test_denormal_numbers_count_as_zero(kernels: NativeKernels, layout: Bfloat16Layout) -> None:
     tiny = SMALLEST_NORMAL / 4
+    are_pairs = layout is Bfloat16Layout.PAIRS
     cases = [  # x, weight, product
         ([tiny, 1.0], [1.0, 1.0], 1.0),
         ([1.0, 0.0], [tiny, 1.0], 0.0),
         ([2.0**-70, 0.0], [2.0**-60, 0.0], 0.0),  # the sum would be denormal
-        # The denormal sum is flushed before the second product is added.
+        # The denormal sum is flushed before the next product is added: of a pair the first one, or the next pair's.
         ([2.0**-63 * 1.5, 2.0**-70], [2.0**-63, 2.0**-60], 2.0**-126 * 1.5),
+        ([2.0**-70, 0.0, 2.0**-63 * 1.5, 0.0], [2.0**-60, 0.0, 2.0**-63, 0.0], 2.0**-126 * 1.5),
+        # Even and odd inputs of a tile are sums of their own: their denormal difference is flushed with them.
+        ([2.0**-63 * 1.5, 2.0**-63], [2.0**-63, -(2.0**-63)], 0.0),
+        (
+            [2.0**-63, 2.0**-63, 2.0**-62, 0.0],
+            [2.0**-63, -(2.0**-63) * 1.5, 2.0**-63, 0.0],
+            2.0**-125 if are_pairs else 1.5 * 2.0**-126,
+        ),
     ]
     for x, weight, product in cases:
-        packed = kernels.pack_weight(torch.tensor([weight]).bfloat16(), in_pairs=True)
-        assert kernels.linear(torch.tensor([x]), packed, 1, None).item() == product
+        packed = kernels.pack_weight(torch.tensor([weight]).bfloat16(), bfloat16=layout)
+        assert kernels.linear(torch.tensor([x]), packed, 1, None).item() == product, (x, weight)
 
 
-def test_rows_are_rounded_to_the_nearest_bfloat16_and_ties_to_even(kernels: NativeKernels) -> None:
+def test_rows_are_rounded_to_the_nearest_bfloat16_and_ties_to_even(
+    kernels: NativeKernels, layout: Bfloat16Layout
+) -> None:
     x_I = torch.cat([torch.randn(4000), 1 + torch.arange(64) / 256, torch.tensor([3.4e38, -3.4e38])])
     identity = torch.eye(2).bfloat16()
-    packed = kernels.pack_weight(identity, in_pairs=True)
+    packed = kernels.pack_weight(identity, bfloat16=layout)
     found = kernels.linear(x_I.view(-1, 2), packed, 2, None).view(-1)
     assert torch.equal(found.isfinite(), x_I.bfloat16().isfinite())
     assert torch.equal(found[:-2], x_I[:-2].bfloat16().float())
 
 
-def test_what_is_not_a_number_stays_in_its_row(kernels: NativeKernels) -> None:
+def test_what_is_not_a_number_stays_in_its_row(kernels: NativeKernels, layout: Bfloat16Layout) -> None:
     x_TI = torch.randn(14, 64)
-    packed = kernels.pack_weight(torch.randn(40, 64).bfloat16(), in_pairs=True)
+    packed = kernels.pack_weight(torch.randn(40, 64).bfloat16(), bfloat16=layout)
     before_TO = kernels.linear(x_TI, packed, 40, None)
     x_TI[3, 63], x_TI[7, 0] = float("nan"), float("inf")
     after_TO = kernels.linear(x_TI, packed, 40, None)
@@ -123,15 +159,34 @@ def test_what_is_not_a_number_stays_in_its_row(kernels: NativeKernels) -> None:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (33, 30), (64, 128)])
 def test_unpacking_gives_every_bit_back_and_rows_are_read_exactly(
-    kernels: NativeKernels, outputs: int, inputs: int
+    kernels: NativeKernels, layout: Bfloat16Layout, outputs: int, inputs: int
 ) -> None:
     weight_OI = torch.randint(-(2**15), 2**15, (outputs, inputs), dtype=torch.int16).view(torch.bfloat16)
-    packed = kernels.pack_weight(weight_OI, in_pairs=True)
+    packed = kernels.pack_weight(weight_OI, bfloat16=layout)
     assert torch.equal(kernels.unpack_weight(packed, outputs).view(torch.int16), weight_OI.view(torch.int16))
     ids_T = torch.tensor([outputs - 1, 0, outputs // 2, 0, outputs - 1])
     assert torch.equal(kernels.rows(ids_T, packed).nan_to_num(), weight_OI[ids_T].float().nan_to_num())
 
 
-def test_a_packed_weight_takes_the_bytes_of_the_checkpoint(kernels: NativeKernels) -> None:
+def test_rows_and_outputs_of_every_edge_have_the_bits_of_the_reference(
+    kernels: NativeKernels, layout: Bfloat16Layout
+) -> None:
+    weight_OI = torch.randn(97, 1070).bfloat16()  # more inputs than a thread multiplies at once
+    x_TI = torch.randn(67, 1070)
+    expected_TO = reference(x_TI, weight_OI, layout)
+    for outputs in (1, 15, 16, 17, 31, 32, 33, 96, 97):
+        packed = kernels.pack_weight(weight_OI[:outputs], bfloat16=layout)
+        for rows in (1, 15, 16, 17, 31, 33, 48, 49, 67):
+            assert same_bits(kernels.linear(x_TI[:rows], packed, outputs, None), expected_TO[:rows, :outputs])
+
+
+def test_the_check_of_tiles_finds_equal_and_different_products(kernels: NativeKernels) -> None:
+    alike = kernels.module.multiply_tiles_alike
+    generic = available_instruction_sets()[-1].index
+    assert alike(kernels.instruction_set.index, 1, generic, 1)
+    assert not alike(kernels.instruction_set.index, 1, generic, 2)
+
+
+def test_a_packed_weight_takes_the_bytes_of_the_checkpoint(kernels: NativeKernels, layout: Bfloat16Layout) -> None:
     weight_OI = torch.randn(1000, 512).bfloat16()
-    assert kernels.pack_weight(weight_OI, in_pairs=True).nbytes <= 1.05 * weight_OI.nbytes
+    assert kernels.pack_weight(weight_OI, bfloat16=layout).nbytes <= 1.05 * weight_OI.nbytes

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts
-from penstock.kernels.native.quantized import NativeQuantizedProducts, available_quantized_products
+from penstock.kernels.native.quantized import (
+    NativeQuantizedProducts,
+    available_quantized_products,
+    emulated_tile_products,
+)
 from penstock.kernels.quantized import (
     QuantizedProducts,
     QuantizedShape,
@@ -22,7 +26,8 @@ from penstock.kernels.quantized import (
     quantize_rows,
 )
 
-NATIVE_PRODUCTS = available_quantized_products()
+EMULATED_TILES = emulated_tile_products()
+NATIVE_PRODUCTS = [*available_quantized_products(), *([EMULATED_TILES] if EMULATED_TILES else [])]
 ALL_PRODUCTS: list[QuantizedProducts] = [*NATIVE_PRODUCTS, TorchQuantizedProducts()]
 NAMES = [getattr(products, "name", "torch") for products in ALL_PRODUCTS]
 
@@ -193,6 +198,27 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
                 assert torch.equal(alone, together[first : first + rows]), (num_threads, first, rows)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(EMULATED_TILES is None, reason="a processor without AVX2, or kernels that were not built")
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_products_by_tiles_have_the_bits_of_products_by_vectors(data: st.DataObject) -> None:
+    bits, has_minimums = data.draw(st.sampled_from([(8, False), (8, True), (4, True)]), label="bits")
+    rows = data.draw(st.integers(1, 50) | st.sampled_from([97, 300]), label="rows")
+    inputs = data.draw(st.integers(1, 140) | st.sampled_from([512, 1000, 2080]), label="inputs")
+    outputs = data.draw(st.integers(1, 80), label="outputs")
+    group_size = data.draw(st.sampled_from([32, 64, 128, inputs] if bits == 4 else [16, 32, 64, inputs]))
+    scale_bytes, seed = data.draw(st.sampled_from([2, 4])), data.draw(st.integers(0, 99))
+    weight = random_weight(bits, outputs, inputs, group_size, seed, has_minimums=has_minimums, scale_bytes=scale_bytes)
+    torch.manual_seed(seed)
+    x_TI, bias_O = torch.randn(rows, inputs) * 10 ** torch.randn(rows, 1), torch.randn(outputs)
+    assert EMULATED_TILES is not None
+    by_vectors = next(products for products in NATIVE_PRODUCTS if products.name == "avx2")
+    packed = by_vectors.pack(weight)
+    for bias in (None, bias_O):
+        expected = by_vectors.linear(x_TI, packed, weight.shape, bias)
+        assert torch.equal(EMULATED_TILES.linear(x_TI, packed, weight.shape, bias), expected)
 
 
 @any_products

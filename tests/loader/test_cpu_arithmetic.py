@@ -112,6 +112,38 @@ def test_an_engine_says_so_and_its_matrices_take_the_bytes_of_the_checkpoint(
     assert weights_size_bytes(model) == weights_size_bytes(load(replace(config, cpu_arithmetic="float32")))
 
 
+def test_tiles_are_packed_and_named_where_the_processor_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Emulated: a processor without AMX computes the same bits."""
+    assert NATIVE is not None
+    has_instructions(True)(monkeypatch)
+    by_pairs = logits_of(load(checkpoint(tmp_path)))
+    monkeypatch.setattr(NATIVE, "instruction_set", replace(NATIVE.instruction_set, has_tiles=True))
+    model = load(checkpoint(tmp_path))
+    packed = {kept.dtype for layer in model.modules() if isinstance(layer, LinearLayer) for kept in layer.method.kept}
+    assert packed == {torch.uint32}
+    assert 0 < (logits_of(model) - by_pairs).abs().mean() < 0.01  # the order of sums
+    prompts = random_prompts([5, 20, 33], vocab_size=97)
+    with caplog.at_level(logging.INFO):
+        core = make_core(tmp_path)
+    assert "added in float32, by AMX tiles" in caplog.text
+    together = run(core, prompts, greedy(6))
+    alone = [run(core, [prompt], greedy(6))[0] for prompt in prompts]
+    core.close()
+    assert [result.tokens for result in together] == [result.tokens for result in alone]
+
+
+def test_a_reason_not_to_use_tiles_is_in_the_log_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path)
+    monkeypatch.setattr("penstock.worker.worker.why_no_tiles", lambda: "refused")
+    with caplog.at_level(logging.WARNING):
+        make_core(tmp_path).close()
+    assert caplog.text.count("The AMX tiles of this processor are not used: refused") == 1
+
+
 def test_without_instructions_the_log_says_that_they_are_emulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

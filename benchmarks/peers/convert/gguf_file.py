@@ -1,4 +1,4 @@
-"""A checkpoint as GGUF: python -m benchmarks.peers.convert.gguf_file CHECKPOINT FOLDER f32|q8_0.
+"""A checkpoint as GGUF: python -m benchmarks.peers.convert.gguf_file CHECKPOINT FOLDER f32|bf16|q8_0.
 
 Needs the package gguf. Names and the order of rows are those that llama.cpp's own converter writes.
 """
@@ -29,7 +29,16 @@ _LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_QUANTIZATIONS = {"f32": gguf.GGMLQuantizationType.F32, "q8_0": gguf.GGMLQuantizationType.Q8_0}
+_QUANTIZATIONS = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
+_FILE_TYPES = {
+    "f32": gguf.LlamaFileType.ALL_F32,
+    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}
 
 
 def convert(checkpoint: Path, folder: Path, precision: str) -> None:
@@ -60,8 +69,7 @@ def _write_fields(writer: gguf.GGUFWriter, config: dict[str, Any], precision: st
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    is_float = precision == "f32"
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if is_float else gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_file_type(_FILE_TYPES[precision])
 
 
 def _write_tensor(

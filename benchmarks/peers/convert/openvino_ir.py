@@ -1,4 +1,4 @@
-"""A checkpoint as OpenVINO IR: python -m benchmarks.peers.convert.openvino_ir CHECKPOINT FOLDER float32|int8.
+"""A checkpoint as OpenVINO IR: python -m benchmarks.peers.convert.openvino_ir CHECKPOINT FOLDER float32|int8|default.
 
 Needs optimum-intel (and nncf, which makes the int8 weights: 8 bits, per channel).
 """
@@ -17,7 +17,7 @@ def convert(checkpoint: Path, folder: Path, precision: str) -> None:
         checkpoint,
         export=True,
         compile=False,
-        load_in_8bit=False,
+        load_in_8bit=None if precision == "default" else False,
         quantization_config=quantization,
         trust_remote_code=False,
     )

@@ -9,10 +9,10 @@ from benchmarks.peers.drivers.protocol import serve
 
 
 class Generate:
-    def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int) -> None:
+    def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int, dtype: str = "auto") -> None:
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+            model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
         )
         self._model.eval()
         self._model.generation_config.eos_token_id = None

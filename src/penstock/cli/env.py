@@ -129,9 +129,11 @@ def _machine() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    from penstock.kernels.native import describe_bfloat16_products, describe_kernels
+    from penstock.kernels.native import describe_bfloat16_products, describe_kernels, why_no_tiles
 
-    return {"in use": describe_kernels(), "bfloat16 arithmetic": describe_bfloat16_products()}
+    kernels = {"in use": describe_kernels(), "bfloat16 arithmetic": describe_bfloat16_products()}
+    reason = why_no_tiles()
+    return kernels if reason is None else kernels | {"AMX tiles": f"not used: {reason}"}
 
 
 def _torch() -> dict[str, str]:

@@ -183,7 +183,7 @@ class NativeBfloat16Method(NativeMethod):
     """Penstock's C++ kernels in bfloat16 arithmetic: x is rounded to bfloat16, products are added in float32."""
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        return self._kernels.pack_weight(weight_OI, in_pairs=True)
+        return self._kernels.pack_weight(weight_OI, bfloat16=self._kernels.bfloat16_layout)
 
 
 @dataclass(frozen=True, slots=True)

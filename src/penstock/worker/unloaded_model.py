@@ -17,7 +17,7 @@ from penstock.device.stand_in import standing_for
 from penstock.device.without_memory import DeviceWithoutMemory
 from penstock.errors import UnsupportedFeature
 from penstock.layers.embedding import VocabEmbedding
-from penstock.layers.linear import LinearLayer, weights_size_bytes
+from penstock.layers.linear import LinearLayer, describe_narrow_products, weights_size_bytes
 from penstock.loader.loader import load_without_memory
 from penstock.lora.tables import adapter_bytes
 from penstock.models.attention_layers import cache_layers, most_query_heads
@@ -47,7 +47,7 @@ class UnloadedModel:
     num_parameters: including the drafter. weights: bytes of parameters and buffers after packing. lookups: bytes
     of untied embeddings among them. step: peak memory of a step. specs: KV cache spec by layer.
     num_heads: maximum query heads of a layer. num_aux_received: auxiliary hidden states per token that a pipeline
-    stage receives for a speculator. adapters: bytes of LoRA adapters.
+    stage receives for a speculator. adapters: bytes of LoRA adapters. products: `describe_narrow_products`.
     """
 
     num_parameters: int
@@ -58,6 +58,7 @@ class UnloadedModel:
     num_heads: int
     num_aux_received: int
     adapters: int = 0
+    products: str | None = None
 
 
 def measure_unloaded(
@@ -113,6 +114,7 @@ def measure_unloaded(
         num_heads=most_query_heads(layers),
         num_aux_received=num_noted_before(speculator.aux_layers, layers_of_target(model, parallel)),
         adapters=adapter_bytes(model, config.lora, kind, dtype.torch_dtype),
+        products=describe_narrow_products(model),
     )
 
 

@@ -17,7 +17,7 @@ from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCac
 from penstock.contract.lora import LoRARequest
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError
-from penstock.kernels.native import describe_kernels
+from penstock.kernels.native import describe_kernels, why_no_tiles
 from penstock.loader.loader import find_stored_dtype
 from penstock.lora.manager import AdapterManager
 from penstock.lora.tables import AdapterTables
@@ -92,6 +92,8 @@ class Worker(WorkerBase):
         self._start = self._device.memory_snapshot()
         kernels = f", {describe_kernels()}" if self._device.kind == "cpu" else ""
         logger.info("Device: %s%s", self._device.describe(), kernels)
+        if self._device.kind == "cpu" and (reason := why_no_tiles()) is not None:
+            logger.warning("The AMX tiles of this processor are not used: %s", reason)
 
     def load_model(self) -> None:
         self.parallel = place_for_drafter(self.config, self.parallel)

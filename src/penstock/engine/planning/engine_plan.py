@@ -52,6 +52,7 @@ class EnginePlan:
     num_workers: tensor parallel workers per stage; all sizes but `engine_bytes` are those of one worker.
     num_engines: engines on this machine.
     quantization: method of the linear layers' weights, by the option or in the checkpoint; None without.
+    products: arithmetic of matrix products with 16-bit weights in a float32 computation; None without such products.
     """
 
     model: str
@@ -68,6 +69,7 @@ class EnginePlan:
     num_workers: int = 1
     num_engines: int = 1
     quantization: str | None = None
+    products: str | None = None
 
     def table(self) -> str:
         """Format the plan as a table of text."""
@@ -128,6 +130,7 @@ class EnginePlan:
             "num_engines": self.num_engines,
             "engine_bytes": self.engine_bytes,
             "quantization": self.quantization,
+            "products": self.products,
             "memory": _memory_as_dict(self.memory),
             "stages": [stage.to_dict() for stage in self.stages],
             "kv_cache": {
@@ -152,9 +155,10 @@ class EnginePlan:
         where = "" if self.num_workers == 1 else " on each worker"
         where = where if len(self.stages) == 1 else f"{where} in {len(self.stages)} stages"
         quantized = "" if self.quantization is None else f"{self.quantization} weights; otherwise "
+        reason = "; ".join(filter(None, (self.dtype.reason, self.products)))
         return [
             f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters{where}, {layers}",
-            f"on {self.device} in {self.dtype.name} ({quantized}{self.dtype.reason})",
+            f"on {self.device} in {self.dtype.name} ({quantized}{reason})",
         ]
 
     def _memory_lines(self, number: int, stage: StagePlan) -> list[str]:

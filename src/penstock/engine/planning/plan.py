@@ -107,6 +107,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
         num_workers=config.parallel.tensor_parallel_size,
         num_engines=config.parallel.num_engines_here,
         quantization=_quantization(config.model),
+        products=stages[0].products,
     )
 
 

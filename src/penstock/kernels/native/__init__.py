@@ -7,6 +7,7 @@ kernels run instead. Suffixes are those of the modules that call these functions
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module
 from typing import Any
 
@@ -40,10 +41,24 @@ except ImportError as error:
 
 # Type numbers of the library.
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Type number and dtype of a packed weight that holds pairs of bfloat16.
-_PAIRS, _PAIR_DTYPE = 3, torch.int32
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _CLAMPED_SWIGLU = 4
+
+
+class Bfloat16Layout(Enum):
+    """Layout of a weight for bfloat16 arithmetic, which decides the order of sums.
+
+    Values: type number and dtype of the packed weight, whose elements are two adjacent input features.
+    PAIRS: for AVX512-BF16. TILES: for AMX; inputs are padded to a multiple of 32 in memory.
+    """
+
+    PAIRS = 3, torch.int32
+    TILES = 4, torch.uint32
+
+
+# Output and input features of a panel of tiles.
+_TILE_PANEL, _TILE_INPUTS = 32, 32
+_LAYOUTS = {layout.value[1]: layout for layout in Bfloat16Layout}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +66,14 @@ class InstructionSet:
     """index: the library's number. panel_width: output features that it packs and computes together.
 
     has_bfloat16_products: whether the CPU has instructions for bfloat16 arithmetic; without them the same bits take
-    longer.
+    longer. has_tiles: whether it has those of AMX.
     """
 
     index: int
     name: str
     panel_width: int
     has_bfloat16_products: bool
+    has_tiles: bool
 
 
 class NativeKernels:
@@ -93,6 +109,11 @@ class NativeKernels:
         """Whether the CPU has instructions for bfloat16 arithmetic."""
         return self.instruction_set.has_bfloat16_products
 
+    @property
+    def bfloat16_layout(self) -> Bfloat16Layout:
+        """The layout of weights for the fastest products in bfloat16 arithmetic."""
+        return Bfloat16Layout.TILES if self.instruction_set.has_tiles else Bfloat16Layout.PAIRS
+
     def operation(self, name: str) -> NativeOperation:
         """The operation of this name (`csrc/operations.cpp`)."""
         return NativeOperation(_module.operation, self._index, self.types[name])
@@ -105,17 +126,23 @@ class NativeKernels:
         """Whether the kernels support this tensor's device and dtype."""
         return tensor.dtype is torch.float32 and is_on_cpu(tensor)
 
-    def pack_weight(self, weight_OI: Tensor, *, in_pairs: bool = False) -> Tensor:
+    def pack_weight(self, weight_OI: Tensor, *, bfloat16: Bfloat16Layout | None = None) -> Tensor:
         """Pack a weight into panels: [O rounded up to whole panels, I], opaque. float32, bfloat16 or float16.
 
-        in_pairs: for products in bfloat16 arithmetic, of a bfloat16 weight with an even I: int32 [.., I / 2].
+        bfloat16: layout for products in bfloat16 arithmetic, of a bfloat16 weight with an even I: [.., I / 2].
         """
         weight_OI = weight_OI.contiguous()
         num_outputs, num_inputs = weight_OI.shape
-        width = self.instruction_set.panel_width
-        dtype, columns = (_PAIR_DTYPE, num_inputs // 2) if in_pairs else (weight_OI.dtype, num_inputs)
-        shape = (-(-num_outputs // width) * width, columns)
-        packed = weight_memory(shape[0] * columns * dtype.itemsize).view(dtype).view(shape)
+        width, columns, dtype = self.instruction_set.panel_width, num_inputs, weight_OI.dtype
+        if bfloat16 is not None:
+            _, dtype = bfloat16.value
+            columns //= 2
+        stride = columns
+        if bfloat16 is Bfloat16Layout.TILES:
+            width, stride = _TILE_PANEL, -(-num_inputs // _TILE_INPUTS) * _TILE_INPUTS // 2
+        num_rows = -(-num_outputs // width) * width
+        memory = weight_memory(num_rows * stride * dtype.itemsize)
+        packed = memory.view(dtype).view(num_rows, stride)[:, :columns]
         self.module.pack_weight(self._index, weight_OI, num_outputs, *_inputs_and_type(packed), packed)
         return packed
 
@@ -133,7 +160,7 @@ class NativeKernels:
     def unpack_weight(self, packed: Tensor, num_outputs: int) -> Tensor:
         """Restore the packed weight bit for bit: [O, I]."""
         num_inputs, weight_type = _inputs_and_type(packed)
-        dtype = torch.bfloat16 if packed.dtype is _PAIR_DTYPE else packed.dtype
+        dtype = torch.bfloat16 if packed.dtype in _LAYOUTS else packed.dtype
         weight_OI = packed.new_empty(num_outputs, num_inputs, dtype=dtype)
         self.module.unpack_weight(self._index, packed, num_outputs, num_inputs, weight_type, weight_OI)
         return weight_OI
@@ -297,8 +324,8 @@ class NativeKernels:
 
 def _inputs_and_type(packed: Tensor) -> tuple[int, int]:
     """Input features of a packed weight, and its type number."""
-    if packed.dtype is _PAIR_DTYPE:
-        return 2 * packed.shape[1], _PAIRS
+    if layout := _LAYOUTS.get(packed.dtype):
+        return 2 * packed.shape[1], layout.value[0]
     return packed.shape[1], WEIGHT_TYPES[packed.dtype]
 
 
@@ -319,8 +346,8 @@ def available_instruction_sets() -> list[InstructionSet]:
         []
         if _module is None
         else [
-            InstructionSet(index, name, width, bool(has_pairs))
-            for index, name, width, has_pairs in _module.instruction_sets()
+            InstructionSet(index, name, width, bool(has_pairs), bool(has_tiles))
+            for index, name, width, has_pairs, has_tiles in _module.instruction_sets()
         ]
     )
 
@@ -351,7 +378,15 @@ def describe_bfloat16_products() -> str:
     """Describe the instructions of bfloat16 arithmetic for the log."""
     if NATIVE is None:
         return "not available without the C++ kernels"
-    return "by AVX512-BF16" if NATIVE.has_bfloat16_products else "emulated, since this CPU has no instructions for them"
+    if not NATIVE.has_bfloat16_products:
+        return "emulated, since this CPU has no instructions for them"
+    return "by AMX tiles" if NATIVE.instruction_set.has_tiles else "by AVX512-BF16"
+
+
+def why_no_tiles() -> str | None:
+    """Reason why the tiles of a CPU with AMX are not used; None if they are, or the CPU has none."""
+    reason: str | None = None if _module is None else _module.why_no_tiles()
+    return reason
 
 
 def collectives_library() -> Library | None:

@@ -11,6 +11,8 @@ from penstock.device.stand_in import stands_for_cpu
 # Functions of sizes only, without addresses.
 _TAKES_NO_ADDRESS = (
     "instruction_sets",
+    "multiply_tiles_alike",
+    "why_no_tiles",
     "operation_types",
     "operation_bytes",
     "quantized_instruction_sets",

@@ -76,6 +76,18 @@ def available_quantized_products() -> list[NativeQuantizedProducts]:
     ]
 
 
+# Number of the products that `emulated_tile_products` returns.
+_EMULATED_TILES = 5
+
+
+def emulated_tile_products() -> NativeQuantizedProducts | None:
+    """Products by AMX's tiles on a CPU without them, for tests; None without a build for AVX2."""
+    base = next((found for found in available_instruction_sets() if found.name == "avx2"), None)
+    if base is None:
+        return None
+    return NativeQuantizedProducts(Library(_library), _EMULATED_TILES, "avx2 by emulated tiles", base)
+
+
 def native_quantized_products(kernels: NativeKernels | None = NATIVE) -> NativeQuantizedProducts | None:
     """The products for the instruction set of the other kernels, with its int8 extensions if available."""
     if kernels is None:

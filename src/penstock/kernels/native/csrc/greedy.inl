@@ -44,16 +44,17 @@ template <class W>
 static void greedy_thread(void* data, int thread, const Team&) {
   auto& job = *static_cast<GreedyJob*>(data);
   const LinearArgs& a = *job.args;
-  const int64_t full_panels = a.out_features / kPanel, rest = a.out_features % kPanel;
+  constexpr int64_t kWidth = kPanelOf<W>;
+  const int64_t full_panels = a.out_features / kWidth, rest = a.out_features % kWidth;
   const int64_t chunk_rows = job.panels.chunk_rows;
   Best* best = job.best + thread * a.rows;
 
   static thread_local Scratch scratch;
-  float* products = scratch.get(static_cast<size_t>(least(chunk_rows, a.rows) * kPanelsLookedAt * kPanel));
+  float* products = scratch.get(static_cast<size_t>(least(chunk_rows, a.rows) * kPanelsLookedAt * kWidth));
   job.had_memory[thread] = products != nullptr;
   if (products == nullptr) return;
   LinearArgs part = a;
-  part.out_stride = kPanelsLookedAt * kPanel;
+  part.out_stride = kPanelsLookedAt * kWidth;
   int64_t chunk = -1;
   job.panels.take_turns(thread, [&](const PanelShares::Turn& turn) {
     const int64_t first = turn.chunk * chunk_rows, rows = least(chunk_rows, a.rows - first);
@@ -65,23 +66,24 @@ static void greedy_thread(void* data, int thread, const Team&) {
     }
     bool has_edge;
     const Panels full = turn.panels.without(full_panels, has_edge);
-    multiply_panels<W>(part, 0, rows, full, products, kPanel);
+    multiply_panels<W>(part, 0, rows, full, products, kWidth);
     // Adjacent panels are scanned together.
     const int64_t together = full.apart == 1 ? full.count : 1;
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t i = 0; i < full.count; i += together)
-        look_at(products + row * part.out_stride + i * kPanel, together * kPanel, full.at(i) * kPanel,
+        look_at(products + row * part.out_stride + i * kWidth, together * kWidth, full.at(i) * kWidth,
                 best[first + row]);
     if (has_edge) {
-      part.out = products - full_panels * kPanel;
+      part.out = products - full_panels * kWidth;
       multiply_edge<W>(part, 0, rows);
       for (int64_t row = 0; row < rows; ++row)
-        look_at(products + row * part.out_stride, rest, full_panels * kPanel, best[first + row]);
+        look_at(products + row * part.out_stride, rest, full_panels * kWidth, best[first + row]);
     }
   });
 }
 
-static bool greedy(const GreedyArgs& g) {
+template <class W>
+static bool greedy_of(const GreedyArgs& g) {
   const LinearArgs a = in_elements(g.product);
   if (a.rows == 0) return true;
   static thread_local Scratch best_scratch, shares_scratch;
@@ -95,7 +97,7 @@ static bool greedy(const GreedyArgs& g) {
   for (int thread = 0; thread < a.num_threads; ++thread) had_memory[thread] = true;
   GreedyJob job{&a, {}, best, had_memory};
   if (!job.panels.divide(a, kPanelsLookedAt, shares_scratch)) return false;
-  with_type(a.weight_type, [&](auto w) { run_parallel(a.num_threads, greedy_thread<decltype(w)>, &job); });
+  run_parallel(a.num_threads, greedy_thread<W>, &job);
   for (int thread = 0; thread < a.num_threads; ++thread)
     if (!had_memory[thread]) return false;
   for (int64_t row = 0; row < a.rows; ++row) {
@@ -106,6 +108,10 @@ static bool greedy(const GreedyArgs& g) {
     if (g.largest != nullptr) g.largest[row] = found.largest;
   }
   return true;
+}
+
+static bool greedy(const GreedyArgs& g) {
+  return with_type(g.product.weight_type, [&](auto w) { return greedy_of<decltype(w)>(g); });
 }
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -9,7 +9,8 @@ namespace penstock {
 
 // kBfloat16Pairs: bfloat16 for products in bfloat16 arithmetic, an even number of input features. Rows are rounded to
 // bfloat16 too, and products are added in float32, two at a time (pairs.h).
-enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kBfloat16Pairs = 3 };
+// kBfloat16Tiles: the same, added in the order of AMX's tiles (tile_products.inl).
+enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kBfloat16Pairs = 3, kBfloat16Tiles = 4 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].
 //
@@ -268,7 +269,10 @@ struct Kernels {
   const char* name;
   // Whether the CPU has an instruction for products of bfloat16 pairs.
   bool has_pair_products;
-  // Weights are packed in panels of so many output features: [panel][in_features][panel width].
+  // Whether it has AMX's products of tiles.
+  bool has_tile_products;
+  // Weights are packed in panels of so many output features, [panel][in_features][panel width]; those for tiles in
+  // panels of 32, with in_features padded to a multiple of 32.
   int panel_width;
   void (*pack_weight)(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed);
   void (*unpack_weight)(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight);
@@ -296,5 +300,6 @@ const Kernels* generic_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512bf16_kernels();
+const Kernels* amx_kernels();
 
 }  // namespace penstock

@@ -5,7 +5,10 @@
 #include "tiles.h"
 #include "pairs.h"
 #include "elementwise.inl"
+#include "tile_registers.h"
+#include "tile_products.inl"
 #include "linear.inl"
+#include "packing.inl"
 #include "adapters.inl"
 #include "latent.inl"
 #include "greedy.inl"
@@ -22,9 +25,10 @@
 namespace PENSTOCK_NAMESPACE {
 
 static const Kernels kTable = {
-    PENSTOCK_NAME, kHasPairProducts, kPanel,   pack_weight,  unpack_weight, linear, greedy, attention,
-    rows,          lookup,           rms_norm, gate_and_mul, rotary,        argmax, draw,   allow_by_bits,
-    layer_norm,    activate,         adapters, head_products, absorb,
+    PENSTOCK_NAME, kHasPairProducts, kHasTileProducts, kPanel,        pack_weight, unpack_weight, linear,
+    greedy,        attention,        rows,             lookup,        rms_norm,    gate_and_mul,  rotary,
+    argmax,        draw,             allow_by_bits,    layer_norm,    activate,    adapters,      head_products,
+    absorb,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

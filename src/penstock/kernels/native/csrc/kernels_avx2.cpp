@@ -26,6 +26,7 @@
 #define PENSTOCK_QUANTIZED_TILE_ROWS 4
 #define PENSTOCK_DOT_QUADS 0
 #include "quantized.inl"
+#include "quantized_by_tiles.inl"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -35,7 +36,16 @@
 
 const penstock::Kernels* penstock::avx2_kernels() { return &penstock::avx2::kTable; }
 const penstock::QuantizedKernels* penstock::quantized_avx2_kernels() { return &penstock::quantized_avx2::kQuantizedTable; }
+
+const penstock::QuantizedKernels* penstock::quantized_avx2_tiles_kernels() {
+  namespace avx2 = penstock::quantized_avx2;
+  const auto& others = avx2::kQuantizedTable;
+  static const QuantizedKernels table = {"avx2 by emulated tiles", others.packed_bytes, others.pack, others.unpack,
+                                         avx2::quantized_linear_by_tiles, others.rows};
+  return &table;
+}
 #else
 const penstock::Kernels* penstock::avx2_kernels() { return nullptr; }
 const penstock::QuantizedKernels* penstock::quantized_avx2_kernels() { return nullptr; }
+const penstock::QuantizedKernels* penstock::quantized_avx2_tiles_kernels() { return nullptr; }
 #endif

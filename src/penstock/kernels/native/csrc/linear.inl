@@ -4,7 +4,8 @@
 // of rows, threads or tiles: a row's result is bit-exact alone and in any batch.
 //
 // Products in bfloat16 arithmetic are products of half the depth: an inner element is a pair of input features, and a
-// link of the chain is `multiply_add_pairs`. Below, elements and in_features of such a product count pairs.
+// link of the chain is `multiply_add_pairs`. Below, elements and in_features of such a product count pairs. Products by
+// tiles have panels and blocks of their own (tile_products.inl).
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -47,6 +48,15 @@ template <class W>
 constexpr bool kIsPair = false;
 template <>
 constexpr bool kIsPair<Bfloat16Pair> = true;
+template <class W>
+constexpr bool kIsTilePair = false;
+template <>
+constexpr bool kIsTilePair<TilePair> = true;
+
+// Output features of a panel.
+template <class W>
+constexpr int64_t kPanelOf = kIsTilePair<W> ? kTilePanel : kPanel;
+PENSTOCK_INLINE int64_t panel_width(WeightType type) { return type == WeightType::kBfloat16Tiles ? kTilePanel : kPanel; }
 
 // Operations on an inner element of rows and weights of type W.
 template <class W>
@@ -242,21 +252,35 @@ static void multiply_edge(const LinearArgs& a, int64_t first_row, int64_t rows) 
   }
 }
 
+template <>
+void multiply_panels<TilePair>(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
+                               int64_t out_panel_stride) {
+  multiply_tile_panels(a, first_row, rows, panels, out, out_panel_stride);
+}
+
+template <>
+void multiply_edge<TilePair>(const LinearArgs& a, int64_t first_row, int64_t rows) {
+  multiply_tile_edge(a, first_row, rows);
+}
+
 static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels) {
+  const int64_t width = panel_width(a.weight_type);
   for (int64_t row = first_row; row < first_row + rows; ++row) {
     float* out = a.out + row * a.out_stride;
     for (int64_t i = 0; i < panels.count; ++i) {
-      const int64_t begin = panels.at(i) * kPanel;
-      for (int64_t n = begin; n < least(begin + kPanel, a.out_features); ++n) out[n] += a.bias[n];
+      const int64_t begin = panels.at(i) * width;
+      for (int64_t n = begin; n < least(begin + width, a.out_features); ++n) out[n] += a.bias[n];
     }
   }
 }
 
 // Rows per chunk: chunks of nearly the same size, in whole tiles.
 static int64_t rows_at_once(const LinearArgs& a) {
-  const int64_t fitting = kRowsInCache / a.in_features;
-  const int64_t most = fitting < 8 * kTileRows ? 8 * kTileRows : fitting;
-  return divided_up(divided_up(a.rows, divided_up(a.rows, most)), kTileRows) * kTileRows;
+  const bool are_tiles = a.weight_type == WeightType::kBfloat16Tiles;
+  const int64_t unit = are_tiles ? kBlockRows : kTileRows;
+  const int64_t fitting = (are_tiles ? kTileRowsInCache / int64_t{sizeof(TilePair)} : kRowsInCache) / a.in_features;
+  const int64_t most = fitting < 8 * unit ? 8 * unit : fitting;
+  return divided_up(divided_up(a.rows, divided_up(a.rows, most)), unit) * unit;
 }
 
 // Rows a multiple of so many floats apart map to the same few sets of the L1 cache.
@@ -284,7 +308,24 @@ PENSTOCK_INLINE int64_t rounded_stride(int64_t in_features) {
   return divided_up(in_features, kRowsApart) * kRowsApart + kRowsApart;
 }
 
-// Rounds a chunk of rows to bfloat16 pairs. Each thread has its own copy, for the same reasons.
+// Floats that a chunk of rows takes as a thread multiplies it, for bfloat16 arithmetic; 0 for other weights.
+PENSTOCK_INLINE int64_t rounded_floats(const LinearArgs& a, int64_t rows) {
+  if (a.weight_type == WeightType::kBfloat16Pairs) return rows * rounded_stride(a.in_features);
+  if (a.weight_type != WeightType::kBfloat16Tiles) return 0;
+  const RowTiles tiles(rows);
+  return tiles.count * tiles.height * padded_pairs(a.in_features);
+}
+
+// Rounds a chunk of rows to bfloat16 in tiles. Each thread has its own copy, for the same reasons.
+static LinearArgs round_rows_to_tiles(const LinearArgs& a, int64_t first_row, int64_t rows, float* memory) {
+  LinearArgs rounded = a;
+  rounded.x_stride = padded_pairs(a.in_features);
+  rounded.x = memory - first_row * rounded.x_stride;
+  round_to_tiles(a.x + first_row * a.x_stride, a.x_stride, rows, a.in_features, reinterpret_cast<TilePair*>(memory));
+  return rounded;
+}
+
+// The same, to pairs.
 static LinearArgs round_rows(const LinearArgs& a, int64_t first_row, int64_t rows, float* memory) {
   LinearArgs rounded = a;
   rounded.x_stride = rounded_stride(a.in_features);
@@ -302,6 +343,7 @@ static auto with_type(WeightType type, const Function& run) {
     case WeightType::kFloat32: return run(float{});
     case WeightType::kBfloat16: return run(Bfloat16{});
     case WeightType::kFloat16: return run(Float16{});
+    case WeightType::kBfloat16Tiles: return run(TilePair{});
     default: return run(Bfloat16Pair{});
   }
 }
@@ -324,18 +366,20 @@ struct PanelShares {
   // most_panels: per turn of a thread. False when allocation fails.
   bool divide(const LinearArgs& a, int64_t most_panels, Scratch& scratch) {
     chunk_rows = rows_at_once(a);
-    const bool rounds = a.weight_type == WeightType::kBfloat16Pairs;
-    floats_each = rounds ? least(chunk_rows, a.rows) * rounded_stride(a.in_features) : 0;
+    const bool are_tiles = a.weight_type == WeightType::kBfloat16Tiles;
+    floats_each = rounded_floats(a, least(chunk_rows, a.rows));
     const size_t floats = Shares::floats_for(a.num_threads);
     float* memory = scratch.get(floats + static_cast<size_t>(a.num_threads * floats_each));
     if (memory == nullptr) return false;
     rounded = memory + floats;
-    num_panels = divided_up(a.out_features, kPanel);
+    const int64_t width = panel_width(a.weight_type);
+    num_panels = divided_up(a.out_features, width);
     panels_each = divided_up(num_panels, a.num_threads);
     num_chunks = divided_up(a.rows, chunk_rows);
-    const int64_t products = least(chunk_rows, a.rows) * a.in_features * kPanel;
+    const int64_t products = least(chunk_rows, a.rows) * a.in_features * width;
     panels_per_turn = least(divided_up(kProductsPerTurn, products), most_panels);
-    const int at_once = panels_at_once(a.rows, rounds);
+    const bool are_pairs = a.weight_type == WeightType::kBfloat16Pairs;
+    const int at_once = are_tiles ? tile_panels_at_once(a.rows) : panels_at_once(a.rows, are_pairs);
     streams = {num_panels, a.num_threads, at_once};
     has_streams = at_once > 1;
     shares.divide(memory, a.num_threads, has_streams ? streams.turns_each() : num_chunks * panels_each);
@@ -345,7 +389,9 @@ struct PanelShares {
   // A chunk of rows in the form in which a thread multiplies them.
   template <class W>
   LinearArgs prepare_rows(const LinearArgs& a, int thread, int64_t first_row, int64_t rows) const {
-    if constexpr (kIsPair<W>) return round_rows(a, first_row, rows, rounded + thread * floats_each);
+    float* const memory = rounded + thread * floats_each;
+    if constexpr (kIsTilePair<W>) return round_rows_to_tiles(a, first_row, rows, memory);
+    else if constexpr (kIsPair<W>) return round_rows(a, first_row, rows, memory);
     else return spread_rows(a, first_row, rows);
   }
 
@@ -384,7 +430,8 @@ template <class W>
 static void linear_thread(void* data, int thread, const Team&) {
   auto& job = *static_cast<LinearJob*>(data);
   const LinearArgs& a = *job.args;
-  const int64_t full_panels = a.out_features / kPanel, at_once = job.panels.chunk_rows;
+  constexpr int64_t kWidth = kPanelOf<W>;
+  const int64_t full_panels = a.out_features / kWidth, at_once = job.panels.chunk_rows;
   LinearArgs spread = a;
   int64_t chunk = -1;
   job.panels.take_turns(thread, [&](const PanelShares::Turn& turn) {
@@ -393,15 +440,15 @@ static void linear_thread(void* data, int thread, const Team&) {
     chunk = turn.chunk;
     bool has_edge;
     const Panels full = turn.panels.without(full_panels, has_edge);
-    float* const out = a.out + first * a.out_stride + full.first * kPanel;
-    multiply_panels<W>(spread, first, rows, full, out, full.apart * kPanel);
+    float* const out = a.out + first * a.out_stride + full.first * kWidth;
+    multiply_panels<W>(spread, first, rows, full, out, full.apart * kWidth);
     if (has_edge) multiply_edge<W>(spread, first, rows);
     if (a.bias != nullptr) add_bias(a, first, rows, turn.panels);
   });
 }
 
 PENSTOCK_INLINE int64_t elements(int64_t in_features, WeightType type) {
-  return type == WeightType::kBfloat16Pairs ? in_features / 2 : in_features;
+  return type == WeightType::kBfloat16Pairs || type == WeightType::kBfloat16Tiles ? in_features / 2 : in_features;
 }
 
 static LinearArgs in_elements(const LinearArgs& args) {
@@ -410,114 +457,19 @@ static LinearArgs in_elements(const LinearArgs& args) {
   return a;
 }
 
-static bool linear(const LinearArgs& args) {
+template <class W>
+static bool linear_of(const LinearArgs& args) {
   if (args.rows == 0) return true;
   static thread_local Scratch scratch;
   const LinearArgs a = in_elements(args);
   LinearJob job{&a, {}};
   if (!job.panels.divide(a, kPanelsPerTurn, scratch)) return false;
-  with_type(a.weight_type, [&](auto w) { run_parallel(a.num_threads, linear_thread<decltype(w)>, &job); });
+  run_parallel(a.num_threads, linear_thread<W>, &job);
   return true;
 }
 
-template <class W>
-static void pack_panels(const void* from, int64_t out_features, int64_t in_features, void* to) {
-  const W* weight = static_cast<const W*>(from);
-  W* packed = static_cast<W*>(to);
-  for (int64_t first = 0; first < out_features; first += kPanel, packed += in_features * kPanel)
-    for (int64_t k = 0; k < in_features; ++k)
-      for (int64_t n = 0; n < kPanel; ++n)
-        packed[k * kPanel + place_in_panel<W>(n)] =
-            first + n < out_features ? weight[(first + n) * in_features + k] : W{};
-}
-
-template <class W>
-PENSTOCK_INLINE int64_t place(int64_t n, int64_t k, int64_t in_features) {
-  return n / kPanel * in_features * kPanel + k * kPanel + place_in_panel<W>(n % kPanel);
-}
-
-template <class W>
-static void unpack_panels(const void* from, int64_t out_features, int64_t in_features, void* to) {
-  const W* packed = static_cast<const W*>(from);
-  W* weight = static_cast<W*>(to);
-  for (int64_t n = 0; n < out_features; ++n)
-    for (int64_t k = 0; k < in_features; ++k) weight[n * in_features + k] = packed[place<W>(n, k, in_features)];
-}
-
-PENSTOCK_INLINE float widen(float x) { return x; }
-PENSTOCK_INLINE float widen(Bfloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-PENSTOCK_INLINE float widen(Float16 x) {
-  Float16 lanes[kLanes] = {x};
-  return load(lanes)[0];
-}
-
-template <class W>
-PENSTOCK_INLINE void widen_to(float* out, W x) {
-  *out = widen(x);
-}
-PENSTOCK_INLINE void widen_to(float* out, Bfloat16Pair x) {
-  out[0] = widen(Bfloat16{x.first});
-  out[1] = widen(Bfloat16{x.second});
-}
-
-template <class W>
-static void rows_thread(void* data, int thread, const Team& team) {
-  const auto& a = *static_cast<const RowsArgs*>(data);
-  const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
-  for (int64_t i = begin; i < end; ++i) {
-    constexpr int64_t kSize = kIsPair<W> ? 2 : 1;  // features of an element
-    const int64_t elements = a.in_features / kSize;
-    const W* column = static_cast<const W*>(a.weight) + place<W>(a.ids[i], 0, elements);
-    float* out = a.out + i * a.in_features;
-    for (int64_t k = 0; k < elements; ++k, out += kSize) widen_to(out, column[k * kPanel]);
-  }
-}
-
-static void rows(const RowsArgs& a) {
-  RowsArgs args = a;
-  const int num_threads = a.num_ids < 4 ? 1 : a.num_threads;
-  with_type(a.weight_type, [&](auto w) { run_parallel(num_threads, rows_thread<decltype(w)>, &args); });
-}
-
-PENSTOCK_INLINE void widen_row(const float* from, int64_t size, float* to) {
-  std::memcpy(to, from, static_cast<size_t>(size) * sizeof(float));
-}
-PENSTOCK_INLINE void widen_row(const Bfloat16* from, int64_t size, float* to) {
-  for (int64_t k = 0; k < size; ++k) to[k] = widen(from[k]);
-}
-PENSTOCK_INLINE void widen_row(const Float16* from, int64_t size, float* to) {
-  int64_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) store(to + k, load(from + k));
-  for (; k < size; ++k) to[k] = widen(from[k]);
-}
-
-template <class W>
-static void lookup_thread(void* data, int thread, const Team& team) {
-  const auto& a = *static_cast<const LookupArgs*>(data);
-  const int64_t begin = a.num_ids * thread / team.num_threads, end = a.num_ids * (thread + 1) / team.num_threads;
-  const W* table = static_cast<const W*>(a.table);
-  for (int64_t i = begin; i < end; ++i) widen_row(table + a.ids[i] * a.width, a.width, a.out + i * a.width);
-}
-
-static void lookup(const LookupArgs& a) {
-  LookupArgs args = a;
-  const int num_threads = a.num_ids < 4 ? 1 : a.num_threads;
-  with_type(a.weight_type, [&](auto w) {
-    if constexpr (!kIsPair<decltype(w)>) run_parallel(num_threads, lookup_thread<decltype(w)>, &args);
-  });
-}
-
-static void pack_weight(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed) {
-  with_type(type, [&](auto w) { pack_panels<decltype(w)>(weight, out_features, elements(in_features, type), packed); });
-}
-
-static void unpack_weight(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight) {
-  with_type(type, [&](auto w) { unpack_panels<decltype(w)>(packed, out_features, elements(in_features, type), weight); });
+static bool linear(const LinearArgs& a) {
+  return with_type(a.weight_type, [&](auto w) { return linear_of<decltype(w)>(a); });
 }
 
 }  // namespace PENSTOCK_NAMESPACE

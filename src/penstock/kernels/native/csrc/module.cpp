@@ -14,6 +14,7 @@
 #include "kernels.h"
 #include "collectives.h"
 #include "parallel.h"
+#include "processor.h"
 #include "program.h"
 #include "quantized.h"
 #include "step.h"
@@ -21,27 +22,6 @@
 namespace {
 
 using namespace penstock;
-
-bool can_run(const Kernels* kernels) {
-  if (kernels == nullptr) return false;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (kernels == avx512_kernels())
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (kernels == avx512bf16_kernels()) return can_run(avx512_kernels()) && __builtin_cpu_supports("avx512bf16");
-  if (kernels == avx2_kernels())
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // these have F16C too
-#endif
-  return kernels == generic_kernels();
-}
-
-// Best first. AVX-512 is one instruction set, with or without BF16: all but bfloat16 arithmetic is the same.
-const Kernels* candidate(int index) {
-  const Kernels* avx512 = can_run(avx512bf16_kernels()) ? avx512bf16_kernels() : avx512_kernels();
-  const Kernels* all[] = {avx512, avx2_kernels(), generic_kernels()};
-  return index < 3 && can_run(all[index]) ? all[index] : nullptr;
-}
 
 // Sequence of numbers from Source, converted to the C++ types of the fields.
 template <class Source>
@@ -134,13 +114,26 @@ PyObject* run(bool (*kernel)(const Args&), const Args& args) {
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
-  for (int i = 0; names != nullptr && i < 3; ++i) {
-    if (candidate(i) == nullptr) continue;
-    PyObject* entry = Py_BuildValue("(isii)", i, candidate(i)->name, candidate(i)->panel_width, candidate(i)->has_pair_products);
+  for (int i = 0; names != nullptr && i < kCandidates; ++i) {
+    const Kernels* found = candidate(i);
+    if (found == nullptr) continue;
+    PyObject* entry = Py_BuildValue("(isiii)", i, found->name, found->panel_width, found->has_pair_products,
+                                    found->has_tile_products);
     if (entry == nullptr || PyList_Append(names, entry) != 0) Py_CLEAR(names);
     Py_XDECREF(entry);
   }
   return names;
+}
+
+PyObject* why_no_tiles(PyObject*, PyObject*) { return Py_BuildValue("z", penstock::why_no_tiles()); }
+
+PyObject* multiply_tiles_alike(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const Kernels* first = in.kernels();
+  const auto first_seed = static_cast<uint32_t>(in.size());
+  const Kernels* second = in.kernels();
+  const auto second_seed = static_cast<uint32_t>(in.size());
+  return in.are_good() ? PyBool_FromLong(penstock::multiply_tiles_alike(first, first_seed, second, second_seed)) : nullptr;
 }
 
 PyObject* thread_library(PyObject*, PyObject*) { return Py_BuildValue("z", runtime_name()); }
@@ -218,6 +211,8 @@ namespace {
 
 PyMethodDef kMethods[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
+    {"why_no_tiles", why_no_tiles, METH_NOARGS, nullptr},
+    PENSTOCK_FUNCTION(multiply_tiles_alike),
     {"thread_library", thread_library, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(pack_weight),
     PENSTOCK_FUNCTION(unpack_weight),

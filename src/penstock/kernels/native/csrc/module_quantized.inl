@@ -2,14 +2,15 @@
 
 namespace {
 
-// Best first.
+// Best first, then those for tests, which are not in the list of instruction sets.
+constexpr int kQuantizedCandidates = 5;
 const QuantizedKernels* quantized_candidate(int index) {
-  const QuantizedKernels* all[] = {quantized_avx512vnni_kernels(), quantized_avx512_kernels(), quantized_avx2_kernels(),
-                                   quantized_generic_kernels()};
-  const Kernels* needed[] = {avx512_kernels(), avx512_kernels(), avx2_kernels(), generic_kernels()};
-  if (index < 0 || index > 3 || !can_run(needed[index])) return nullptr;
+  const QuantizedKernels* all[] = {quantized_amx_kernels(),  quantized_avx512vnni_kernels(), quantized_avx512_kernels(),
+                                   quantized_avx2_kernels(), quantized_generic_kernels(),    quantized_avx2_tiles_kernels()};
+  const Kernels* needed[] = {amx_kernels(), avx512_kernels(), avx512_kernels(), avx2_kernels(), generic_kernels(), avx2_kernels()};
+  if (index < 0 || index > kQuantizedCandidates || !can_run(needed[index])) return nullptr;
 #if defined(__x86_64__)
-  if (index == 0 && !__builtin_cpu_supports("avx512vnni")) return nullptr;
+  if (index <= 1 && !__builtin_cpu_supports("avx512vnni")) return nullptr;
 #endif
   return all[index];
 }
@@ -28,7 +29,7 @@ QuantizedShape quantized_shape(Arguments& in) {
 
 PyObject* quantized_instruction_sets(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
-  for (int i = 0; names != nullptr && i < 4; ++i) {
+  for (int i = 0; names != nullptr && i < kQuantizedCandidates; ++i) {
     if (quantized_candidate(i) == nullptr) continue;
     PyObject* entry = Py_BuildValue("(is)", i, quantized_candidate(i)->name);
     if (entry == nullptr || PyList_Append(names, entry) != 0) Py_CLEAR(names);

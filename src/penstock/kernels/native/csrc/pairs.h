@@ -15,6 +15,15 @@ PENSTOCK_INLINE Vec load(const Bfloat16Pair* from) {
   return *reinterpret_cast<const LooseVec*>(from);
 }
 
+PENSTOCK_INLINE Vec without_denormals(Vec v) {
+  const IntVec is_normal = (IntVec)((UintVec)v & 0x7fffffffu) >= 0x00800000;
+  return (Vec)((IntVec)v & (is_normal | (int32_t)0x80000000));
+}
+
+// First and second elements of pairs.
+PENSTOCK_INLINE Vec first_of(Vec pairs) { return without_denormals((Vec)((UintVec)pairs << 16)); }
+PENSTOCK_INLINE Vec second_of(Vec pairs) { return without_denormals((Vec)((UintVec)pairs & 0xffff0000u)); }
+
 #if defined(PENSTOCK_PAIR_PRODUCTS)
 constexpr bool kHasPairProducts = true;
 
@@ -25,17 +34,11 @@ PENSTOCK_INLINE void multiply_add_pairs(Vec& sum, Vec x, Vec w) {
 #else
 constexpr bool kHasPairProducts = false;
 
-PENSTOCK_INLINE Vec without_denormals(Vec v) {
-  const IntVec is_normal = (IntVec)((UintVec)v & 0x7fffffffu) >= 0x00800000;
-  return (Vec)((IntVec)v & (is_normal | (int32_t)0x80000000));
-}
-
 PENSTOCK_INLINE void multiply_add_pairs(Vec& sum, Vec x, Vec w) {
   sum = without_denormals(sum);
-  multiply_add(sum, without_denormals((Vec)((UintVec)x & 0xffff0000u)),
-               without_denormals((Vec)((UintVec)w & 0xffff0000u)));
+  multiply_add(sum, second_of(x), second_of(w));
   sum = without_denormals(sum);
-  multiply_add(sum, without_denormals((Vec)((UintVec)x << 16)), without_denormals((Vec)((UintVec)w << 16)));
+  multiply_add(sum, first_of(x), first_of(w));
   sum = without_denormals(sum);
 }
 #endif
@@ -56,7 +59,7 @@ PENSTOCK_INLINE UintVec round_to_bfloat16(Vec v) {
 }
 
 // Rounds a row of 2 * num_pairs elements.
-static void round_row(const float* x, int64_t num_pairs, Bfloat16Pair* to) {
+[[maybe_unused]] static void round_row(const float* x, int64_t num_pairs, Bfloat16Pair* to) {
   const int64_t size = 2 * num_pairs;
   int64_t k = 0;
   for (; k + kLanes <= size; k += kLanes) {

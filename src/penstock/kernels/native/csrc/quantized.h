@@ -68,5 +68,8 @@ const QuantizedKernels* quantized_generic_kernels();
 const QuantizedKernels* quantized_avx2_kernels();
 const QuantizedKernels* quantized_avx512_kernels();
 const QuantizedKernels* quantized_avx512vnni_kernels();
+const QuantizedKernels* quantized_amx_kernels();
+// AVX2 with the tile registers of AMX emulated: for tests of products by tiles.
+const QuantizedKernels* quantized_avx2_tiles_kernels();
 
 }  // namespace penstock

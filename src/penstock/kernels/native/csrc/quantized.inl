@@ -5,6 +5,8 @@
 
 #include "simd.h"
 #include "tiles.h"
+#include "pairs.h"
+#include "tile_registers.h"
 #include "simd_integers.h"
 #include "quantized_rows.inl"
 
@@ -43,22 +45,37 @@ static QuantizedRows place_rows(Scratch& scratch, const QuantizedShape& s, int64
   return {reinterpret_cast<int32_t*>(memory), scales, scales + count * groups, groups, parts};
 }
 
+// Products by vectors: rows of a tile are interleaved.
+struct ByVectors {
+  static constexpr int kRows = kQuantizedTileRows;
+  static constexpr bool kInterleaved = true;
+
+  template <class Format>
+  PENSTOCK_INLINE void multiply(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t rows, int64_t panel,
+                                const float* bias, float* out, int64_t out_stride) {
+    multiply_panel<Format>(a, x, rows, panel, bias, out, out_stride);
+  }
+};
+
 // Quantises the rows of a tile of x; rows of x are x_stride apart.
+template <class Products>
 static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_stride, const QuantizedRows& rows,
                           const Tiles::Tile& tile) {
   const QuantizedRows to = rows_after(rows, tile.start, tile.height, 0);
+  const int64_t unit_stride = Products::kInterleaved ? tile.height : 1, row_stride = Products::kInterleaved ? 1 : kGroupUnits;
   for (int64_t i = 0; i < tile.height; ++i)
-    quantize_row(x + (tile.start + i) * x_stride, s.in_features, tile.height, row_offset(s),
-                 {to.values + i, to.scales + i, to.offsets + i, to.groups, to.parts});
+    quantize_row(x + (tile.start + i) * x_stride, s.in_features, tile.height, unit_stride, row_offset(s),
+                 {to.values + i * row_stride, to.scales + i, to.offsets + i, to.groups, to.parts});
 }
 
 // A panel times a chunk of rows. The last panel of the weight may be wider than the output: it goes through a buffer.
+template <class Products>
 static void multiply_quantized_panel(const QuantizedLinearArgs& a, const QuantizedRows& x, int64_t first_row,
                                      int64_t rows, int64_t panel) {
   const QuantizedShape& s = a.shape;
   const auto multiply = [&](const QuantizedRows& some, int64_t count, const float* bias, float* out, int64_t out_stride) {
     with_format(s, [&](auto format) {
-      multiply_panel<decltype(format)>(a, some, count, panel, bias, out, out_stride);
+      Products::template multiply<decltype(format)>(a, some, count, panel, bias, out, out_stride);
     });
   };
   float* const out = a.out + first_row * a.out_stride + panel * kPanel;
@@ -67,9 +84,9 @@ static void multiply_quantized_panel(const QuantizedLinearArgs& a, const Quantiz
   if (columns >= kPanel) return multiply(x, rows, panel_bias, out, a.out_stride);
   float bias[kPanel] = {};
   if (a.bias != nullptr) std::memcpy(bias, panel_bias, columns * sizeof(float));
-  float edge[kQuantizedTileRows * kPanel];
+  float edge[Products::kRows * kPanel];
   for (int64_t start = 0, height; start < rows; start += height) {
-    height = Tiles(rows, kQuantizedTileRows).around(start).height;
+    height = Tiles(rows, Products::kRows).around(start).height;
     multiply(rows_after(x, start, 0, 0), height, a.bias == nullptr ? nullptr : bias, edge, kPanel);
     for (int64_t i = 0; i < height; ++i)
       std::memcpy(out + (start + i) * a.out_stride, edge + i * kPanel, columns * sizeof(float));
@@ -81,6 +98,7 @@ static void share_panels(QuantizedJob& job) {
   job.panels.divide(job.memory, num_threads, divided_up(num_panels(job.args->shape), num_threads));
 }
 
+template <class Products>
 static void quantized_linear_thread(void* data, int thread, const Team& team) {
   auto& job = *static_cast<QuantizedJob*>(data);
   const QuantizedLinearArgs& a = *job.args;
@@ -89,9 +107,9 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
   const QuantizedRows rows = are_few ? rows_after(job.rows, thread * job.rows_at_once, 0, 0) : job.rows;
   for (int64_t first = 0; first < a.rows; first += job.rows_at_once) {
     const int64_t count = a.rows - first < job.rows_at_once ? a.rows - first : job.rows_at_once;
-    const Tiles tiles(count, kQuantizedTileRows);
+    const Tiles tiles(count, Products::kRows);
     const auto quantize = [&](int64_t tile) {
-      quantize_tile(a.shape, a.x + first * a.x_stride, a.x_stride, rows, tiles.at(tile));
+      quantize_tile<Products>(a.shape, a.x + first * a.x_stride, a.x_stride, rows, tiles.at(tile));
     };
     if (are_few) {
       for (int64_t tile = 0; tile < tiles.count; ++tile) quantize(tile);
@@ -106,13 +124,14 @@ static void quantized_linear_thread(void* data, int thread, const Team& team) {
     const int64_t per_turn = least(divided_up(kProductsPerTurn, products), kMostPanelsPerTurn);
     for (Shares::Pieces turn; job.panels.take(thread, per_turn, turn);)
       for (int64_t panel = turn.begin; panel < least(turn.end, last); ++panel)
-        multiply_quantized_panel(a, rows, first, count, panel);
+        multiply_quantized_panel<Products>(a, rows, first, count, panel);
   }
 }
 
-static bool quantized_linear(const QuantizedLinearArgs& a) {
+template <class Products>
+static bool quantized_linear_by(const QuantizedLinearArgs& a) {
   if (a.rows == 0) return true;
-  const int64_t tile = kQuantizedTileRows;
+  const int64_t tile = Products::kRows;
   const int64_t fitting = kQuantizedRowsInCache / (num_row_groups(a.shape.in_features) * kGroup);
   const int64_t most = fitting < 4 * tile ? 4 * tile : fitting;
   // Chunks of nearly the same size, in whole tiles.
@@ -125,9 +144,11 @@ static bool quantized_linear(const QuantizedLinearArgs& a) {
                    {}};
   if (job.rows.values == nullptr || job.memory == nullptr) return false;
   share_panels(job);
-  run_parallel(a.num_threads, quantized_linear_thread, &job);
+  run_parallel(a.num_threads, quantized_linear_thread<Products>, &job);
   return true;
 }
+
+static bool quantized_linear(const QuantizedLinearArgs& a) { return quantized_linear_by<ByVectors>(a); }
 
 static int64_t packed_bytes(const QuantizedShape& s) { return num_panels(s) * panel_bytes(s); }
 

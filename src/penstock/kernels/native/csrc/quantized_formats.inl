@@ -77,7 +77,7 @@ struct E2m1Codes {
 template <class Codes>
 struct NibbleFormat {
   static constexpr int64_t kRunBytes = kGroup * kPanel / 2;
-  static constexpr bool kHasMinimums = Codes::kHasMinimums, kHasParts = false;
+  static constexpr bool kHasMinimums = Codes::kHasMinimums, kHasParts = false, kIsUnsigned = true;
   static constexpr int kStored = Codes::kStored;
   // Pairs of units whose products are added in 16 bits.
   static constexpr int kPairsAtOnce = kGroupUnits / 2 / (Codes::kLargest > 16 ? 2 : 1);
@@ -89,6 +89,8 @@ struct NibbleFormat {
   PENSTOCK_INLINE Place place(int64_t n, int64_t inside) {
     return {(inside / 8 * kPanel + n) * 4 + inside % 4, inside % 8 < 4 ? 0 : 4};
   }
+  // Bytes to multiply with, of codes of 4 bits.
+  PENSTOCK_INLINE ByteVec bytes(ByteVec codes) { return Codes::stored(codes); }
   PENSTOCK_INLINE int read(const uint8_t* run, Place place) { return Codes::value(run[place.byte] >> place.shift & 15); }
   PENSTOCK_INLINE void write(uint8_t* run, Place place, int value) {
     run[place.byte] |= static_cast<uint8_t>(Codes::code(value) << place.shift);

@@ -9,7 +9,8 @@ constexpr int64_t kGroup = 32;
 constexpr int64_t kGroupUnits = kGroup / 4;
 
 // Tiles of [unit][row], of [group][row] for scales, and of [group][part][row] for offsets; the last tile may have fewer
-// rows. A unit is four int8; the last group is padded with zeros.
+// rows. A unit is four int8; the last group is padded with zeros. For products by tile registers a group's values are
+// [row][unit].
 struct QuantizedRows {
   int32_t* values;
   float* scales;
@@ -39,15 +40,15 @@ PENSTOCK_INLINE int32_t largest_int_lane(IntVec v) {
   return lanes[0];
 }
 
-// Stores kLanes elements of a row whose units are `height` apart. Neighbours are joined by shifts, since compilers turn
+// Stores kLanes elements of a row whose units are `unit_stride` apart. Neighbours are joined by shifts, since compilers turn
 // conversions to narrower integers into many scalar instructions.
-PENSTOCK_INLINE void store_integers(int32_t* to, int64_t height, IntVec q) {
+PENSTOCK_INLINE void store_integers(int32_t* to, int64_t unit_stride, IntVec q) {
   typedef uint64_t PairVec __attribute__((vector_size(kLanes * 4)));
   uint64_t pairs[kLanes / 2];
   const PairVec pair = (PairVec)q;
   const PairVec joined = (pair & 0xff) | ((pair >> 24) & 0xff00);
   std::memcpy(pairs, &joined, sizeof joined);
-  for (int i = 0; i < kLanes / 4; ++i) to[i * height] = static_cast<int32_t>(pairs[2 * i] | pairs[2 * i + 1] << 16);
+  for (int i = 0; i < kLanes / 4; ++i) to[i * unit_stride] = static_cast<int32_t>(pairs[2 * i] | pairs[2 * i + 1] << 16);
 }
 
 // Elements from k on, zeros beyond the end of the row.
@@ -65,8 +66,9 @@ PENSTOCK_INLINE float sum_int_lanes(IntVec v) {
   return static_cast<float>(sum);
 }
 
-// Quantises a row of a tile of `height` rows. The scale of a group is NaN if any of its elements is not finite.
-static void quantize_row(const float* x, int64_t size, int64_t height, Offset offset,
+// Quantises a row of a tile of `height` rows, to units that are `unit_stride` apart. The scale of a group is NaN if any
+// of its elements is not finite.
+static void quantize_row(const float* x, int64_t size, int64_t height, int64_t unit_stride, Offset offset,
                          const QuantizedRows& to) {
   constexpr int kVectors = kGroup / kLanes;
   int32_t* values = to.values;
@@ -89,8 +91,7 @@ static void quantize_row(const float* x, int64_t size, int64_t height, Offset of
     for (int i = 0; i < kVectors; ++i) {
       // A group that is not finite gets zeros: its other elements would convert to integers that overflow.
       const IntVec q = is_finite ? round_to_int(part[i] * inverse) : IntVec{};
-      store_integers(values, height, q);
-      values += kLanes / 4 * height;
+      store_integers(values + i * (kLanes / 4) * unit_stride, unit_stride, q);
       sum[i / (kVectors / 2)] += q;
     }
     *scales = !is_finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
@@ -100,6 +101,7 @@ static void quantize_row(const float* x, int64_t size, int64_t height, Offset of
       offsets[0] = offset.of(sum_int_lanes(sum[0]), *scales);
       offsets[height] = offset.of(sum_int_lanes(sum[1]), *scales);
     }
+    values += kGroupUnits * height;
     scales += height;
     offsets += to.parts * height;
   }

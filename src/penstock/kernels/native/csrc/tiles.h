@@ -21,6 +21,15 @@ PENSTOCK_INLINE void with_constant(int64_t number, const Function& run) {
   run(Constant<kNext>{});
 }
 
+// Calls run(Constant<i>) for i from kNext to kCount - 1.
+template <int kCount, int kNext = 0, class Function>
+PENSTOCK_INLINE void for_each(const Function& run) {
+  if constexpr (kNext < kCount) {
+    run(Constant<kNext>{});
+    for_each<kCount, kNext + 1>(run);
+  }
+}
+
 // Rows in tiles of nearly the same height: a low tile takes almost as long as one of full height.
 struct Tiles {
   int64_t count, height, num_taller;  // num_taller: leading tiles with one more row

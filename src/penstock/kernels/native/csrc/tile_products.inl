@@ -1,0 +1,182 @@
+// Products in bfloat16 arithmetic by tiles (AMX).
+//
+// Weights are packed in panels of two tiles' outputs, tile after tile, in the order in which they are multiplied. Rows
+// are rounded and laid out in the same order, in tiles of one height. Every output is one chain of tiles over the inner
+// dimension, which is padded with zeros to whole tiles: so a row has the same bits alone and in any batch.
+
+namespace PENSTOCK_NAMESPACE {
+
+// Two adjacent elements of a row, packed for tiles.
+struct TilePair {
+  uint16_t first, second;
+};
+
+constexpr int64_t kTilePanel = 2 * kTileWidth;  // outputs of a panel
+constexpr int kTileUnits = 16;                  // pairs of a row of a tile
+constexpr int64_t kTilePairs = kTileUnits * kTileWidth;
+constexpr int64_t kPanelPairs = kTileUnits * kTilePanel;  // of a panel, per tile of inner elements
+// Tiles of inner elements whose weights, 32 KB, stay in the L1 cache while all rows pass over them.
+constexpr int64_t kTileDepth = 16;
+// Rows of a block: two tiles by the two of a panel take four loads for four products.
+constexpr int64_t kBlockRows = 2 * kTileHeight;
+// Bytes of rounded rows that a thread multiplies with every panel: three quarters of the L2 caches of processors with
+// AMX, so that weights are read once for many rows.
+constexpr int64_t kTileRowsInCache = 1536 * 1024;
+// Prefetch distance in bytes of weights that are read once: four tiles of inner elements.
+constexpr int64_t kTileFetchedAhead = 8 * 1024;
+
+// Rows of a product in tiles of one height; the last tile may have some zero rows.
+struct RowTiles {
+  int64_t count, height;
+
+  explicit RowTiles(int64_t rows) : count(divided_up(rows, kTileHeight)), height(divided_up(rows, count)) {}
+};
+
+PENSTOCK_INLINE int64_t padded_pairs(int64_t pairs) { return divided_up(pairs, kTileUnits) * kTileUnits; }
+
+// Place of a pair of features of an output in the packed weight.
+PENSTOCK_INLINE int64_t place_in_tiles(int64_t n, int64_t k, int64_t pairs) {
+  const int64_t inside = n % kTilePanel;
+  return n / kTilePanel * kTilePanel * padded_pairs(pairs) + k / kTileUnits * kPanelPairs +
+         inside / kTileWidth * kTilePairs + k % kTileUnits * kTileWidth + inside % kTileWidth;
+}
+
+// Rounds rows to bfloat16 in tiles, [tile of rows][tile of inner elements][row][pair]. x: rows of 2 * pairs elements.
+static void round_to_tiles(const float* x, int64_t x_stride, int64_t rows, int64_t pairs, TilePair* to) {
+  const RowTiles tiles(rows);
+  const int64_t depth = divided_up(pairs, kTileUnits), whole = pairs / kTileUnits;
+  for (int64_t row = 0; row < tiles.count * tiles.height; ++row) {
+    TilePair* line = to + (row / tiles.height * depth * tiles.height + row % tiles.height) * kTileUnits;
+    for (int64_t k = 0; k < depth; ++k, line += tiles.height * kTileUnits) {
+      Bfloat16Pair rounded[kTileUnits] = {};
+      const int64_t count = row >= rows ? 0 : k < whole ? kTileUnits : pairs - whole * kTileUnits;
+      round_row(x + row * x_stride + k * 2 * kTileUnits, count, rounded);
+      std::memcpy(line, rounded, sizeof rounded);
+    }
+  }
+}
+
+// A block of up to two tiles of rows by one or two panels: out += x * weight over `depth` tiles of inner elements.
+//
+// x: tiles of rows, x_stride pairs apart. weight: panels, panel_stride pairs apart. out: tiles of rows `out_tile` floats
+// apart, panels out_panel_stride; starts from zero if is_first.
+struct TileBlock {
+  const TilePair* x;
+  int64_t x_stride, height;
+  const TilePair* weight;
+  int64_t panel_stride, depth;
+  float* out = nullptr;
+  int64_t out_stride = 0, out_panel_stride = 0;
+  bool is_first = true;
+};
+
+// R tiles of rows by N tiles of outputs, at most four in all: each tile of weights is loaded once, and followed by its
+// products with all tiles of rows.
+template <int R, int N>
+static __attribute__((noinline)) void multiply_block(TileRegisters& tiles, const TileBlock& b, Fetch& given) {
+  static_assert(R <= 2 && R * N <= 4, "there are four tiles of sums");
+  const int64_t out_row_bytes = b.out_stride * static_cast<int64_t>(sizeof(float));
+  float* out[R * N];
+  for_each<R * N>([&](auto i) {
+    out[i] = b.out + i / N * b.height * b.out_stride + i % N / 2 * b.out_panel_stride + i % 2 * kTileWidth;
+    if (b.is_first) tiles.template zero<i>();
+    else tiles.template load_tile<i>(out[i], out_row_bytes);
+  });
+  const TilePair *x = b.x, *weight = b.weight;
+  const int64_t x_stride = b.x_stride, x_step = b.height * kTileUnits, panel_stride = b.panel_stride;
+  Fetch fetch = given;
+  for (int64_t k = 0; k < b.depth; ++k, x += x_step, weight += kPanelPairs) {
+    fetch.turn();
+    for_each<R>([&](auto r) { tiles.template load_tile<kRowsTile + r>(x + r * x_stride, kTileRowBytes); });
+    for_each<N>([&](auto n) {
+      tiles.template load_tile<kWeightsTile + n % 2>(weight + n / 2 * panel_stride + n % 2 * kTilePairs, kTileRowBytes);
+      for_each<R>([&](auto r) {
+        tiles.template add_bfloat16_products<r * N + n, kRowsTile + r, kWeightsTile + n % 2>();
+      });
+    });
+  }
+  given = fetch;
+  for_each<R * N>([&](auto i) { tiles.template store_tile<i>(out[i], out_row_bytes); });
+}
+
+static void multiply_block(int64_t row_tiles, int64_t panels, TileRegisters& tiles, const TileBlock& b, Fetch& fetch) {
+  if (row_tiles == 2) multiply_block<2, 2>(tiles, b, fetch);
+  else if (panels == 2) multiply_block<1, 4>(tiles, b, fetch);
+  else multiply_block<1, 2>(tiles, b, fetch);
+}
+
+// A block of a panel of which `rows` rows and `columns` columns go to the output. b: without an output of its own.
+static void multiply_through_buffer(TileRegisters& tiles, int64_t row_tiles, TileBlock b, float* out, int64_t out_stride,
+                                    int64_t rows, int64_t columns) {
+  float buffer[kBlockRows * kTilePanel];
+  Fetch fetch = fetch_nothing();
+  b.out = buffer;
+  b.out_stride = kTilePanel;
+  multiply_block(row_tiles, 1, tiles, b, fetch);
+  for (int64_t row = 0; row < rows; ++row)
+    std::memcpy(out + row * out_stride, buffer + row * kTilePanel, columns * sizeof(float));
+}
+
+// Panels that one tile of rows takes at once: four chains of sums hide the latency of a product, and two streams read
+// memory faster than one.
+constexpr int tile_panels_at_once(int64_t rows) { return rows <= kTileHeight ? 2 : 1; }
+
+// Some panels times a chunk of rows, as in `multiply_panels`. a.x: from `round_to_tiles`.
+static void multiply_tile_panels(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
+                                 int64_t out_panel_stride) {
+  if (panels.count == 0) return;
+  const RowTiles row_tiles(rows);
+  const int64_t depth = divided_up(a.in_features, kTileUnits), height = row_tiles.height;
+  const int64_t panel_pairs = depth * kPanelPairs, panel_stride = panel_pairs * panels.apart;
+  const int64_t x_stride = depth * height * kTileUnits;
+  const bool is_single = row_tiles.count == 1, is_padded = row_tiles.count * height > rows;
+  // A last block that has zero rows goes through a buffer.
+  const int64_t in_place = is_padded ? (row_tiles.count - 1) / 2 * 2 : row_tiles.count;
+  const auto* const x = reinterpret_cast<const TilePair*>(a.x + first_row * a.x_stride);
+  const auto* const weights = static_cast<const TilePair*>(a.weight) + panels.first * panel_pairs;
+  TileRegisters tiles(static_cast<int>(height), kTileUnits);
+  for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
+    at_once = least(tile_panels_at_once(rows), panels.count - done);
+    const TilePair* const panel = weights + done * panel_stride;
+    float* const panel_out = out + done * out_panel_stride;
+    // One tile of rows reads weights once, so that they are prefetched all along. Several tiles share a part of them in
+    // the L1 cache, and prefetch the next one meanwhile.
+    const int64_t part = is_single ? depth : kTileDepth;
+    for (int64_t k = 0; k < depth; k += part) {
+      const int64_t here = least(part, depth - k), bytes = here * kPanelPairs * int64_t{sizeof(TilePair)};
+      const TilePair* const weight = panel + k * kPanelPairs;
+      const char* const next = reinterpret_cast<const char*>(weight) + (is_single ? kTileFetchedAhead : bytes);
+      const int64_t turns = divided_up(row_tiles.count, 2) * here;
+      Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(next, bytes, turns, false);
+      TileBlock b{x + k * height * kTileUnits, x_stride, height, weight, panel_stride, here, panel_out,
+                  a.out_stride, out_panel_stride, k == 0};
+      for (int64_t tile = 0; tile < in_place; tile += 2) {
+        multiply_block(least(2, in_place - tile), at_once, tiles, b, fetch);
+        b.x += 2 * x_stride;
+        b.out += 2 * height * a.out_stride;
+      }
+    }
+    if (is_padded)
+      multiply_through_buffer(tiles, row_tiles.count - in_place, {x + in_place * x_stride, x_stride, height, panel, 0, depth},
+                              panel_out + in_place * height * a.out_stride, a.out_stride, rows - in_place * height, kTilePanel);
+  }
+}
+
+// The partial panel times a chunk of rows, as in `multiply_edge`.
+static void multiply_tile_edge(const LinearArgs& a, int64_t first_row, int64_t rows) {
+  const int64_t panel = a.out_features / kTilePanel, columns = a.out_features % kTilePanel;
+  const RowTiles row_tiles(rows);
+  const int64_t depth = divided_up(a.in_features, kTileUnits), height = row_tiles.height;
+  const int64_t x_stride = depth * height * kTileUnits;
+  const auto* const x = reinterpret_cast<const TilePair*>(a.x + first_row * a.x_stride);
+  const auto* const weight = static_cast<const TilePair*>(a.weight) + panel * depth * kPanelPairs;
+  TileRegisters tiles(static_cast<int>(height), kTileUnits);
+  for (int64_t tile = 0; tile < row_tiles.count; tile += 2) {
+    const int64_t first = tile * height, count = least(2, row_tiles.count - tile);
+    multiply_through_buffer(tiles, count, {x + tile * x_stride, x_stride, height, weight, 0, depth},
+                            a.out + (first_row + first) * a.out_stride + panel * kTilePanel, a.out_stride,
+                            least(count * height, rows - first), columns);
+  }
+}
+
+}  // namespace PENSTOCK_NAMESPACE
