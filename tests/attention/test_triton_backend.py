@@ -25,7 +25,7 @@ from support.triton_device import DEVICE, needs_triton
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import support.triton_interpreter  # noqa: F401 - repairs the interpreter
+from support.triton_interpreter import products_by_row
 
 BLOCK_SIZE = 16
 LAYER = LayerAttention("layer", 4, 2, 16, 0.25)
@@ -186,3 +186,26 @@ def test_an_engine_gives_the_tokens_of_transformers(
     for prompt, result in zip(prompts, run(core, prompts, greedy(8)), strict=True):
         assert_greedy_continuation(oracle, prompt, result)
     core.close()
+
+
+@needs_triton
+def test_batch_invariant_attention_gives_a_request_the_same_bits_alone_and_in_a_batch_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_layer_by_layer(monkeypatch)
+    if DEVICE == "cpu":
+        products_by_row(monkeypatch)
+    oracle = tiny_model("llama", num_hidden_layers=2)
+    save_checkpoint(oracle, tmp_path)
+    attention = {} if DEVICE == "cuda" else {"attention_backend": "triton_invariant"}
+    options = {"device": DEVICE, "dtype": "float32", "batch_invariant": True, "block_size": 16, **attention}
+    prompts, params = random_prompts((5, 37), VOCAB_SIZE), greedy(4, logprobs=2)
+    found = []
+    for together, budget in ((True, 20), (False, 64)):
+        core = make_core(tmp_path, **options, max_num_batched_tokens=budget)
+        results = run(core, prompts, params) if together else [run(core, [one], params)[0] for one in prompts]
+        found.append([(result.tokens, result.logprobs) for result in results])
+        core.close()
+    assert found[0] == found[1]
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_greedy_continuation(oracle, prompt, result)

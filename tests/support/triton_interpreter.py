@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -30,6 +31,17 @@ def _widened(handle: Any) -> Any:
         return handle
     bits = handle.data.astype(np.uint32) << 16
     return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def products_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products be rounded from float64: the bits of BLAS's float32 products depend on a row's place in its tile."""
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        left, right = (_widened(handle).data.astype(np.float64) for handle in (a, b))
+        total = np.matmul(left, right) + d.data
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def _rounded(data: np.ndarray, source: Any, target: Any, rounding: Any) -> Any:

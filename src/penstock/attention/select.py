@@ -13,7 +13,7 @@ from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.torch_varlen import TorchVarlenBackend
-from penstock.attention.triton_paged import TritonPagedBackend
+from penstock.attention.triton_paged import TritonInvariantBackend, TritonPagedBackend
 from penstock.contract import AttentionSpec, KVCacheSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.errors import ConfigError, UnsupportedFeature
@@ -25,6 +25,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
         CpuPagedBackend,
         CpuContextBackend,
         TritonPagedBackend,
+        TritonInvariantBackend,
         TorchVarlenBackend,
         ReferenceBackend,
     )

@@ -1,4 +1,4 @@
-"""CUDA backend with Triton kernels: split-KV decodes, and prefills mixed with decodes.
+"""CUDA backends with Triton kernels: split-KV decodes and verifications, and prefills mixed with decodes.
 
 The kernels take padded tensors as they are, and their launches depend on shapes and on `max_query_len` only. So a step
 whose requests have one token each can be captured in a CUDA graph, and replayed for fewer requests.
@@ -6,24 +6,37 @@ whose requests have one token each can be captured in a CUDA graph, and replayed
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from penstock.attention.base import HeadNorm, LayerAttention, StepGeometry, keys_then_values
 from penstock.attention.token_major import TokenMajorBackend
 from penstock.config.env import interprets_triton
-from penstock.contract import AttentionSpec
+from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.kernels.rotary import Rotation, TableRotation
 from penstock.kernels.triton import has_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _FLOAT8_CAPABILITY = (8, 9)
-_MIN_BLOCK_SIZE, _MAX_HEAD_SIZE = 16, 256
+_MIN_BLOCK_SIZE, _MAX_HEAD_SIZE, _MAX_LATENT_SIZE = 16, 256, 512
 
 
 def _capability() -> tuple[int, int]:
     """Compute capability of the GPU; without one, that of an H100, for plans and the interpreter."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+
+
+def _why_no_latents(layer: LayerAttention, dtype: torch.dtype) -> str | None:
+    assert layer.latent_size is not None, "a layer of latent attention"
+    if dtype is torch.float8_e4m3fn:
+        return "it supports no FP8 KV cache of latents"
+    if layer.latent_size > _MAX_LATENT_SIZE:
+        return f"it supports latents of up to {_MAX_LATENT_SIZE} elements, not {layer.latent_size}"
+    if layer.sliding_window is not None or layer.soft_cap is not None or layer.sinks is not None:
+        return "it supports no windows, soft caps and sinks over latents"
+    return None
 
 
 class TritonPagedBackend(TokenMajorBackend):
@@ -32,9 +45,16 @@ class TritonPagedBackend(TokenMajorBackend):
     name = "triton_paged"
     keeps_metadata = True
     is_capturable = True
+    attends_latents = True
+    is_invariant: ClassVar[bool] = False
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
-        """[2, num_blocks, block_size, K, D], where the positions of a head lie together within a block."""
+        """[2, num_blocks, block_size, K, D], where the positions of a head lie together within a block.
+
+        Of latent attention, [1, num_blocks, block_size, 1, D].
+        """
+        if isinstance(spec, MLAAttentionSpec):
+            return super().view_pages(pages_NX, spec)
         sizes = spec.num_kv_heads, spec.block_size, spec.elements_per_head
         return keys_then_values(pages_NX, spec.dtype, *sizes).transpose(2, 3)
 
@@ -50,6 +70,8 @@ class TritonPagedBackend(TokenMajorBackend):
             return "an FP8 KV cache needs a GPU of compute capability 8.9"
         if block_size < _MIN_BLOCK_SIZE or block_size & (block_size - 1):
             return f"it needs a block_size that is a power of two and at least {_MIN_BLOCK_SIZE}, not {block_size}"
+        if layer.latent_size is not None:
+            return _why_no_latents(layer, dtype)
         if layer.head_size > _MAX_HEAD_SIZE:
             return f"it supports heads of up to {_MAX_HEAD_SIZE} dimensions, not {layer.head_size}"
         return None
@@ -77,17 +99,34 @@ class TritonPagedBackend(TokenMajorBackend):
     ) -> None:
         from penstock.kernels.triton.kv_cache import write_kv
 
-        write_kv(key_TKD, value_TKD, kv_cache[0], kv_cache[1], metadata.slot_mapping)
+        if layer.latent_size is not None:
+            value_TKD = key_TKD  # written once more, to the same place
+        write_kv(key_TKD, value_TKD, kv_cache[0], kv_cache[-1], metadata.slot_mapping)
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+        if layer.latent_size is not None:
+            return self._attend_latents(layer, query_THD, kv_cache, geometry)
         from penstock.kernels.triton.paged_attention import decode_attention, prefill_attention
+        from penstock.kernels.triton.split_attention import MOST_ROWS, split_attention
 
         parameters = layer.scale, layer.sliding_window, layer.soft_cap, layer.sink_values
-        table, seq_lens = geometry.block_table, geometry.seq_lens
-        if geometry.max_query_len <= 1:
+        table, seq_lens, query_len = geometry.block_table, geometry.seq_lens, geometry.max_query_len
+        if query_len <= 1:
             return decode_attention(query_THD, kv_cache[0], kv_cache[1], table, seq_lens, *parameters)
-        starts = geometry.query_start_loc
-        return prefill_attention(query_THD, kv_cache[0], kv_cache[1], table, starts, seq_lens, *parameters)
+        step = query_THD, kv_cache[0], kv_cache[1], table, geometry.query_start_loc, seq_lens, *parameters
+        if query_len * (layer.num_heads // layer.num_kv_heads) <= MOST_ROWS:
+            return split_attention(*step, max_query_len=query_len)
+        return prefill_attention(*step)
+
+    def _attend_latents(
+        self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry
+    ) -> Tensor:
+        from penstock.kernels.triton.latent_attention import latent_attention
+
+        assert layer.latent_size is not None, "a layer of latent attention"
+        layout = geometry.block_table, geometry.query_start_loc, geometry.seq_lens
+        step = query_THD, kv_cache[0], *layout
+        return latent_attention(*step, layer.scale, layer.latent_size, is_invariant=self.is_invariant)
 
     def forward_projected(
         self,
@@ -133,6 +172,8 @@ class TritonPagedBackend(TokenMajorBackend):
         """Query heads [T, H, D] of one kernel, which writes keys and values too; None where it cannot do the norm."""
         from penstock.kernels.triton.kv_cache import rotate_and_write
 
+        if layer.latent_size is not None:
+            return None
         rms = None if norm is None else norm.rms_of_each_head
         if norm is not None and rms is None:
             return None
@@ -143,3 +184,19 @@ class TritonPagedBackend(TokenMajorBackend):
         slots_T = None if geometry.is_written else geometry.slot_mapping
         table_PR, positions_T = rotation.table_PR, rotation.positions_T
         return rotate_and_write(qkv_TX, layer.num_heads, table_PR, positions_T, kv_cache[0], kv_cache[1], slots_T, rms)
+
+
+class TritonInvariantBackend(TritonPagedBackend):
+    """One kernel for all steps, with splits of a fixed size: a token's bits depend on no other request and no chunk."""
+
+    name = "triton_invariant"
+    is_invariant = True
+
+    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+        if layer.latent_size is not None:
+            return self._attend_latents(layer, query_THD, kv_cache, geometry)
+        from penstock.kernels.triton.split_attention import split_attention
+
+        layout = geometry.block_table, geometry.query_start_loc, geometry.seq_lens
+        step = query_THD, kv_cache[0], kv_cache[1], *layout
+        return split_attention(*step, layer.scale, layer.sliding_window, layer.soft_cap, layer.sink_values)

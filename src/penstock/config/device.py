@@ -14,8 +14,8 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 class DeviceConfig:
     """device: "auto" takes CUDA if available, else the CPU.
     num_threads: CPU threads for the model; None takes one per physical core that this process may use.
-    attention_backend: cpu_native, cpu_paged, triton_paged, torch_varlen or reference; None takes the fastest that
-        works.
+    attention_backend: cpu_native, cpu_paged, triton_paged, triton_invariant, torch_varlen or reference; None takes the
+        fastest that works.
     float32_matmul_precision: precision of a GPU's float32 matrix products, as `torch.set_float32_matmul_precision`:
         "high" and "medium" take tensor cores (TF32, bfloat16), which round the factors.
     """

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from penstock.config.checks import check_choice, check_integer
+from penstock.config.checks import check_choice, check_flag, check_integer
 from penstock.config.context_length import rope_settings, rope_type_of, stretched_context
 from penstock.config.generation import (
     AUTO_GENERATION_CONFIG,
@@ -62,6 +62,8 @@ class ModelConfig:
     cpu_arithmetic: arithmetic of matrix products with bfloat16 weights on the CPU: "float32" widens the weights, which
     is exact; "bfloat16" rounds activations to bfloat16 and adds in float32; "auto" is "bfloat16" on a processor with
     instructions for it.
+    batch_invariant: on a GPU, products and attention whose results for a request depend on no other request and on no
+    chunk size, which cost speed; on the CPU they never do.
     max_model_len: longest context in tokens; None takes the model's, "auto" what fits into memory.
     seed: base of the seeds of requests without one.
     model_impl: implementation of the model; "auto" takes Penstock's if the architecture has one, else Transformers'.
@@ -90,6 +92,7 @@ class ModelConfig:
     hf_generation_config: Mapping[str, Any] = field(repr=False)
     dtype: str = "auto"
     cpu_arithmetic: str = "auto"
+    batch_invariant: bool = False
     max_model_len: int | str | None = None
     seed: int = 0
     model_impl: str = "auto"
@@ -107,6 +110,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("cpu_arithmetic", self.cpu_arithmetic, CPU_ARITHMETICS)
+        check_flag("batch_invariant", self.batch_invariant)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         if not isinstance(self.output_head, str):
             raise ConfigError(f"output_head={self.output_head!r} is not valid. Allowed: a name, such as {GENERATE!r}.")

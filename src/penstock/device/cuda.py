@@ -15,6 +15,7 @@ from penstock.device.limits import MemoryLimit
 from penstock.device.process_setting import ProcessSetting
 from penstock.errors import UnsupportedFeature
 
+INVARIANT_BACKENDS = ("triton_invariant",)
 _BF16_CAPABILITY = (8, 0)
 _MATMUL_PRECISION = ProcessSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
@@ -51,10 +52,12 @@ class CudaDevice(Device):
     kind = "cuda"
     overlaps_with_host = True
     captures_graphs = True
-    attention_backends = ("triton_paged", "torch_varlen", "reference")
+    attention_backends: tuple[str, ...] = ("triton_paged", "torch_varlen", "reference")
 
-    def __init__(self, index: int = 0, matmul_precision: str = "highest") -> None:
-        """matmul_precision: of float32 products, until `close`."""
+    def __init__(self, index: int = 0, matmul_precision: str = "highest", *, batch_invariant: bool = False) -> None:
+        """matmul_precision: of float32 products, until `close`. batch_invariant: no other attention is a candidate."""
+        if batch_invariant:
+            self.attention_backends = INVARIANT_BACKENDS
         self.torch_device = torch.device("cuda", index)
         _MATMUL_PRECISION.want(self, matmul_precision)
         torch.cuda.set_device(self.torch_device)

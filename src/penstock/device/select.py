@@ -27,16 +27,23 @@ def local_device_index(
     return index
 
 
-def create_device(config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1) -> Device:
+def create_device(
+    config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1, *, batch_invariant: bool = False
+) -> Device:
     """Create the configured device, for this rank of those on this machine, which share a CPU.
 
-    Raises as `gpu_of_rank`.
+    batch_invariant: as in `ModelConfig`. Raises as `gpu_of_rank`, and ConfigError for options that the device lacks.
     """
     gpu = gpu_of_rank(config, local_rank, num_local_ranks)
     if gpu is not None:
-        from penstock.device.cuda import CudaDevice
+        from penstock.device.cuda import INVARIANT_BACKENDS, CudaDevice
 
-        return CudaDevice(gpu.index or 0, config.float32_matmul_precision)
+        if batch_invariant and config.attention_backend not in (None, *INVARIANT_BACKENDS):
+            raise ConfigError(
+                f"attention_backend={config.attention_backend!r} is not valid with batch_invariant=True on a GPU. "
+                f"Allowed: {', '.join(INVARIANT_BACKENDS)}; or leave it out."
+            )
+        return CudaDevice(gpu.index or 0, config.float32_matmul_precision, batch_invariant=batch_invariant)
     if config.float32_matmul_precision != "highest":
         raise ConfigError(
             f"float32_matmul_precision={config.float32_matmul_precision!r} is for a GPU, and this engine runs on the "

@@ -70,9 +70,15 @@ def _zero_points(weight: QuantizedWeight) -> Tensor | None:
 
 
 class GpuQuantizedProducts:
-    """Triton kernels for up to `_MANY_ROWS` rows; cuBLAS with dequantised parts of the weight for more."""
+    """Triton kernels for up to `_MANY_ROWS` rows; cuBLAS with dequantised parts of the weight for more.
+
+    is_invariant: one kernel for any number of rows, of which none depends on another.
+    """
 
     keeps_dtype = True
+
+    def __init__(self, *, is_invariant: bool = False) -> None:
+        self._is_invariant = is_invariant
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
         values_OI, zeros_OG = weight.values_OI, _zero_points(weight)
@@ -103,8 +109,9 @@ class GpuQuantizedProducts:
         from penstock.kernels.triton.quantized import quantized_linear
 
         flat_TI, parts = x_TI.reshape(-1, shape.input_size).contiguous(), _parts(packed, shape)
-        if len(flat_TI) <= _MANY_ROWS:
-            return quantized_linear(flat_TI, *parts, shape.group_size, bias_O).view(result_shape)
+        if len(flat_TI) <= _MANY_ROWS or self._is_invariant:
+            rows = flat_TI, *parts, shape.group_size, bias_O
+            return quantized_linear(*rows, is_invariant=self._is_invariant).view(result_shape)
         result_TO = x_TI.new_empty(len(flat_TI), shape.output_size)
         num_outputs = max(1, _MAX_DEQUANTIZED // shape.input_size)
         for begin in range(0, shape.output_size, num_outputs):

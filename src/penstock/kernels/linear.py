@@ -32,6 +32,25 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     return F.linear(x_TI, weight_OI, bias_O)
 
 
+def batch_invariant_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`linear` whose rows do not depend on each other, on a GPU too, where it takes longer."""
+    if not triton_runs(x_TI):
+        return linear(x_TI, weight_OI, bias_O)
+    from penstock.kernels.triton.invariant_linear import invariant_linear
+
+    result_TO = invariant_linear(x_TI.flatten(0, -2), weight_OI.to(x_TI.dtype), bias_O)
+    return result_TO.view(*x_TI.shape[:-1], -1)
+
+
+def batch_invariant_head_products(x_THI: Tensor, weight_HOI: Tensor) -> Tensor:
+    """Products of each head with its weight, whose rows do not depend on each other: [T, H, O]."""
+    if not triton_runs(x_THI):
+        return torch.bmm(x_THI.transpose(0, 1), weight_HOI.transpose(1, 2)).transpose(0, 1)
+    from penstock.kernels.triton.invariant_linear import invariant_products
+
+    return invariant_products(x_THI, weight_HOI)
+
+
 def packing_pays(weight_OI: Tensor) -> bool:
     """Whether `packed_linear` beats `linear` for this weight at decode-sized batches.
 

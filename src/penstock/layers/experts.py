@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.activation import GatedActivation
+from penstock.kernels.activation import GATED_ACTIVATIONS, GatedActivation
+from penstock.kernels.experts import ExpertWeights, GroupedExperts
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
 from penstock.kernels.rows import sum_rows
 from penstock.layers.adapters import AdapterRouting
-from penstock.layers.linear import LinearLayer
+from penstock.layers.linear import LinearLayer, PlainMethod
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
@@ -140,7 +141,8 @@ class ExpertRows:
 class Experts(nn.ModuleList):
     """Gated MLPs, each over the rows of its tokens.
 
-    Each expert's products run over all of its rows at once, and threads share their outputs. A token's results are
+    Each expert's products run over all of its rows at once, and threads share their outputs; on a GPU all experts'
+    products are one launch, unless weights are quantised. A token's results are
     added in the order of the experts' numbers, so that they do not depend on other tokens.
     """
 
@@ -158,6 +160,8 @@ class Experts(nn.ModuleList):
             GatedMLP(hidden_size, intermediate_size, activation=activation, bias=bias, parallel=parallel)
             for _ in range(num_experts)
         )
+        self._activation = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self._grouped: GroupedExperts | None = None
 
     def partial(
         self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, adapters: AdapterRouting | None = None
@@ -166,6 +170,8 @@ class Experts(nn.ModuleList):
 
         adapters: routing of the tokens to LoRA adapters.
         """
+        if adapters is None and (grouped := self._grouped_for(hidden_TD)) is not None:
+            return grouped.mixture(hidden_TD, experts_TK, weights_TK)
         num_tokens, top_k = experts_TK.shape
         rows = ExpertRows.of(experts_TK, len(self))
         tokens_N = rows.order // top_k
@@ -183,6 +189,28 @@ class Experts(nn.ModuleList):
         for index in range(1, top_k):
             sum_TD += made_TKD[:, index] * weights_TK1[:, index]
         return sum_TD
+
+    def _grouped_for(self, hidden_TD: Tensor) -> GroupedExperts | None:
+        """Grouped products of these experts; None where there are none for their device, weights or activation."""
+        mlps = cast("list[GatedMLP]", list(self))
+        first, last = mlps[0], mlps[-1]
+        weight = first.gate_up_proj.weight
+        if not GroupedExperts.takes(hidden_TD, weight, self._activation) or not weight.numel():
+            return None
+        address = weight.data_ptr(), last.down_proj.weight.data_ptr()
+        if self._grouped is None or self._grouped.address != address:
+            layers = [layer for mlp in mlps for layer in (mlp.gate_up_proj, mlp.down_proj)]
+            if not all(isinstance(layer.method, PlainMethod) for layer in layers):
+                return None
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            weights = ExpertWeights(
+                [layer.weight for layer in layers[::2]],
+                [layer.weight for layer in layers[1::2]],
+                biases[::2] or None,
+                biases[1::2] or None,
+            )
+            self._grouped = GroupedExperts(weights, self._activation, is_invariant=first.gate_up_proj.batch_invariant)
+        return self._grouped
 
 
 class SharedExpert(GatedMLP):

@@ -71,13 +71,16 @@ class LatentUpProjection(ColumnParallelLinear):
         """As `kernels.latent.absorb`."""
         if isinstance(self.method, NativeLatentMethod):
             return self.method.absorb(query_TX, rows_TY, norm)
-        return absorb(query_TX, rows_TY, self._by_head[:, : self.shape.nope_size], norm.weight, norm.eps, self.shape)
+        weight_HNC = self._by_head[:, : self.shape.nope_size]
+        parameters = norm.weight, norm.eps, self.shape
+        return absorb(query_TX, rows_TY, weight_HNC, *parameters, is_invariant=self.batch_invariant)
 
     def expand(self, latent_TX: Tensor) -> Tensor:
         """As `kernels.latent.expand`."""
         if isinstance(self.method, NativeLatentMethod):
             return self.method.expand(latent_TX)
-        return expand(latent_TX, self._by_head[:, self.shape.nope_size :])
+        weight_HVC = self._by_head[:, self.shape.nope_size :]
+        return expand(latent_TX, weight_HVC, is_invariant=self.batch_invariant)
 
     def own_method(self) -> LinearMethod:
         is_ours = is_on_cpu(self.weight) and (self.compute_dtype or self.weight.dtype) is torch.float32

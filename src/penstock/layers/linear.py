@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from penstock.config.env import uses_torch_products
 from penstock.device.stand_in import is_on_cpu
-from penstock.kernels.linear import linear, pack_weight, packed_linear, packing_pays, unpack_weight
+from penstock.kernels.linear import (
+    batch_invariant_linear,
+    linear,
+    pack_weight,
+    packed_linear,
+    packing_pays,
+    unpack_weight,
+)
 from penstock.kernels.native import NATIVE, NativeKernels, describe_bfloat16_products
 from penstock.kernels.triton import triton_runs
 from penstock.layers.adapters import LinearAdapters
@@ -76,7 +83,8 @@ class PlainMethod(LinearMethod):
     def restore_weights(self, layer: LinearLayer) -> None: ...
 
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
-        return linear(x_TI, layer.weight, layer.bias)
+        product = batch_invariant_linear if layer.batch_invariant else linear
+        return product(x_TI, layer.weight, layer.bias)
 
     def argmax(
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
@@ -283,7 +291,8 @@ class LinearLayer(nn.Module):
     weight is never quantised, and its products are computed in float32. has_massive_inputs: trained models have inputs
     here that are hundreds of times the mean, so that errors of their weights count most. scalable_inputs: producer of
     the inputs, where it can scale them exactly; None elsewhere. has_smoothed_inputs: whether it has scaled
-    them for quantisation. adapters: LoRA adapters; None without.
+    them for quantisation. batch_invariant: rows of a product depend on no other rows, on a GPU too. adapters: LoRA
+    adapters; None without.
     """
 
     weight: nn.Parameter
@@ -292,6 +301,7 @@ class LinearLayer(nn.Module):
     keeps_precision = False
     compute_dtype: torch.dtype | None = None
     cpu_arithmetic: str = "float32"
+    batch_invariant = False
     tied_to: tuple[RowReader, ...] = ()
     has_massive_inputs = False
     scalable_inputs: ScalableInputs | None = None

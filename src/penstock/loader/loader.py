@@ -140,9 +140,11 @@ def _fill(
     # Quantised layers allocate one at a time; others now.
     late = {} if rounding is None or runs_through_transformers(model_config) else linear_weights(model)
     materialise(model, device, dtype, weights_dtype, late)
-    for layer in model.modules() if rounding is None or rounding.keeps_floats else ():
+    for layer in model.modules():
         if isinstance(layer, LinearLayer):
-            layer.cpu_arithmetic = model_config.cpu_arithmetic
+            layer.batch_invariant = model_config.batch_invariant
+            if rounding is None or rounding.keeps_floats:
+                layer.cpu_arithmetic = model_config.cpu_arithmetic
     slots = state_slots(model) if load_config.load_format == SHARDED_STATE else None
     if rounding is not None and late:
         slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, rounding.method)

@@ -124,6 +124,9 @@ SINKS = Option(
 CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
 CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
 FLOAT8_CACHE = Option("FP8 KV cache", _float8_cache)
+BATCH_INVARIANT = Option(
+    "batch invariance", lambda config: "batch_invariant=True" if config.model.batch_invariant else None
+)
 SUFFIX = _method("suffix decoding", "suffix")
 EAGLE3 = _method("EAGLE-3", "eagle3")
 ADAPTIVE = Option("adaptive draft lengths", _adaptive)
@@ -198,6 +201,12 @@ REFUSALS = (
         "cuda",
     ),
     Refusal((FLOAT8_CACHE,), "its kernels are written for GPUs", "Use kv_cache_dtype='int8'.", "cpu"),
+    Refusal(
+        (BATCH_INVARIANT, TRANSFORMERS),
+        "its products are those of Transformers, which are cuBLAS's",
+        "Leave batch_invariant out, or use device='cpu', where it always holds.",
+        "cuda",
+    ),
     Refusal(
         (SUFFIX,),
         "it reads tokens on the host, which a GPU does not copy there in time",

@@ -16,7 +16,7 @@ from penstock.config.model import AUTO_LENGTH
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.contract.lora import LoRARequest
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
-from penstock.errors import ConfigError, LifecycleError
+from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature
 from penstock.kernels.native import describe_kernels, why_no_tiles
 from penstock.loader.loader import find_stored_dtype
 from penstock.lora.manager import AdapterManager
@@ -84,8 +84,13 @@ class Worker(WorkerBase):
         refuse_unsuitable(self.config.model)
         config, ranks = self.config.parallel, self.parallel
         place = config.place(ranks.rank) if ranks.local_rank is None else ranks.place_on_machine
-        self._device = create_device(self.config.device, *place)
+        self._device = create_device(self.config.device, *place, batch_invariant=self.config.model.batch_invariant)
         model = self.config.model
+        if model.batch_invariant and self._device.kind == "cuda" and model.pooling is not None:
+            raise UnsupportedFeature(
+                "batch_invariant=True is not supported for pooling on a GPU, whose attention over whole texts is "
+                "torch's. Leave it out, or use device='cpu', where it always holds."
+            )
         stored = find_stored_dtype(model.folder, self.config.load, self.parallel)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)
         self._device.return_unused_memory()

@@ -6,15 +6,13 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_attention import paged_attention_reference
+from support.paged_steps import Step, assert_equal, make_step
 from support.triton_device import DEVICE, needs_triton
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -26,77 +24,6 @@ from penstock.kernels.triton.paged_attention import (  # noqa: E402
     decode_attention,
     prefill_attention,
 )
-
-NAN = float("nan")
-
-
-@dataclass
-class Step:
-    """Queries and a cache with a shuffled block table; positions that no query may read are NaN."""
-
-    query_THD: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    block_table: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    max_query_len: int
-
-    def expected(
-        self, window: int | None = None, soft_cap: float | None = None, sinks_H: Tensor | None = None
-    ) -> Tensor:
-        """The specification in float32, over finite memory."""
-        caches = (self.key_cache.float().nan_to_num(7.0), self.value_cache.float().nan_to_num(7.0))
-        layout = self.block_table, self.query_start_loc, self.seq_lens, self.max_query_len
-        query_THD = self.query_THD.float()
-        return paged_attention_reference(query_THD, *caches, *layout, self.scale, window, soft_cap, sinks_H)
-
-    @property
-    def scale(self) -> float:
-        return self.query_THD.shape[-1] ** -0.5
-
-    @property
-    def cache(self) -> tuple[Tensor, Tensor]:
-        return self.key_cache, self.value_cache
-
-
-def make_step(
-    parts: Sequence[tuple[int, int]],
-    *,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 16,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> Step:
-    """parts: positions before the step and in the step, by request."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = [before + count for before, count in parts]
-    needed = [-(-length // block_size) for length in lengths]
-    num_blocks = 1 + sum(needed) + 2
-    order = (torch.randperm(num_blocks - 1, generator=generator) + 1).int()
-    # Entries beyond a request's blocks are stale: blocks that the request may not read.
-    table = order[-1].repeat(len(parts), max(needed) + 1)
-    cache = torch.full((num_blocks, 2, block_size, num_kv_heads, head_size), NAN)
-    taken = 0
-    for row, (count, length) in enumerate(zip(needed, lengths, strict=True)):
-        blocks = table[row, :count] = order[taken : taken + count]
-        taken += count
-        positions = torch.arange(length)
-        data = torch.randn(length, 2, num_kv_heads, head_size, generator=generator)
-        cache[blocks[positions // block_size].long(), :, positions % block_size] = data
-    starts = torch.tensor([0] + [count for _, count in parts]).cumsum(0)
-    query = torch.randn(int(starts[-1]), num_heads, head_size, generator=generator)
-    cache = cache.to(dtype).to(DEVICE).transpose(0, 1)
-    return Step(
-        query.to(dtype).to(DEVICE),
-        cache[0],
-        cache[1],
-        table.to(DEVICE),
-        starts.int().to(DEVICE),
-        torch.tensor(lengths, dtype=torch.int32).to(DEVICE),
-        max(count for _, count in parts),
-    )
 
 
 def _decode(
@@ -117,12 +44,6 @@ def _prefill(
     return prefill_attention(step.query_THD, *step.cache, *layout, step.scale, window, soft_cap, sinks_H)
 
 
-def _assert_equal(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    assert actual.dtype == dtype
-    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance)
-
-
 LENGTHS = (1, 16, 17, 63, 64, 65, 130, 300)
 DECODES = [(length - 1, 1) for length in LENGTHS]
 # Decodes, whole prompts, and chunks behind positions that are in the cache already.
@@ -133,7 +54,7 @@ MIXED = [(0, 1), (130, 1), (0, 5), (17, 16), (0, 33), (200, 70), (0, 130)]
 @pytest.mark.parametrize("window", [None, 1, 20, 200])
 def test_decodes_equal_the_specification(num_splits: int | None, window: int | None) -> None:
     step = make_step(DECODES)
-    _assert_equal(_decode(step, window, num_splits=num_splits), step.expected(window))
+    assert_equal(_decode(step, window, num_splits=num_splits), step.expected(window))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 2), (8, 1), (7, 1), (20, 1)])
@@ -141,8 +62,8 @@ def test_decodes_equal_the_specification(num_splits: int | None, window: int | N
 def test_grouped_query_heads_and_block_sizes(num_heads: int, num_kv_heads: int, block_size: int) -> None:
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": block_size}
     decodes, mixed = make_step(DECODES[-3:], **shape), make_step(MIXED[:-1], **shape)
-    _assert_equal(_decode(decodes, num_splits=2), decodes.expected())
-    _assert_equal(_prefill(mixed), mixed.expected())
+    assert_equal(_decode(decodes, num_splits=2), decodes.expected())
+    assert_equal(_prefill(mixed), mixed.expected())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -150,23 +71,23 @@ def test_grouped_query_heads_and_block_sizes(num_heads: int, num_kv_heads: int, 
 def test_head_sizes_and_dtypes(head_size: int, dtype: torch.dtype) -> None:
     shape = {"head_size": head_size, "dtype": dtype, "num_kv_heads": 1, "num_heads": 2}
     decodes, mixed = make_step([(0, 1), (150, 1)], **shape), make_step([(30, 1), (0, 20), (70, 40)], **shape)
-    _assert_equal(_decode(decodes, num_splits=1), decodes.expected(), dtype)
-    _assert_equal(_decode(decodes, num_splits=2), decodes.expected(), dtype)
-    _assert_equal(_prefill(mixed), mixed.expected(), dtype)
+    assert_equal(_decode(decodes, num_splits=1), decodes.expected(), dtype)
+    assert_equal(_decode(decodes, num_splits=2), decodes.expected(), dtype)
+    assert_equal(_prefill(mixed), mixed.expected(), dtype)
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 150])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_prefills_equal_the_specification(window: int | None, soft_cap: float | None) -> None:
     step = make_step(MIXED)
-    _assert_equal(_prefill(step, window, soft_cap), step.expected(window, soft_cap))
+    assert_equal(_prefill(step, window, soft_cap), step.expected(window, soft_cap))
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("soft_cap", [0.5, 50.0])
 def test_decodes_with_soft_caps(window: int | None, soft_cap: float) -> None:
     step = make_step(DECODES)
-    _assert_equal(_decode(step, window, soft_cap, num_splits=2), step.expected(window, soft_cap))
+    assert_equal(_decode(step, window, soft_cap, num_splits=2), step.expected(window, soft_cap))
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -174,10 +95,10 @@ def test_attention_sinks(window: int | None) -> None:
     """One without weight, two with some, and one with nearly all."""
     sinks_H = torch.tensor([-200.0, 0.25, 3.0, 30.0], device=DEVICE)
     mixed, decodes = make_step(MIXED), make_step(DECODES)
-    _assert_equal(_prefill(mixed, window, sinks_H=sinks_H), mixed.expected(window, sinks_H=sinks_H))
+    assert_equal(_prefill(mixed, window, sinks_H=sinks_H), mixed.expected(window, sinks_H=sinks_H))
     for num_splits in (1, 4):
         found = _decode(decodes, window, num_splits=num_splits, sinks_H=sinks_H)
-        _assert_equal(found, decodes.expected(window, sinks_H=sinks_H))
+        assert_equal(found, decodes.expected(window, sinks_H=sinks_H))
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -188,7 +109,7 @@ def test_decode_rows_of_padding_give_zeros(num_splits: int) -> None:
     # A row of length 0, and one beyond the lengths.
     step.query_THD = torch.cat([step.query_THD, step.query_THD[:1]])
     output = _decode(step, num_splits=num_splits)
-    _assert_equal(output[:2], expected[:2])
+    assert_equal(output[:2], expected[:2])
     assert (output[2:] == 0).all()
 
 
@@ -201,7 +122,7 @@ def test_prefill_rows_and_tokens_of_padding_give_zeros() -> None:
     step.seq_lens = torch.cat([step.seq_lens, torch.zeros_like(step.seq_lens).repeat(2)[:3]])
     step.block_table = torch.cat([step.block_table, step.block_table, step.block_table])[:5]
     output = _prefill(step)
-    _assert_equal(output[:31], expected)
+    assert_equal(output[:31], expected)
     assert (output[31:] == 0).all()
 
 
@@ -212,7 +133,7 @@ def test_strided_queries() -> None:
     rows = torch.randn(31, 2 * width + 3, device=DEVICE)
     rows[:, :width] = step.query_THD.flatten(1)
     step.query_THD = rows[:, :width].view(31, *step.query_THD.shape[1:])
-    _assert_equal(_prefill(step), expected)
+    assert_equal(_prefill(step), expected)
 
 
 def test_splits_are_powers_of_two_from_the_shapes() -> None:

@@ -33,17 +33,40 @@ def clamped_swiglu(gate_up_TI: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 @triton.jit
+def gated(gate, up, alpha, limit, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """activation(gate) * up of float32 values. An activation with a plain product rounds the gate to `dtype` before it.
+
+    alpha, limit: of "clamped_swiglu" alone.
+    """
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    else:
+        if ACTIVATION == "silu":
+            active = gate / (1.0 + tl.exp(-gate))
+        elif ACTIVATION == "gelu":
+            active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        else:
+            # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
+            doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            active = gate / (1.0 + tl.exp(-doubled))
+        result = active.to(dtype).to(tl.float32) * up
+    return result
+
+
+@triton.jit
 def _clamped_swiglu(gate_up_ptr, result_ptr, row_stride, size, alpha, limit, BLOCK: tl.constexpr):
     """A block of columns of a token, in float32."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     gate_ptr = gate_up_ptr + token * row_stride + column
-    gate = tl.minimum(tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32), limit)
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + size, mask=mask, other=0.0).to(tl.float32)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    tl.store(result_ptr + token * size + column, result.to(result_ptr.dtype.element_ty), mask=mask)
+    dtype = result_ptr.dtype.element_ty
+    result = gated(gate, up, alpha, limit, dtype, "clamped_swiglu")
+    tl.store(result_ptr + token * size + column, result.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -55,13 +78,6 @@ def _gate_and_mul(gate_up_ptr, result_ptr, row_stride, size, ACTIVATION: tl.cons
     gate_ptr = gate_up_ptr + token * row_stride + column
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + size, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        active = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        # 0.5 * (1 + tanh(u)) is the logistic function of 2 u.
-        doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        active = gate / (1.0 + tl.exp(-doubled))
     dtype = result_ptr.dtype.element_ty
-    tl.store(result_ptr + token * size + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=mask)
+    result = gated(gate, up, 0.0, 0.0, dtype, ACTIVATION)
+    tl.store(result_ptr + token * size + column, result.to(dtype), mask=mask)

@@ -21,7 +21,7 @@ def _blocks_of(block_table_row, position, end, seq_len, BLOCK_SIZE: tl.constexpr
 
 
 @triton.jit
-def _scores(products, inner, outer, HAS_CAP: tl.constexpr):
+def scores_of(products, inner, outer, HAS_CAP: tl.constexpr):
     """See `Scores`."""
     scores = products * inner
     if HAS_CAP:
@@ -30,7 +30,7 @@ def _scores(products, inner, outer, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(scores, value, output, mass, peak):
+def accumulate(scores, value, output, mass, peak):
     """One tile of online softmax: the weighted sum of values, the sum of weights and the largest score so far.
 
     A row that has seen no position has a peak of -inf.
@@ -46,7 +46,7 @@ def _accumulate(scores, value, output, mass, peak):
 
 
 @triton.jit
-def _add_sink(sink, output, mass, peak):
+def add_sink(sink, output, mass, peak):
     """Add a score without a value to an online softmax: the weighted sum, and the sum of weights."""
     sink = sink.to(tl.float32) * 1.4426950408889634
     new_peak = tl.maximum(peak, sink)
@@ -133,14 +133,14 @@ def decode_kernel(
             queries.dtype
         )
         products = tl.dot(queries, key, input_precision="ieee")
-        scores = tl.where(visible[None, :], _scores(products, inner, outer, HAS_CAP), float("-inf"))
+        scores = tl.where(visible[None, :], scores_of(products, inner, outer, HAS_CAP), float("-inf"))
         value = tl.load(values + cell[:, None] + dims[None, :], mask=visible[:, None] & is_dim[None, :], other=0.0).to(
             queries.dtype
         )
-        result, mass, peak = _accumulate(scores, value, result, mass, peak)
+        result, mass, peak = accumulate(scores, value, result, mass, peak)
 
     if HAS_SINKS and not IS_SPLIT:
-        result, mass = _add_sink(tl.load(sinks + heads, mask=group < GROUP, other=0.0), result, mass, peak)
+        result, mass = add_sink(tl.load(sinks + heads, mask=group < GROUP, other=0.0), result, mass, peak)
     result = result / tl.where(mass > 0.0, mass, 1.0)[:, None]
     # Rows of queries and partial results are numbered alike.
     number = row * (tl.num_programs(1) * GROUP) + heads
@@ -194,7 +194,22 @@ def merge_kernel(
 
 
 @triton.jit
-def _attend_tiles(
+def request_of_tile(query_start_loc, tile, num_rows, TOKENS: tl.constexpr):
+    """The last request whose first tile, query_start_loc[r] // TOKENS + r, is not beyond this one."""
+    low = tile * 0
+    high = tile * 0 + num_rows - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first_tile = tl.load(query_start_loc + middle).to(tl.int32) // TOKENS + middle
+        if first_tile <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def attend_tiles(
     queries,
     position_of_query,
     keys,
@@ -241,13 +256,13 @@ def _attend_tiles(
             key = tl.load(key_place).to(queries.dtype)
             value = tl.load(value_place).to(queries.dtype)
         products = tl.dot(queries, key, input_precision="ieee")
-        scores = _scores(products, inner, outer, HAS_CAP)
+        scores = scores_of(products, inner, outer, HAS_CAP)
         if IS_MASKED:
             visible = position[None, :] <= position_of_query[:, None]
             if WINDOW > 0:
                 visible = visible & (position[None, :] > position_of_query[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-        result, mass, peak = _accumulate(scores, value, result, mass, peak)
+        result, mass, peak = accumulate(scores, value, result, mass, peak)
     return result, mass, peak
 
 
@@ -292,16 +307,7 @@ def prefill_kernel(
     # Long prompts come last in a step, and their last tiles take longest: these begin first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    # The last request whose first tile is not beyond this one.
-    low = program * 0
-    high = program * 0 + num_rows - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        first_tile = tl.load(query_start_loc + middle).to(tl.int32) // TOKENS + middle
-        if first_tile <= program:
-            low = middle
-        else:
-            high = middle - 1
+    low = request_of_tile(query_start_loc, program, num_rows, TOKENS)
     request = low.to(tl.int64)
     first_token = tl.load(query_start_loc + request).to(tl.int32)
     num_tokens = tl.load(query_start_loc + request + 1).to(tl.int32) - first_token
@@ -341,7 +347,7 @@ def prefill_kernel(
     else:
         # Tiles that every query sees whole.
         whole = tl.where(is_used, (num_before + first + 1) // TILE, 0)
-        result, mass, peak = _attend_tiles(
+        result, mass, peak = attend_tiles(
             queries,
             position_of_query,
             keys,
@@ -367,7 +373,7 @@ def prefill_kernel(
             False,
         )
         start = whole
-    result, mass, peak = _attend_tiles(
+    result, mass, peak = attend_tiles(
         queries,
         position_of_query,
         keys,
@@ -393,7 +399,7 @@ def prefill_kernel(
         True,
     )
     if HAS_SINKS:
-        result, mass = _add_sink(tl.load(sinks + heads), result, mass, peak)
+        result, mass = add_sink(tl.load(sinks + heads), result, mass, peak)
     result = result / tl.where(mass > 0.0, mass, 1.0)[:, None]
     number = token_of_step * (tl.num_programs(1) * GROUP) + heads
     tl.store(output + number[:, None] * HEAD_SIZE + dims[None, :], result.to(output.dtype.element_ty), mask=is_query)

@@ -20,10 +20,10 @@ from penstock.kernels.triton.attention_kernels import decode_kernel, merge_kerne
 _LOG2_E = math.log2(math.e)
 MAX_SPLITS = 32
 # Programs of the decode kernel per multiprocessor that splits aim at, and the shortest split in positions.
-_PROGRAMS_PER_SM, _MIN_SPLIT = 4, 128
+PROGRAMS_PER_SM, _MIN_SPLIT = 4, 128
 _SMS_OF_H100 = 132
 # The smallest dimension of `tl.dot`.
-_MIN_DOT = 16
+MIN_DOT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ def decode_attention(
         *key_cache.stride()[:3],
         block_table_RB.stride(0),
         GROUP=group_size,
-        GROUP_PADDED=max(_MIN_DOT, triton.next_power_of_2(group_size)),
+        GROUP_PADDED=max(MIN_DOT, triton.next_power_of_2(group_size)),
         HEAD_SIZE=head_size,
-        HEAD_PADDED=_padded_head(head_size),
+        HEAD_PADDED=padded_head(head_size),
         BLOCK_SIZE=block_size,
         TILE=tiling.positions,
         IS_SPLIT=num_splits > 1,
@@ -128,7 +128,7 @@ def decode_attention(
             output_RHD,
             num_splits,
             HEAD_SIZE=head_size,
-            HEAD_PADDED=_padded_head(head_size),
+            HEAD_PADDED=padded_head(head_size),
             MAX_SPLITS=MAX_SPLITS,
             HAS_SINKS=sinks_H is not None,
             num_warps=4,
@@ -148,14 +148,12 @@ def new_partials(query_RHD: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_positions: int, device: torch.device) -> int:
     """Number of splits of every row: a power of two that gives the GPU enough programs, but no very short splits."""
-    most = min(
-        MAX_SPLITS, _PROGRAMS_PER_SM * _num_sms(device) // (num_rows * num_kv_heads), max_positions // _MIN_SPLIT
-    )
+    most = min(MAX_SPLITS, PROGRAMS_PER_SM * num_sms(device) // (num_rows * num_kv_heads), max_positions // _MIN_SPLIT)
     return 1 << (most.bit_length() - 1) if most > 1 else 1
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _SMS_OF_H100
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -207,7 +205,7 @@ def prefill_attention(
         ROWS=tiling.rows,
         TOKENS=tokens_of_tile,
         HEAD_SIZE=head_size,
-        HEAD_PADDED=_padded_head(head_size),
+        HEAD_PADDED=padded_head(head_size),
         BLOCK_SIZE=block_size,
         TILE=tiling.positions,
         WINDOW=sliding_window or 0,
@@ -219,8 +217,8 @@ def prefill_attention(
     return output_THD
 
 
-def _padded_head(head_size: int) -> int:
-    return max(_MIN_DOT, int(triton.next_power_of_2(head_size)))
+def padded_head(head_size: int) -> int:
+    return max(MIN_DOT, int(triton.next_power_of_2(head_size)))
 
 
 def _decode_tiling(head_size: int, dtype: torch.dtype) -> Tiling:
@@ -229,17 +227,17 @@ def _decode_tiling(head_size: int, dtype: torch.dtype) -> Tiling:
     For heads of 128 in 16 bits, an H200 reads keys and values at the speed of a copy with these; three stages cost up
     to a fifth (`benchmarks.gpu.attention`).
     """
-    padded = _padded_head(head_size)
+    padded = padded_head(head_size)
     if dtype is torch.float32 and padded > 64:
-        return Tiling(_MIN_DOT, 32, num_warps=8, num_stages=2)
+        return Tiling(MIN_DOT, 32, num_warps=8, num_stages=2)
     if padded <= 64:
-        return Tiling(_MIN_DOT, 64 if dtype is torch.float32 else 128, num_warps=4, num_stages=3)
-    return Tiling(_MIN_DOT, 64, num_warps=4, num_stages=2)
+        return Tiling(MIN_DOT, 64 if dtype is torch.float32 else 128, num_warps=4, num_stages=3)
+    return Tiling(MIN_DOT, 64, num_warps=4, num_stages=2)
 
 
 def _prefill_tiling(head_size: int, dtype: torch.dtype, group_size: int) -> Tiling:
     """As `_decode_tiling`; float32 has no tensor cores, so its operands take registers too."""
-    padded = _padded_head(head_size)
+    padded = padded_head(head_size)
     if dtype is torch.float32:
         rows, positions = (64, 32) if padded <= 64 else (32, 32) if padded <= 128 else (32, 16)
         num_warps, num_stages = 8, 1

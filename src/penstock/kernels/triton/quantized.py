@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Bytes of a row of the weight in a tile, and input features of a tile of int4.
 _TILE_BYTES = 128
+# Rows from which the tiling does not change any more.
+_MANY_ROWS = 64
 # Elements of a program of `dequantize`.
 _ELEMENTS = 1024
 
@@ -24,8 +26,13 @@ def quantized_linear(
     zeros_OG: Tensor | None,
     group_size: int,
     bias_O: Tensor | None = None,
+    *,
+    is_invariant: bool = False,
 ) -> Tensor:
-    """x @ weight^T + bias in float32, rounded to x's dtype: [T, O]. x is contiguous; zeros_OG: None for int8."""
+    """x @ weight^T + bias in float32, rounded to x's dtype: [T, O]. x is contiguous; zeros_OG: None for int8.
+
+    is_invariant: the tiling of many rows for any number of them.
+    """
     num_rows, num_inputs = x_TI.shape
     num_outputs, row_bytes = values_OB.shape
     result_TO = x_TI.new_empty(num_rows, num_outputs)
@@ -33,7 +40,7 @@ def quantized_linear(
         return result_TO
     num_groups = scales_OG.shape[1]
     has_one_scale = num_groups == 1 or group_size % _TILE_BYTES == 0
-    tiling = _tiling(num_rows, x_TI.dtype, has_one_scale=has_one_scale)
+    tiling = _tiling(_MANY_ROWS if is_invariant else num_rows, x_TI.dtype, has_one_scale=has_one_scale)
     block_rows, block_outputs, num_warps, num_stages = tiling
     _product_kernel[(-(-num_outputs // block_outputs), -(-num_rows // block_rows))](
         x_TI,

@@ -29,6 +29,7 @@ from penstock.layers.weights import RowLookup
 Quantizer = Callable[[Tensor], QuantizedWeight]
 PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
 _OF_GPUS: QuantizedProducts = GpuQuantizedProducts()
+_INVARIANT_OF_GPUS: QuantizedProducts = GpuQuantizedProducts(is_invariant=True)
 # Layers that int4 keeps wider on a CPU, for logs.
 WIDER_LAYERS = "MLPs' second products, which have massive inputs, to int8"
 
@@ -49,7 +50,8 @@ class QuantizedMethod(PackedMethod):
         return name if self.shape is None else f"{name}, {self.shape.description}"
 
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
-        self._products = self._given or (PRODUCTS if is_on_cpu(layer.weight) else _OF_GPUS)
+        of_gpus = _INVARIANT_OF_GPUS if layer.batch_invariant else _OF_GPUS
+        self._products = self._given or (PRODUCTS if is_on_cpu(layer.weight) else of_gpus)
         super().process_weights_after_loading(layer)
 
     def pack(self, weight_OI: Tensor) -> Tensor:

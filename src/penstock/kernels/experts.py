@@ -1,0 +1,90 @@
+"""Mixtures of gated MLPs over the tokens of a step, as grouped products on a GPU.
+
+Suffixes: T tokens, D hidden size, I intermediate size, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.activation import (
+    ClampedSwiglu,
+    GatedActivation,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    silu_and_mul,
+)
+from penstock.kernels.triton import triton_runs
+
+_NAMES: dict[Any, str] = {silu_and_mul: "silu", gelu_and_mul: "gelu", gelu_tanh_and_mul: "gelu_tanh"}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Weights of all experts, each with its own memory.
+
+    gate_up: [2 * I, D] of each expert, the gate first. down: [D, I]. Biases: [2 * I] and [D], or None for none.
+    """
+
+    gate_up: Sequence[Tensor]
+    down: Sequence[Tensor]
+    gate_up_bias: Sequence[Tensor] | None = None
+    down_bias: Sequence[Tensor] | None = None
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Addresses of the first and the last weight, which change when the weights are loaded anew."""
+        return self.gate_up[0].data_ptr(), self.down[-1].data_ptr()
+
+
+def mixture_reference(
+    hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights, activation: GatedActivation
+) -> Tensor:
+    """Weighted sum of each token's experts, in the order of K, in float32, rounded to the hidden states' dtype."""
+    sum_TD = torch.zeros_like(hidden_TD, dtype=torch.float32)
+    for token, (chosen, weights) in enumerate(zip(experts_TK.tolist(), weights_TK.float(), strict=True)):
+        for expert, weight in zip(chosen, weights, strict=True):
+            biases = [None if of is None else of[expert].float() for of in (experts.gate_up_bias, experts.down_bias)]
+            gate_up = F.linear(hidden_TD[token : token + 1].float(), experts.gate_up[expert].float(), biases[0])
+            made = F.linear(activation(gate_up), experts.down[expert].float(), biases[1])
+            sum_TD[token] += weight * made[0]
+    return sum_TD.to(hidden_TD.dtype)
+
+
+class GroupedExperts:
+    """Mixture of experts in Triton, for the weights that it was made with."""
+
+    def __init__(self, experts: ExpertWeights, activation: GatedActivation, *, is_invariant: bool) -> None:
+        from penstock.kernels.triton.experts import ExpertTable
+
+        self.address = experts.address
+        self._table = ExpertTable(experts)
+        if isinstance(activation, ClampedSwiglu):
+            self._activation = "clamped_swiglu", activation.alpha, activation.limit
+        else:
+            self._activation = _NAMES[activation], 0.0, 0.0
+        self._is_invariant = is_invariant
+
+    @staticmethod
+    def takes(hidden_TD: Tensor, weight: Tensor, activation: GatedActivation) -> bool:
+        """Whether Triton runs for these hidden states, this weight of an expert and this activation."""
+        return (
+            triton_runs(hidden_TD)
+            and hidden_TD.dtype in _DTYPES
+            and weight.dtype is hidden_TD.dtype
+            and (isinstance(activation, ClampedSwiglu) or activation in _NAMES)
+        )
+
+    def mixture(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """As `mixture_reference`, with products rounded to the dtype of the hidden states."""
+        from penstock.kernels.triton.experts import mixture
+
+        activation = self._activation
+        return mixture(hidden_TD, experts_TK, weights_TK, self._table, activation, is_invariant=self._is_invariant)
