@@ -1,19 +1,17 @@
-"""Embeddings per second, beside sentence-transformers and vLLM on the same machine and weights.
+"""Embeddings per second, beside sentence-transformers, vLLM and OpenVINO on the same machine and weights.
 
-    python -m benchmarks.embeddings [--texts 300] [--shortest 16] [--longest 512] [--layers 12] [--hidden 768]
-        [--engines sentence-transformers,float32,int8] [--dtype float32] [--part 1/1] [--pieces 3] [--threads N]
-        [--vllm PYTHON] [--keep FOLDER] [--output FOLDER]
-    python -m benchmarks.embeddings --short 2000 [--pieces 3]
+    python -m benchmarks.peers setup --work-dir FOLDER --engines vllm-float32 openvino-float32    once
+    python -m benchmarks.embeddings --work-dir FOLDER --output FOLDER [--budget 10] [--pieces 5] [--texts 300]
+        [--shortest 16] [--longest 512] [--layers 12] [--hidden 768] [--dtype float32] [--engines NAME …] [--threads N]
 
-A random encoder of BERT-base's shape embeds texts of lengths spread evenly between the shortest and the longest.
-They are dealt into parts, of which one run measures one, and within a run into pieces, for each of which the engines
-take turns; so a ratio is of neighbouring seconds. All have the same number of threads.
+A random encoder of BERT-base's shape embeds texts of lengths spread evenly between the shortest and the longest. They
+are dealt into pieces with the same spread, and for each piece the engines take turns, each in a process of its own that
+is stopped while another one runs; so a ratio is of neighbouring seconds. Engines that pad get a piece in batches of
+texts of similar length, as in one call with all texts.
 
-Engines: sentence-transformers, float32, int8 (weights), bfloat16 (weights), default (Penstock without options), vllm
-and vllm-float32, with the Python of an environment that has it. --dtype: of the checkpoint, which "default", vllm and
-sentence-transformers follow. --keep: folder of the model, which is written there unless it is there already.
-
---short embeds short texts instead, with tokenisation beside the steps, and before them.
+Each engine runs in float32, and as it does by default with a checkpoint of --dtype, which is left out where that is
+float32 too. An engine that takes more than 4 times as long as the fastest gets no second piece. Results are appended to
+embeddings.jsonl as they come: the same command goes on where the budget (minutes, loading included) has ended a run.
 """
 
 from __future__ import annotations
@@ -21,237 +19,272 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
+import shutil
+import signal
 import statistics
-import subprocess
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.machine import described, machine, save
-from penstock import LLM, PoolingParams
+from benchmarks.embedding_model import make_model, make_texts, num_tokens_of
+from benchmarks.peers.catalogue import EngineSpec
+from benchmarks.peers.checkpoints import convert
+from benchmarks.peers.environments import failure_of
+from benchmarks.peers.process import EngineFailure, EngineProcess
+from benchmarks.peers.results import Results
 
-# Penstock's engines: options by name.
-_OURS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "int8": {"quantization": "int8"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "default": {},
+FILE = "embeddings.jsonl"
+# Texts of a padded batch: of one call with all texts, and of the least that a piece is cut into.
+_BATCH_SIZE, _SMALLEST_BATCH = 32, 4
+# Of the fastest engine's seconds, how much more an engine may take that gets a second piece.
+_TOO_SLOW = 4.0
+# Between waking an engine and its turn.
+_AT_REST_S = 0.5
+_FLOAT32 = "-float32"
+
+
+def _spec(name: str, title: str, driver: str, environment: str | None = None, **options: Any) -> EngineSpec:
+    model_format = "openvino" if environment == "openvino" else "checkpoint"
+    return EngineSpec(name, title, f"{driver}_embedding", environment, model_format, 32, options)
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        _spec("penstock-float32", "Penstock float32", "penstock", dtype="float32"),
+        _spec(
+            "sentence-transformers-float32", "sentence-transformers float32", "sentence_transformers", dtype="float32"
+        ),
+        _spec("vllm-float32", "vLLM CPU float32", "vllm", "vllm", dtype="float32"),
+        _spec("openvino-float32", "OpenVINO GenAI float32", "openvino", "openvino", inference_precision="f32"),
+        _spec("penstock", "Penstock, default", "penstock"),
+        _spec("penstock-int8", "Penstock int8", "penstock", quantization="int8"),
+        _spec("sentence-transformers", "sentence-transformers, default", "sentence_transformers"),
+        _spec("vllm", "vLLM CPU, default", "vllm", "vllm", dtype="auto"),
+        _spec("openvino", "OpenVINO GenAI, default", "openvino", "openvino"),
+    )
 }
-_SENTENCE_TRANSFORMERS = "sentence-transformers"
-# vLLM's dtype, by the names of its engines.
-_VLLM = {"vllm": "auto", "vllm-float32": "float32"}
-_VOCAB_SIZE = 30_522
-_NUM_SPECIAL = 2
+REFERENCE = "penstock-float32"
 
 
-def make_model(folder: Path, num_layers: int, hidden_size: int, dtype: str = "float32") -> None:
-    """Write a random BERT with mean pooling, as sentence-transformers keeps it. dtype: of its weights."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+class Run:
+    """Run of the engines, which measures what the results do not have yet."""
 
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 64,
-        intermediate_size=4 * hidden_size,
-    )
-    BertModel(config).eval().to(getattr(torch, dtype)).save_pretrained(folder / "base")
-    special = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3}
-    words = {f"w{index}": index for index in range(len(special), _VOCAB_SIZE)}
-    fast = Tokenizer(models.WordLevel({**special, **words}, unk_token="[UNK]"))
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="[PAD]", unk_token="[UNK]")
-    tokenizer.model_max_length = 512
-    tokenizer.save_pretrained(folder / "base")
-    modules = [Transformer(str(folder / "base")), Pooling(hidden_size, pooling_mode="mean"), Normalize()]
-    SentenceTransformer(modules=modules, device="cpu").save(str(folder / "model"))
+    def __init__(self, args: argparse.Namespace, results: Results) -> None:
+        self._args = args
+        self._results = results
+        self._end = time.monotonic() + 60 * args.budget
+        self._name = f"bert-{args.layers}x{args.hidden}-{args.dtype}"
+        self._folder = args.work_dir / "models" / self._name
+        self._processes: dict[str, EngineProcess] = {}
+        texts = make_texts(args.texts, args.shortest, args.longest)
+        self._pieces = [texts[number :: args.pieces] for number in range(args.pieces)]
+        self._workload = f"{args.texts} texts of {args.shortest} to {args.longest} tokens in {args.pieces} pieces"
+        self._batch_size = max(_SMALLEST_BATCH, _BATCH_SIZE // args.pieces)
+
+    def run(self, engines: list[EngineSpec]) -> bool:
+        """Returns whether all is done, rather than the budget spent."""
+        try:
+            for engine in engines:
+                self._start(engine)
+            for number in range(len(self._pieces) if self._processes else 0):
+                names = list(self._processes)
+                # No engine always comes first.
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    if not self._is_wanted(name, number):
+                        continue
+                    if time.monotonic() > self._end:
+                        return False
+                    self._measure(name, number)
+        finally:
+            for process in self._processes.values():
+                with suppress(OSError):
+                    process.close()
+        return True
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per engine that was measured."""
+        measured = {name: self._measured(name) for name in ENGINES}
+        reference = measured[REFERENCE]
+        rows = []
+        for name, pieces in measured.items():
+            if not pieces:
+                continue
+            tokens = [self._num_tokens(number) / record["seconds"] for number, record in sorted(pieces.items())]
+            both = [number for number in pieces if number in reference]
+            ratios = [reference[number]["seconds"] / pieces[number]["seconds"] for number in both]
+            rows.append(
+                {
+                    "engine": name,
+                    "title": ENGINES[name].title,
+                    "precision": next(iter(pieces.values()))["precision"],
+                    "texts": sum(len(self._pieces[number]) for number in pieces),
+                    "seconds": sum(record["seconds"] for record in pieces.values()),
+                    "tokens_per_s": statistics.median(tokens),
+                    "tokens_per_s_from_to": [min(tokens), max(tokens)],
+                    "ratio": statistics.median(ratios) if ratios else None,
+                    "ratio_from_to": [min(ratios), max(ratios)] if ratios else None,
+                    "cosine": self._cosine(pieces, reference),
+                    "versions": next(iter(pieces.values()))["versions"],
+                }
+            )
+        return rows
+
+    def page(self) -> str:
+        """The rows as a Markdown table, with what could not be measured."""
+        machines = [record for record in self._results.records if record["kind"] == "machine"]
+        facts = machines[-1]
+        lines = [
+            f"{facts['processor']} ({facts['instruction_sets']}), {facts['threads']} threads, {facts['date']}.",
+            f"{self._name}, {self._workload}; medians of the pieces, smallest and largest in brackets.",
+            "",
+            "| engine | computes in | texts | tokens/s | against Penstock float32 | smallest cosine to it |",
+            "| --- | --- | ---: | ---: | ---: | ---: |",
+        ]
+        for row in self.rows():
+            speed = _spread(row["tokens_per_s"], row["tokens_per_s_from_to"], ",.0f")
+            ratio = "" if row["ratio"] is None else _spread(row["ratio"], row["ratio_from_to"], ".2f")
+            cosine = "" if row["cosine"] is None else f"{row['cosine']:.6f}"
+            lines.append(f"| {row['title']} | {row['precision']} | {row['texts']} | {speed} | {ratio} | {cosine} |")
+        reasons = {
+            record["engine"]: record["reason"]
+            for record in self._results.records
+            if record["kind"] == "unavailable"
+            and record["model"] == self._name
+            and not self._measured(record["engine"])
+        }
+        lines += ["", *(f"- {ENGINES[name].title}: {reason}" for name, reason in reasons.items())]
+        versions = {name: version for row in self.rows() for name, version in row["versions"].items()}
+        lines += ["", ", ".join(f"{name} {version}" for name, version in versions.items())]
+        return "\n".join(lines) + "\n"
+
+    def _start(self, engine: EngineSpec) -> None:
+        """Load an engine and warm it up, unless it has nothing to do."""
+        if not any(self._is_wanted(engine.name, number) for number in range(len(self._pieces))):
+            return
+        begin = time.monotonic()
+        try:
+            failure = None if engine.environment is None else failure_of(self._args.work_dir, engine.environment)
+            if failure is not None:
+                raise EngineFailure(failure)
+            process = EngineProcess(
+                replace(engine, options={**engine.options, "batch_size": self._batch_size}),
+                self._model(engine.model_format),
+                self._args.work_dir,
+                threads=self._args.threads,
+                num_kv_tokens=0,
+                num_kv_bytes=0,
+                timeout_s=max(1.0, self._end - begin),
+            )
+            self._processes[engine.name] = process
+            precision = process.call("precision")
+            if precision == "float32" and engine.name + _FLOAT32 in ENGINES:
+                raise EngineFailure("computes in float32 by default, see that row")
+            # The shortest and the longest text among them.
+            process.call("embed", self._pieces[0][:1] + self._pieces[-1][-1:])
+            process.pause()
+        except (EngineFailure, RuntimeError, OSError) as error:
+            self._drop(engine.name, str(error))
+            return
+        print(f"{engine.title}: {precision}, loaded in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+
+    def _model(self, model_format: str) -> Path:
+        checkpoint = self._folder / "checkpoint"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        make_model(checkpoint, self._args.layers, self._args.hidden, self._args.dtype)
+        if model_format == "checkpoint":
+            return checkpoint
+        target, unfinished = self._folder / model_format, self._folder / f"{model_format}.unfinished"
+        if not target.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            convert(self._args.work_dir, "openvino-convert", "openvino_ir", checkpoint, unfinished, "embedding")
+            unfinished.rename(target)
+        return target
+
+    def _measure(self, name: str, number: int) -> None:
+        process = self._processes[name]
+        try:
+            process.resume()
+            time.sleep(_AT_REST_S)
+            reply = process.call("embed", self._pieces[number])
+            precision = process.call("precision")
+            process.pause()
+        except EngineFailure as error:
+            self._drop(name, str(error))
+            return
+        fields = {**reply, "precision": precision, "versions": process.versions}
+        self._results.add(self._name, self._workload, name, number, **fields)
+        speed = self._num_tokens(number) / reply["seconds"]
+        taken = f"{reply['seconds']:7.2f} s {speed:8,.0f} tokens/s"
+        print(f"piece {number + 1}/{len(self._pieces)} {ENGINES[name].title:32} {taken}", file=sys.stderr, flush=True)
+
+    def _is_wanted(self, name: str, number: int) -> bool:
+        if self._results.has(self._name, self._workload, name, number):
+            return False
+        fastest: dict[int, float] = {}
+        for other in ENGINES:
+            for piece, record in self._measured(other).items():
+                fastest[piece] = min(record["seconds"], fastest.get(piece, record["seconds"]))
+        return all(record["seconds"] < _TOO_SLOW * fastest[piece] for piece, record in self._measured(name).items())
+
+    def _measured(self, name: str) -> dict[int, dict[str, Any]]:
+        """An engine's measurements, by the piece's number."""
+        return {record["repeat"]: record for record in self._results.of(self._name, self._workload, name)}
+
+    def _drop(self, name: str, reason: str) -> None:
+        self._results.add_unavailable(name, self._name, reason)
+        print(f"{ENGINES[name].title}: {reason}", file=sys.stderr, flush=True)
+        process = self._processes.pop(name, None)
+        if process is not None:
+            process.close()
+
+    def _num_tokens(self, number: int) -> int:
+        return sum(map(num_tokens_of, self._pieces[number]))
+
+    @staticmethod
+    def _cosine(pieces: dict[int, dict[str, Any]], reference: dict[int, dict[str, Any]]) -> float | None:
+        """Smallest cosine between vectors of the same texts."""
+        cosines = [
+            float((np.array(record["vectors"]) * np.array(reference[number]["vectors"])).sum(1).min())
+            for number, record in pieces.items()
+            if number in reference
+        ]
+        return min(cosines, default=None)
 
 
-def make_texts(count: int, shortest: int, longest: int) -> list[str]:
-    """Texts whose numbers of tokens are spread evenly, in random order."""
-    draw = random.Random(0)
-    lengths = np.linspace(shortest, longest, count).round().astype(int).tolist()
-    draw.shuffle(lengths)
-    return [" ".join(f"w{draw.randrange(10, _VOCAB_SIZE)}" for _ in range(length - _NUM_SPECIAL)) for length in lengths]
-
-
-# Embeds texts: unit vectors.
-Embed = Callable[[Sequence[str]], Any]
-
-
-@contextmanager
-def penstock(model: Path, threads: int, name: str) -> Iterator[Embed]:
-    with LLM(model, num_threads=threads, **_OURS[name]) as llm:
-        yield lambda texts: [one.outputs.embedding for one in llm.embed(list(texts), use_tqdm=False)]
-
-
-@contextmanager
-def sentence_transformers(model: Path) -> Iterator[Embed]:
-    from sentence_transformers import SentenceTransformer
-
-    oracle = SentenceTransformer(str(model), device="cpu")
-    yield lambda texts: oracle.encode(list(texts), batch_size=32, convert_to_numpy=True).astype(np.float32)
-
-
-@contextmanager
-def vllm(python: str, model: Path, threads: int, dtype: str) -> Iterator[Embed]:
-    """vLLM in a process of its own environment, which takes texts and returns vectors as lines of JSON."""
-    variables = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    driver = Path(__file__).parent / "peers" / "drivers" / "vllm_embeddings.py"
-    process = subprocess.Popen(
-        [python, str(driver), str(model), dtype],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    stdin, stdout = process.stdin, process.stdout
-
-    def embed(texts: Sequence[str]) -> Any:
-        stdin.write(json.dumps(list(texts)) + "\n")
-        stdin.flush()
-        for line in stdout:
-            if line.startswith("[["):
-                return json.loads(line)
-        raise RuntimeError(f"vLLM ended with {process.wait()}")
-
-    try:
-        yield embed
-    finally:
-        stdin.close()
-        process.wait()
-
-
-def measure(engines: dict[str, Embed], pieces: Sequence[Sequence[str]]) -> dict[str, list[float]]:
-    """Seconds of each piece, by engine; the engines take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number, piece in enumerate(pieces):
-        names = list(engines)
-        # No engine always comes first.
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            start = time.perf_counter()
-            engines[name](piece)
-            seconds[name].append(time.perf_counter() - start)
-        taken = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items())
-        print(f"piece {number + 1} of {len(pieces)}, {len(piece)} texts: {taken}", flush=True)
-    return seconds
-
-
-def report(seconds: dict[str, list[float]], num_texts: int, num_tokens: int) -> None:
-    first = next(iter(seconds))
-    for name, taken in seconds.items():
-        ratios = [one / other for one, other in zip(seconds[first], taken, strict=True)]
-        speed = f"{num_texts / sum(taken):7.1f} texts/s  {num_tokens / sum(taken):9,.0f} tokens/s"
-        spread = f"{sum(seconds[first]) / sum(taken):5.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"{name:22} {sum(taken):7.2f} s  {speed}  {spread}")
-
-
-def cosine(found: Sequence[Any], expected: np.ndarray) -> float:
-    """Smallest cosine between two lists of vectors."""
-    x, y = np.array(found), np.array(expected)
-    return float(((x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)).min())
-
-
-def measure_short(model: Path, count: int, repeats: int, threads: int) -> None:
-    """Print the time of many short texts, tokenised beside the steps and before them, and the time before a step."""
-    draw = random.Random(1)
-    texts = [
-        " ".join(f"w{draw.randrange(10, _VOCAB_SIZE)}" for _ in range(draw.randrange(4, 12))) for _ in range(count)
-    ]
-    seconds: dict[str, list[float]] = {"tokenised before": [], "tokenised beside": [], "tokenising": []}
-    waits: dict[str, list[float]] = {"tokenised before": [], "tokenised beside": []}
-    with LLM(model, num_threads=threads, dtype="float32") as llm:
-        session, step = llm._session, llm._session._dispatcher.step
-        first_step: list[float] = []
-
-        def noted_step() -> None:
-            first_step.append(time.perf_counter())
-            step()
-
-        session._dispatcher.step = noted_step  # type: ignore[method-assign]
-        params = PoolingParams(task="embed")
-        llm.embed(texts[:64], use_tqdm=False)
-        for _ in range(repeats):
-            for name in waits:
-                first_step.clear()
-                start = time.perf_counter()
-                if name == "tokenised beside":
-                    llm.embed(texts, use_tqdm=False)
-                else:
-                    requests = [session.accept(text, params) for text in texts]
-                    seconds["tokenising"].append(time.perf_counter() - start)
-                    with closing(session.run(requests)) as steps:
-                        _ = [progress.output().pooled for progress in steps if progress.finished]
-                seconds[name].append(time.perf_counter() - start)
-                waits[name].append(first_step[0] - start)
-    for name, taken in seconds.items():
-        wait = f"  first step after {1000 * statistics.median(waits[name]):.1f} ms" if name in waits else ""
-        print(f"{name:18} {statistics.median(taken):7.3f} s ({min(taken):.3f} to {max(taken):.3f}){wait}")
-    ratios = [one / other for one, other in zip(seconds["tokenised before"], seconds["tokenised beside"], strict=True)]
-    print(f"before / beside: {statistics.median(ratios):.3f} x ({min(ratios):.3f} to {max(ratios):.3f})")
+def _spread(median: float, from_to: list[float], form: str) -> str:
+    return f"{median:{form}} ({from_to[0]:{form}} to {from_to[1]:{form}})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, default in (("texts", 300), ("shortest", 16), ("longest", 512), ("layers", 12), ("hidden", 768)):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"texts": 300, "shortest": 16, "longest": 512, "layers": 12, "hidden": 768, "pieces": 5}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--engines", default=f"{_SENTENCE_TRANSFORMERS},float32,int8")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--part", default="1/1")
-    parser.add_argument("--pieces", type=int, default=3)
-    parser.add_argument("--short", type=int)
-    parser.add_argument("--vllm")
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--work-dir", type=Path, required=True, help="environments of `benchmarks.peers`, models, logs")
+    parser.add_argument("--output", type=Path, required=True, help="embeddings.jsonl, embeddings.json, embeddings.md")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="NAME")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--budget", type=float, default=10.0, metavar="MINUTES", help="begin nothing after these")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        folder = args.keep or Path(temporary)
-        model = folder / "model"
-        if not model.exists():
-            make_model(folder, args.layers, args.hidden, args.dtype)
-        print(described(machine(args.threads)))
-        if args.short is not None:
-            measure_short(model, args.short, args.pieces, args.threads)
-            return
-        part, parts = map(int, args.part.split("/"))
-        texts = make_texts(args.texts, args.shortest, args.longest)[part - 1 :: parts]
-        engines: dict[str, Embed] = {}
-        for name in args.engines.split(","):
-            if name == _SENTENCE_TRANSFORMERS:
-                context = sentence_transformers(model)
-            elif name in _VLLM:
-                context = vllm(args.vllm, model, args.threads, _VLLM[name])
-            else:
-                context = penstock(model, args.threads, name)
-            engines[name] = stack.enter_context(context)
-        few = sorted(texts, key=len)[:3]
-        vectors = {name: embed(few) for name, embed in engines.items()}
-        expected = next(iter(vectors.values()))
-        quality = {name: cosine(found, expected) for name, found in vectors.items()}
-        seconds = measure(engines, [texts[number :: args.pieces] for number in range(args.pieces)])
-    num_tokens = sum(len(text.split()) + _NUM_SPECIAL for text in texts)
-    print(f"{len(texts)} texts, {num_tokens:,} tokens, {args.layers} layers of {args.hidden}, {args.dtype} checkpoint")
-    report(seconds, len(texts), num_tokens)
-    print(f"smallest cosine to the first: {json.dumps(quality)}")
-    if args.output is not None:
-        facts = {"texts": len(texts), "tokens": num_tokens, "seconds": seconds, "cosine": quality, "part": args.part}
-        save(args.output, "embeddings", report={"machine": machine(args.threads), **facts})
+    args.work_dir = args.work_dir.resolve()
+    # As Ctrl-C does: engines that are stopped while others run would else be left behind.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
+    results = Results(args.output, FILE)
+    results.add_machine(args.threads)
+    run = Run(args, results)
+    if not run.run([ENGINES[name] for name in args.engines]):
+        print("The budget is spent; the same command goes on from here.", file=sys.stderr)
+    (args.output / "embeddings.json").write_text(json.dumps(run.rows(), indent=1))
+    (args.output / "embeddings.md").write_text(run.page())
+    print(run.page())
 
 
 if __name__ == "__main__":

@@ -70,27 +70,32 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     )
 
 
-def _convert(environment: str, module: str) -> Callable[[Path, ModelShape, str, Path], None]:
+def convert(work_dir: Path, environment: str, module: str, source: Path, folder: Path, precision: str) -> None:
+    """Run a module of `convert` in an environment. Raises RuntimeError with the end of what it printed."""
+    command = [str(python_of(work_dir, environment)), "-m", f"benchmarks.peers.convert.{module}"]
+    result = subprocess.run(
+        [*command, str(source), str(folder), precision], cwd=repository(), capture_output=True, text=True
+    )
+    if result.returncode != 0:
+        end = (result.stdout + result.stderr)[-2000:]
+        raise RuntimeError(f"{source.parent.name} could not be converted to {folder.name}: {end}")
+
+
+def _converter(environment: str, module: str) -> Callable[[Path, ModelShape, str, Path], None]:
     """Conversion of the float32 checkpoint; of the bfloat16 checkpoint where the converter chooses the precision."""
 
-    def convert(work_dir: Path, shape: ModelShape, model_format: str, folder: Path) -> None:
+    def converted(work_dir: Path, shape: ModelShape, model_format: str, folder: Path) -> None:
         precision = model_format.partition("-")[2]
         source = make(work_dir, shape, "bfloat16" if precision == "default" else "float32")
-        command = [str(python_of(work_dir, environment)), "-m", f"benchmarks.peers.convert.{module}"]
-        result = subprocess.run(
-            [*command, str(source), str(folder), precision], cwd=repository(), capture_output=True, text=True
-        )
-        if result.returncode != 0:
-            end = (result.stdout + result.stderr)[-2000:]
-            raise RuntimeError(f"{shape.name} could not be converted to {model_format}: {end}")
+        convert(work_dir, environment, module, source, folder, precision)
 
-    return convert
+    return converted
 
 
 _MAKERS: dict[str, Callable[[Path, ModelShape, str, Path], None]] = {
     "float32": _write_checkpoint,
     "bfloat16": _write_checkpoint,
-    "gguf": _convert("llama-cpp", "gguf_file"),
-    "openvino": _convert("openvino-convert", "openvino_ir"),
-    "ctranslate2": _convert("ctranslate2", "ctranslate2_model"),
+    "gguf": _converter("llama-cpp", "gguf_file"),
+    "openvino": _converter("openvino-convert", "openvino_ir"),
+    "ctranslate2": _converter("ctranslate2", "ctranslate2_model"),
 }

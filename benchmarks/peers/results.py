@@ -19,9 +19,9 @@ FILE = "peers.jsonl"
 class Results:
     """Results of a folder so far."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str = FILE) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / FILE
+        self._path = folder / file
         text = self._path.read_text() if self._path.exists() else ""
         if text and not text.endswith("\n"):
             # A run that was killed has left half a line.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from support.pooling_models import (
     random_text,
     sentence_transformer,
 )
-from support.waiting import PATIENCE_S
 
 pytest.importorskip("sentence_transformers")
 
@@ -236,30 +234,6 @@ def test_truncation_keeps_what_the_tokenizer_keeps(num_words: int, bert: tuple[L
     )
     whole = oracle.tokenizer(text)["input_ids"]
     assert left.prompt_token_ids == [whole[0], *whole[-19:]]
-
-
-@_ONE_PATH
-def test_steps_begin_before_all_texts_are_tokenised(bert: tuple[LLM, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, oracle = bert
-    session, texts = llm._session, [random_text(1 + seed % 7, seed=seed) for seed in range(400)]
-    has_run, step, process = threading.Event(), session._dispatcher.step, session._input_processor.process_pooled
-    num_waited = []
-
-    def run_step() -> None:
-        step()
-        has_run.set()
-
-    def process_later(prompts: Sequence[Any]) -> Any:
-        if prompts[0].where != "prompts[0]":
-            num_waited.append(has_run.wait(PATIENCE_S))
-        return process(prompts)
-
-    monkeypatch.setattr(session._dispatcher, "step", run_step)
-    monkeypatch.setattr(session._input_processor, "process_pooled", process_later)
-    found = embed(llm, texts)
-    assert num_waited
-    assert all(num_waited)
-    assert cosines(found, oracle.encode(texts)).min() >= 0.99999
 
 
 @_ONE_PATH

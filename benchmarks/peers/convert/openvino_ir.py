@@ -1,5 +1,6 @@
-"""A checkpoint as OpenVINO IR: python -m benchmarks.peers.convert.openvino_ir CHECKPOINT FOLDER float32|int8|default.
+"""A checkpoint as OpenVINO IR: python -m benchmarks.peers.convert.openvino_ir CHECKPOINT FOLDER PRECISION.
 
+PRECISION: float32 or int8; in the precision that the exporter chooses, "default", and for an encoder "embedding".
 Needs optimum-intel (and nncf, which makes the int8 weights: 8 bits, per channel).
 """
 
@@ -8,10 +9,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+from optimum.intel import OVModelForCausalLM, OVModelForFeatureExtraction, OVWeightQuantizationConfig
 
 
 def convert(checkpoint: Path, folder: Path, precision: str) -> None:
+    if precision == "embedding":
+        OVModelForFeatureExtraction.from_pretrained(
+            checkpoint, export=True, compile=False, trust_remote_code=False
+        ).save_pretrained(folder)
+        _convert_tokenizer(checkpoint, folder)
+        return
     quantization = OVWeightQuantizationConfig(bits=8) if precision == "int8" else None
     model = OVModelForCausalLM.from_pretrained(
         checkpoint,

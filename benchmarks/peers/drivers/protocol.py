@@ -30,10 +30,11 @@ class Driver(Protocol):
     def generate(self, prompts: list[list[int]], num_outputs: list[int]) -> list[list[int]]: ...
 
 
-def serve(load: Callable[..., Driver], packages: list[str]) -> None:
+def serve(load: Callable[..., Any], packages: list[str]) -> None:
     """Load the model that the command line names, then do jobs until standard input ends.
 
-    load: called with the model's path, the number of threads, and the engine's options by name.
+    load: called with the model's path, the number of threads, and the engine's options by name. Returns a Driver, or
+    another object whose methods the jobs call.
     """
     arguments = json.loads(sys.argv[1])
     with os.fdopen(arguments["reply_fd"], "w") as replies:

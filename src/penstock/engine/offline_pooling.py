@@ -179,8 +179,8 @@ class PoolingMethods(AdapterMethods):
             for index, (prompt, one, number) in enumerate(zip(prompts, params_list, priorities, strict=True))
         ]
         finished: dict[str, RequestOutput] = {}
+        requests = self._session.accept_pooled(items)
         with (
-            self._session.accept_pooled(items) as requests,
             progress_bar(len(items), is_wanted=use_tqdm) as bar,
             closing(self._session.run(requests)) as steps,
         ):
@@ -188,7 +188,7 @@ class PoolingMethods(AdapterMethods):
                 if progress.finished:
                     finished[progress.req_id] = progress.output()
                     bar.update()
-        return [finished[accepted.request.req_id] for accepted in requests.accepted]
+        return [finished[accepted.request.req_id] for accepted in requests]
 
 
 def _params_for(params: Any, count: int, task: str) -> list[PoolingParams]:

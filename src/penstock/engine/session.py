@@ -14,7 +14,6 @@ from penstock.contract.lora import LoRARequest
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.guards import LimitedLock
-from penstock.engine.inputs.accept_ahead import AcceptAhead, Listed, RequestSource
 from penstock.engine.inputs.default_sampling import default_sampling_params
 from penstock.engine.inputs.input_processor import AcceptedRequest, PooledPrompt, located
 from penstock.engine.inputs.prompts import Prompt
@@ -83,37 +82,32 @@ class Session:
                 prompt, sampling_params, where, priority=priority, number=number, lora_request=lora_request
             )
 
-    def accept_pooled(self, prompts: Sequence[PooledPrompt]) -> AcceptAhead:
-        """Accept prompts of an engine that pools for `run`, which begins while a thread still tokenises most of them.
-
-        Raises as `accept` for one of the first prompts; `run` raises the error of others. Leave its context after it.
-        """
+    def accept_pooled(self, prompts: Sequence[PooledPrompt]) -> list[AcceptedRequest]:
+        """Check and tokenise prompts of an engine that pools, in parallel, for `run`. Raises as `accept`."""
         with self._lock:
             self._check_open()
-        return AcceptAhead(self._input_processor.process_pooled, prompts)
+        return self._input_processor.process_pooled(prompts)
 
     def run(
         self,
-        requests: Sequence[AcceptedRequest] | RequestSource,
+        requests: Sequence[AcceptedRequest],
         on_refused: Callable[[AcceptedRequest, InvalidRequest], None] | None = None,
     ) -> Generator[Progress, None, None]:
         """Run requests to their end, yielding the progress of each after every step with an output of it.
 
-        requests: a list, or a source, whose requests join as they are accepted.
         on_refused: called for a request that the core refuses, such as one that its KV cache cannot hold, while the
         others run; None raises the error.
 
         An exception, Ctrl-C included, or closing the generator aborts unfinished requests; other `run`s continue.
         Iterate within `contextlib.closing`, so that an error in your loop aborts at once.
         """
-        source = Listed(requests) if isinstance(requests, Sequence) else requests
         inbox: deque[Progress] = deque()
         unfinished: set[str] = set()
         try:
+            self._admit(requests, inbox, unfinished, on_refused)
             with InterruptsBetweenSteps() as interrupts:
-                while (more := source.take(wait=not unfinished)) is not None or unfinished:
-                    self._admit(more or (), inbox, unfinished, on_refused)
-                    if unfinished and not inbox:
+                while unfinished:
+                    if not inbox:
                         self._turn(inbox, interrupts)
                     while inbox:
                         progress = inbox.popleft()

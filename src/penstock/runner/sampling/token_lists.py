@@ -50,7 +50,7 @@ class SlotLists:
         self._packed_for = None
 
     def any_set(self, slots_np: np.ndarray) -> bool:
-        return bool(self.has_list(slots_np).any())
+        return bool(self._columns) and bool(self.has_list(slots_np).any())
 
     def has_list(self, slots_np: np.ndarray) -> np.ndarray:
         """Whether each of these slots has a list, bool [slots]."""

