@@ -111,6 +111,21 @@ def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
         assert same_bits(kernels.linear(x_TI[:count], packed, outputs, None), torch.cat(alone[:count]))
 
 
+@pytest.mark.slow
+def test_rows_of_several_chunks_have_the_bits_of_rows_alone(
+    kernels: NativeKernels, layout: Bfloat16Layout, num_threads: int
+) -> None:
+    packed = kernels.pack_weight(torch.randn(70, 3200).bfloat16(), bfloat16=layout)
+    x_TI = torch.randn(530, 3200)
+    together = kernels.linear(x_TI, packed, 70, None)
+    for first in (0, 170, 300, 529):
+        assert same_bits(kernels.linear(x_TI[first : first + 1], packed, 70, None), together[first : first + 1])
+    tokens_T, _, largest_T = kernels.greedy(x_TI, packed, 70, with_largest=True)
+    assert largest_T is not None
+    assert torch.equal(tokens_T, together.argmax(1))
+    assert same_bits(largest_T, together.amax(1))
+
+
 def test_denormal_numbers_count_as_zero(kernels: NativeKernels, layout: Bfloat16Layout) -> None:
     tiny = SMALLEST_NORMAL / 4
     are_pairs = layout is Bfloat16Layout.PAIRS

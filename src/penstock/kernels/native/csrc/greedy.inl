@@ -41,7 +41,7 @@ static void look_at(const float* products, int64_t columns, int64_t first, Best&
 }
 
 template <class W>
-static void greedy_thread(void* data, int thread, const Team&) {
+static void greedy_thread(void* data, int thread, const Team& team) {
   auto& job = *static_cast<GreedyJob*>(data);
   const LinearArgs& a = *job.args;
   constexpr int64_t kWidth = kPanelOf<W>;
@@ -49,6 +49,7 @@ static void greedy_thread(void* data, int thread, const Team&) {
   const int64_t chunk_rows = job.panels.chunk_rows;
   Best* best = job.best + thread * a.rows;
 
+  job.panels.round_rows_together<W>(a, thread, team);
   static thread_local Scratch scratch;
   float* products = scratch.get(static_cast<size_t>(least(chunk_rows, a.rows) * kPanelsLookedAt * kWidth));
   job.had_memory[thread] = products != nullptr;

@@ -1,5 +1,5 @@
-// AMX: products in bfloat16 arithmetic, and of many rows with quantised weights, by tiles. Everything else is AVX-512 with
-// BF16 and VNNI.
+// AMX: products in bfloat16 arithmetic, and of many rows with quantised weights, by tiles. Everything else is AVX-512
+// with BF16 and VNNI.
 #include "every_instruction_set.h"
 
 #if defined(__x86_64__)
@@ -52,7 +52,8 @@ namespace penstock {
 namespace {
 
 bool amx_linear(const LinearArgs& a) {
-  return a.weight_type == WeightType::kBfloat16Tiles ? amx::linear_of<amx::TilePair>(a) : avx512bf16_kernels()->linear(a);
+  const bool are_tiles = a.weight_type == WeightType::kBfloat16Tiles;
+  return are_tiles ? amx::linear_of<amx::TilePair>(a) : avx512bf16_kernels()->linear(a);
 }
 
 bool amx_greedy(const GreedyArgs& a) {
@@ -74,7 +75,8 @@ Kernels amx_table() {
 constexpr int64_t kFewestRowsOfTiles = 16;
 
 bool quantized_amx_linear(const QuantizedLinearArgs& a) {
-  return a.rows < kFewestRowsOfTiles ? quantized_avx512vnni_kernels()->linear(a) : quantized_amx::quantized_linear_by_tiles(a);
+  if (a.rows < kFewestRowsOfTiles) return quantized_avx512vnni_kernels()->linear(a);
+  return quantized_amx::quantized_linear_by_tiles(a);
 }
 
 QuantizedKernels quantized_amx_table() {

@@ -56,7 +56,9 @@ constexpr bool kIsTilePair<TilePair> = true;
 // Output features of a panel.
 template <class W>
 constexpr int64_t kPanelOf = kIsTilePair<W> ? kTilePanel : kPanel;
-PENSTOCK_INLINE int64_t panel_width(WeightType type) { return type == WeightType::kBfloat16Tiles ? kTilePanel : kPanel; }
+PENSTOCK_INLINE int64_t panel_width(WeightType type) {
+  return type == WeightType::kBfloat16Tiles ? kTilePanel : kPanel;
+}
 
 // Operations on an inner element of rows and weights of type W.
 template <class W>
@@ -316,16 +318,7 @@ PENSTOCK_INLINE int64_t rounded_floats(const LinearArgs& a, int64_t rows) {
   return tiles.count * tiles.height * padded_pairs(a.in_features);
 }
 
-// Rounds a chunk of rows to bfloat16 in tiles. Each thread has its own copy, for the same reasons.
-static LinearArgs round_rows_to_tiles(const LinearArgs& a, int64_t first_row, int64_t rows, float* memory) {
-  LinearArgs rounded = a;
-  rounded.x_stride = padded_pairs(a.in_features);
-  rounded.x = memory - first_row * rounded.x_stride;
-  round_to_tiles(a.x + first_row * a.x_stride, a.x_stride, rows, a.in_features, reinterpret_cast<TilePair*>(memory));
-  return rounded;
-}
-
-// The same, to pairs.
+// Rounds a chunk of rows to bfloat16 pairs. Each thread has its own copy, for the same reasons.
 static LinearArgs round_rows(const LinearArgs& a, int64_t first_row, int64_t rows, float* memory) {
   LinearArgs rounded = a;
   rounded.x_stride = rounded_stride(a.in_features);
@@ -350,7 +343,7 @@ static auto with_type(WeightType type, const Function& run) {
 
 // Multiply-adds per turn of a thread: a microsecond's worth, many times the cost of taking a turn. At the end a thread
 // waits for half a turn of another thread on average.
-constexpr int64_t kProductsPerTurn = 64 * 1024;
+constexpr int64_t kProductsPerTurn = 64 * 1024, kTileProductsPerTurn = 512 * 1024;
 constexpr int64_t kPanelsPerTurn = 4;
 
 // Division of a product into chunks of rows times panels, the last of which may be partial. Each thread has a share of
@@ -360,24 +353,27 @@ struct PanelShares {
   int64_t chunk_rows, num_panels, panels_each, num_chunks, panels_per_turn;
   PanelStreams streams{0, 1, 1};
   bool has_streams;
-  float* rounded;  // memory for a chunk of rounded rows of each thread, if the product has them
+  float* rounded;  // memory for rounded rows, if the product has them: a chunk for each thread, or all chunks for all
   int64_t floats_each;
+  bool rounds_together;
 
   // most_panels: per turn of a thread. False when allocation fails.
   bool divide(const LinearArgs& a, int64_t most_panels, Scratch& scratch) {
     chunk_rows = rows_at_once(a);
     const bool are_tiles = a.weight_type == WeightType::kBfloat16Tiles;
+    rounds_together = are_tiles && a.num_threads > 1 && a.rows > kTileHeight;
+    num_chunks = divided_up(a.rows, chunk_rows);
     floats_each = rounded_floats(a, least(chunk_rows, a.rows));
     const size_t floats = Shares::floats_for(a.num_threads);
-    float* memory = scratch.get(floats + static_cast<size_t>(a.num_threads * floats_each));
+    const int64_t copies = rounds_together ? num_chunks : a.num_threads;
+    float* memory = scratch.get(floats + static_cast<size_t>(copies * floats_each));
     if (memory == nullptr) return false;
     rounded = memory + floats;
     const int64_t width = panel_width(a.weight_type);
     num_panels = divided_up(a.out_features, width);
     panels_each = divided_up(num_panels, a.num_threads);
-    num_chunks = divided_up(a.rows, chunk_rows);
     const int64_t products = least(chunk_rows, a.rows) * a.in_features * width;
-    panels_per_turn = least(divided_up(kProductsPerTurn, products), most_panels);
+    panels_per_turn = least(divided_up(are_tiles ? kTileProductsPerTurn : kProductsPerTurn, products), most_panels);
     const bool are_pairs = a.weight_type == WeightType::kBfloat16Pairs;
     const int at_once = are_tiles ? tile_panels_at_once(a.rows) : panels_at_once(a.rows, are_pairs);
     streams = {num_panels, a.num_threads, at_once};
@@ -386,13 +382,45 @@ struct PanelShares {
     return true;
   }
 
+  // Before the first turn. Many rows in tiles are rounded by all threads together: products by tiles take so little
+  // time that a copy of each thread would cost more than the barrier.
+  template <class W>
+  void round_rows_together(const LinearArgs& a, int thread, const Team& team) const {
+    if constexpr (kIsTilePair<W>) {
+      if (!rounds_together) return;
+      for (int64_t chunk = 0, taken = 0; chunk < num_chunks; ++chunk) {
+        const int64_t first = chunk * chunk_rows, rows = least(chunk_rows, a.rows - first);
+        for (int64_t tile = 0; tile < RowTiles(rows).count; ++tile, ++taken)
+          if (taken % team.num_threads == thread) round_tile(a, first, rows, tile, rounded + chunk * floats_each);
+      }
+      team.barrier();
+    }
+  }
+
   // A chunk of rows in the form in which a thread multiplies them.
   template <class W>
   LinearArgs prepare_rows(const LinearArgs& a, int thread, int64_t first_row, int64_t rows) const {
-    float* const memory = rounded + thread * floats_each;
-    if constexpr (kIsTilePair<W>) return round_rows_to_tiles(a, first_row, rows, memory);
-    else if constexpr (kIsPair<W>) return round_rows(a, first_row, rows, memory);
-    else return spread_rows(a, first_row, rows);
+    float* const memory = rounded + (rounds_together ? first_row / chunk_rows : thread) * floats_each;
+    if constexpr (kIsTilePair<W>) {
+      LinearArgs prepared = a;
+      prepared.x_stride = padded_pairs(a.in_features);
+      prepared.x = memory - first_row * prepared.x_stride;
+      if (!rounds_together)
+        for (int64_t tile = 0; tile < RowTiles(rows).count; ++tile) round_tile(a, first_row, rows, tile, memory);
+      return prepared;
+    } else if constexpr (kIsPair<W>) {
+      return round_rows(a, first_row, rows, memory);
+    } else {
+      return spread_rows(a, first_row, rows);
+    }
+  }
+
+  // A tile of a chunk of rows.
+  static void round_tile(const LinearArgs& a, int64_t first_row, int64_t rows, int64_t tile, float* memory) {
+    const int64_t height = RowTiles(rows).height, start = tile * height;
+    auto* const to = reinterpret_cast<TilePair*>(memory) + start * padded_pairs(a.in_features);
+    const float* const x = a.x + (first_row + start) * a.x_stride;
+    round_to_tile(x, a.x_stride, least(height, rows - start), height, a.in_features, to);
   }
 
   struct Turn {
@@ -427,13 +455,14 @@ struct LinearJob {
 };
 
 template <class W>
-static void linear_thread(void* data, int thread, const Team&) {
+static void linear_thread(void* data, int thread, const Team& team) {
   auto& job = *static_cast<LinearJob*>(data);
   const LinearArgs& a = *job.args;
   constexpr int64_t kWidth = kPanelOf<W>;
   const int64_t full_panels = a.out_features / kWidth, at_once = job.panels.chunk_rows;
   LinearArgs spread = a;
   int64_t chunk = -1;
+  job.panels.round_rows_together<W>(a, thread, team);
   job.panels.take_turns(thread, [&](const PanelShares::Turn& turn) {
     const int64_t first = turn.chunk * at_once, rows = least(at_once, a.rows - first);
     if (turn.chunk != chunk) spread = job.panels.prepare_rows<W>(a, thread, first, rows);

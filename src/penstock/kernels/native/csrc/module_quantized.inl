@@ -5,14 +5,17 @@ namespace {
 // Best first, then those for tests, which are not in the list of instruction sets.
 constexpr int kQuantizedCandidates = 5;
 const QuantizedKernels* quantized_candidate(int index) {
-  const QuantizedKernels* all[] = {quantized_amx_kernels(),  quantized_avx512vnni_kernels(), quantized_avx512_kernels(),
-                                   quantized_avx2_kernels(), quantized_generic_kernels(),    quantized_avx2_tiles_kernels()};
-  const Kernels* needed[] = {amx_kernels(), avx512_kernels(), avx512_kernels(), avx2_kernels(), generic_kernels(), avx2_kernels()};
-  if (index < 0 || index > kQuantizedCandidates || !can_run(needed[index])) return nullptr;
+  const struct {
+    const QuantizedKernels* kernels;
+    const Kernels* needed;
+  } all[] = {{quantized_amx_kernels(), amx_kernels()},       {quantized_avx512vnni_kernels(), avx512_kernels()},
+             {quantized_avx512_kernels(), avx512_kernels()}, {quantized_avx2_kernels(), avx2_kernels()},
+             {quantized_generic_kernels(), generic_kernels()}, {quantized_avx2_tiles_kernels(), avx2_kernels()}};
+  if (index < 0 || index > kQuantizedCandidates || !can_run(all[index].needed)) return nullptr;
 #if defined(__x86_64__)
   if (index <= 1 && !__builtin_cpu_supports("avx512vnni")) return nullptr;
 #endif
-  return all[index];
+  return all[index].kernels;
 }
 
 const QuantizedKernels* quantized_kernels(Arguments& in) {

@@ -18,7 +18,8 @@ template <class W>
 static void pack_panels(const void* from, int64_t out_features, int64_t in_features, void* to) {
   const W* weight = static_cast<const W*>(from);
   W* packed = static_cast<W*>(to);
-  const int64_t padded_outputs = divided_up(out_features, kPanelOf<W>) * kPanelOf<W>, depth = packed_depth<W>(in_features);
+  const int64_t padded_outputs = divided_up(out_features, kPanelOf<W>) * kPanelOf<W>;
+  const int64_t depth = packed_depth<W>(in_features);
   for (int64_t first = 0; first < padded_outputs; first += kPanelOf<W>)
     for (int64_t k = 0; k < depth; ++k)
       for (int64_t n = first; n < first + kPanelOf<W>; ++n)
@@ -100,16 +101,19 @@ static void lookup(const LookupArgs& a) {
   LookupArgs args = a;
   const int num_threads = a.num_ids < 4 ? 1 : a.num_threads;
   with_type(a.weight_type, [&](auto w) {
-    if constexpr (!kIsPair<decltype(w)> && !kIsTilePair<decltype(w)>) run_parallel(num_threads, lookup_thread<decltype(w)>, &args);
+    using W = decltype(w);
+    if constexpr (!kIsPair<W> && !kIsTilePair<W>) run_parallel(num_threads, lookup_thread<W>, &args);
   });
 }
 
 static void pack_weight(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed) {
-  with_type(type, [&](auto w) { pack_panels<decltype(w)>(weight, out_features, elements(in_features, type), packed); });
+  const int64_t depth = elements(in_features, type);
+  with_type(type, [&](auto w) { pack_panels<decltype(w)>(weight, out_features, depth, packed); });
 }
 
 static void unpack_weight(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight) {
-  with_type(type, [&](auto w) { unpack_panels<decltype(w)>(packed, out_features, elements(in_features, type), weight); });
+  const int64_t depth = elements(in_features, type);
+  with_type(type, [&](auto w) { unpack_panels<decltype(w)>(packed, out_features, depth, weight); });
 }
 
 }  // namespace PENSTOCK_NAMESPACE

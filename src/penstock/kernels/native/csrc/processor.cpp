@@ -74,7 +74,8 @@ struct TileProducts {
       std::memcpy(&value, reinterpret_cast<const char*>(&number) + 2, sizeof value);
     }
     kernels->pack_weight(weight, kOutputs, kInputs, WeightType::kBfloat16Tiles, packed);
-    return kernels->linear({x, kInputs, packed, nullptr, out, kOutputs, rows, kInputs, kOutputs, WeightType::kBfloat16Tiles, 1});
+    return kernels->linear(
+        {x, kInputs, packed, nullptr, out, kOutputs, rows, kInputs, kOutputs, WeightType::kBfloat16Tiles, 1});
   }
 };
 
@@ -118,7 +119,8 @@ const char* why_no_tiles() {
   static const char* const reason = [] {
     if (!has_amx() || !can_run(avx512bf16_kernels())) return static_cast<const char*>(nullptr);
     if (!is_permitted()) return "the operating system refused their use (arch_prctl)";
-    if (!multiply_tiles_alike(amx_kernels(), 1, avx512bf16_kernels(), 1)) return "their products differ from Intel's definition";
+    if (!multiply_tiles_alike(amx_kernels(), 1, avx512bf16_kernels(), 1))
+      return "their products differ from Intel's definition";
     return static_cast<const char*>(nullptr);
   }();
   return reason;

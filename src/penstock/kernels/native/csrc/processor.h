@@ -13,8 +13,8 @@ bool can_run(const Kernels* kernels);
 constexpr int kCandidates = 4;
 const Kernels* candidate(int index);
 
-// Reason why a processor with AMX does not use its tiles; nullptr if it does, or has none. The first call asks Linux for
-// permission, for all threads of the process, and compares products with those of the emulation.
+// Reason why a processor with AMX does not use its tiles; nullptr if it does, or has none. The first call asks Linux
+// for permission, for all threads of the process, and compares products with those of the emulation.
 const char* why_no_tiles();
 
 // Whether two tables of kernels have the same products by tiles, bit for bit, on random numbers from these seeds.

@@ -62,7 +62,8 @@ template <class Products>
 static void quantize_tile(const QuantizedShape& s, const float* x, int64_t x_stride, const QuantizedRows& rows,
                           const Tiles::Tile& tile) {
   const QuantizedRows to = rows_after(rows, tile.start, tile.height, 0);
-  const int64_t unit_stride = Products::kInterleaved ? tile.height : 1, row_stride = Products::kInterleaved ? 1 : kGroupUnits;
+  const int64_t unit_stride = Products::kInterleaved ? tile.height : 1;
+  const int64_t row_stride = Products::kInterleaved ? 1 : kGroupUnits;
   for (int64_t i = 0; i < tile.height; ++i)
     quantize_row(x + (tile.start + i) * x_stride, s.in_features, tile.height, unit_stride, row_offset(s),
                  {to.values + i * row_stride, to.scales + i, to.offsets + i, to.groups, to.parts});

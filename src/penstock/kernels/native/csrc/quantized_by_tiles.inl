@@ -1,15 +1,13 @@
 // Products with quantised weights by tile registers (AMX), for many rows.
 //
-// They read the panels that products by vectors read. A run of a panel is a tile of half the depth for every 16 outputs,
-// since each run has scales of its own; 4-bit weights are unpacked to bytes first, once for all rows. Sums of a run are
-// exact integers, and are scaled and added in the order of products by vectors, so that the bits are equal.
+// They read the panels that products by vectors read. A run of a panel is a tile of half the depth for every 16
+// outputs, since each run has scales of its own; 4-bit weights are unpacked to bytes first, once for all rows. Sums of a
+// run are exact integers, and are scaled and added in the order of products by vectors, so that the bits are equal.
 
 namespace PENSTOCK_NAMESPACE {
 
 // Runs whose sums of integers wait in the L1 cache: their products do not wait for the additions of floats.
 constexpr int64_t kRunsAtOnce = 8;
-// Rows whose float sums fit into registers.
-constexpr int kRowsAdded = 8;
 constexpr int64_t kByteRunBytes = kGroup * kPanel;
 
 // A run as bytes, [unit][output][4 bytes].
@@ -34,7 +32,7 @@ struct Runs {
   const uint8_t* bytes[kRunsAtOnce];
   const uint8_t* heads[kRunsAtOnce];
   int64_t count;
-  bool are_float16;
+  int scale_bytes;
 };
 
 // sums: [run][height][kPanel], of a tile of rows. x: its first group.
@@ -55,25 +53,26 @@ static __attribute__((noinline)) void multiply_runs(TileRegisters& tiles, const 
   }
 }
 
-// Adds the sums of R rows of a tile of `height` rows to the output.
+// Adds the sums of a panel's vector, of a tile of R rows, to the output. scales, offsets: of the tile.
 template <class Format, int R>
-static __attribute__((noinline)) void add_runs(const Runs& runs, const float* scales, const float* offsets, int64_t height,
+static __attribute__((noinline)) void add_runs(const Runs& runs, int v, const float* scales, const float* offsets,
                                                const int32_t* sums, const float* bias, float* out, int64_t out_stride,
                                                bool is_first) {
-  Vec total[R][kPanelVectors];
-  for (int i = 0; i < R; ++i)
-    for (int v = 0; v < kPanelVectors; ++v) total[i][v] = is_first ? Vec{} : load(out + i * out_stride + v * kLanes);
-  for (int64_t g = 0; g < runs.count; ++g, scales += height, offsets += height, sums += height * kPanel) {
-    IntVec sum[R][kPanelVectors];
-    for (int i = 0; i < R; ++i)
-      for (int v = 0; v < kPanelVectors; ++v)
-        sum[i][v] = load_bytes<IntVec>(sums + i * kPanel + v * kLanes) + (IntVec)splat(kMagic);
-    add_sums<Format, R>(runs.heads[g], runs.are_float16, scales, offsets, sum, total);
+  Vec total[R];
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) total[i] = is_first ? Vec{} : load(out + i * out_stride);
+  for (int64_t g = 0; g < runs.count; ++g, scales += R, offsets += R, sums += R * kPanel) {
+    Vec weight_scale, minimum{};
+    load_head<Format>(runs.heads[g], v, runs.scale_bytes, weight_scale, minimum);
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      const IntVec sum = load_bytes<IntVec>(sums + i * kPanel) + (IntVec)splat(kMagic);
+      add_sum<Format>(sum, weight_scale, minimum, scales[i], offsets[i], total[i]);
+    }
   }
-  for (int v = 0; v < kPanelVectors; ++v) {
-    const Vec more = bias == nullptr ? Vec{} : load(bias + v * kLanes);
-    for (int i = 0; i < R; ++i) store(out + i * out_stride + v * kLanes, total[i][v] + more);
-  }
+  const Vec more = bias == nullptr ? Vec{} : load(bias);
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) store(out + i * out_stride, total[i] + more);
 }
 
 struct ByTiles {
@@ -92,7 +91,7 @@ struct ByTiles {
     alignas(64) uint8_t unpacked[kRunsAtOnce * kByteRunBytes];
     TileRegisters registers(static_cast<int>(tiles.height), kGroupUnits);
     for (int64_t first = 0; first < x.groups; first += kRunsAtOnce) {
-      Runs runs{{}, {}, least(kRunsAtOnce, x.groups - first), s.scale_bytes == 2};
+      Runs runs{{}, {}, least(kRunsAtOnce, x.groups - first), s.scale_bytes};
       for (int64_t g = 0; g < runs.count; ++g) {
         runs.heads[g] = panel + (first + g) / per_scale * group_bytes(s);
         const uint8_t* const run = runs.heads[g] + head_bytes(s) + (first + g) % per_scale * Format::kRunBytes;
@@ -121,14 +120,11 @@ struct ByTiles {
                             const float* bias, float* out, int64_t out_stride, bool is_first) {
     alignas(64) int32_t sums[kRunsAtOnce * kRows * kPanel];
     multiply_runs<Format::kIsUnsigned>(registers, x, height, runs, sums);
-    const Tiles parts(height, kRowsAdded);
-    for (int64_t part = 0; part < parts.count; ++part) {
-      const Tiles::Tile some = parts.at(part);
-      with_constant<kRowsAdded>(some.height, [&](auto r) {
-        add_runs<Format, r>(runs, x.scales + some.start, x.offsets + some.start, height, sums + some.start * kPanel, bias,
-                            out + some.start * out_stride, out_stride, is_first);
-      });
-    }
+    with_constant<kRows>(height, [&](auto r) {
+      for (int v = 0; v < kPanelVectors; ++v)
+        add_runs<Format, r>(runs, v, x.scales, x.offsets, sums + v * kLanes,
+                            bias == nullptr ? nullptr : bias + v * kLanes, out + v * kLanes, out_stride, is_first);
+    });
   }
 };
 

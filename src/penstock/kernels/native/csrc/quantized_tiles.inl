@@ -39,32 +39,42 @@ PENSTOCK_INLINE QuantizedRows rows_after(const QuantizedRows& x, int64_t tile_st
   return {x.values + scales * kGroupUnits, x.scales + scales, x.offsets + scales * x.parts, x.groups, x.parts};
 }
 
-// Adds finished sums, which are exact integers, times their scales. head: scales, then minimums.
+// Adds a finished sum, which is an exact integer and kMagic, times its scales. offset: of the row.
+template <class Format>
+PENSTOCK_INLINE void add_sum(IntVec sum, Vec weight_scale, Vec minimum, float scale, float offset, Vec& total) {
+  // All of these are integers below 2^24, so exact.
+  const Vec exact = (Vec)sum - (Format::kHasMinimums ? splat(kMagic) : splat(offset));
+  const Vec both = weight_scale * splat(scale);
+#if defined(PENSTOCK_FMA_REGISTER)
+  multiply_add(total, exact, both);
+  if (Format::kHasMinimums) multiply_add(total, minimum, splat(offset));
+#else
+  Vec product = exact * both;
+  PENSTOCK_NEEDED_NOW(product);
+  total += product;
+  if (!Format::kHasMinimums) return;
+  product = minimum * splat(offset);
+  PENSTOCK_NEEDED_NOW(product);
+  total += product;
+#endif
+}
+
+// Scales and minimums of a panel's vector.
+template <class Format>
+PENSTOCK_INLINE void load_head(const uint8_t* head, int v, int scale_bytes, Vec& scale, Vec& minimum) {
+  const int64_t vector_bytes = kLanes * scale_bytes;
+  scale = load_scales(head + v * vector_bytes, scale_bytes);
+  if (Format::kHasMinimums) minimum = load_scales(head + (kPanelVectors + v) * vector_bytes, scale_bytes);
+}
+
+// Adds finished sums. head: scales, then minimums.
 template <class Format, int R>
 PENSTOCK_INLINE void add_sums(const uint8_t* head, int scale_bytes, const float* scales, const float* offsets,
                               const IntVec (&sum)[R][kPanelVectors], Vec (&total)[R][kPanelVectors]) {
-  const int64_t vector_bytes = kLanes * scale_bytes;
   for (int v = 0; v < kPanelVectors; ++v) {
-    const Vec weight_scale = load_scales(head + v * vector_bytes, scale_bytes);
-    Vec minimum{};
-    if (Format::kHasMinimums) minimum = load_scales(head + (kPanelVectors + v) * vector_bytes, scale_bytes);
-    for (int i = 0; i < R; ++i) {
-      // All of these are integers below 2^24, so exact.
-      const Vec exact = (Vec)sum[i][v] - (Format::kHasMinimums ? splat(kMagic) : splat(offsets[i]));
-      Vec scale = weight_scale * splat(scales[i]);
-#if defined(PENSTOCK_FMA_REGISTER)
-      multiply_add(total[i][v], exact, scale);
-      if (Format::kHasMinimums) multiply_add(total[i][v], minimum, splat(offsets[i]));
-#else
-      Vec product = exact * scale;
-      PENSTOCK_NEEDED_NOW(product);
-      total[i][v] += product;
-      if (!Format::kHasMinimums) continue;
-      product = minimum * splat(offsets[i]);
-      PENSTOCK_NEEDED_NOW(product);
-      total[i][v] += product;
-#endif
-    }
+    Vec weight_scale, minimum{};
+    load_head<Format>(head, v, scale_bytes, weight_scale, minimum);
+    for (int i = 0; i < R; ++i) add_sum<Format>(sum[i][v], weight_scale, minimum, scales[i], offsets[i], total[i][v]);
   }
 }
 

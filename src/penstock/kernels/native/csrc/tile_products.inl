@@ -41,16 +41,17 @@ PENSTOCK_INLINE int64_t place_in_tiles(int64_t n, int64_t k, int64_t pairs) {
          inside / kTileWidth * kTilePairs + k % kTileUnits * kTileWidth + inside % kTileWidth;
 }
 
-// Rounds rows to bfloat16 in tiles, [tile of rows][tile of inner elements][row][pair]. x: rows of 2 * pairs elements.
-static void round_to_tiles(const float* x, int64_t x_stride, int64_t rows, int64_t pairs, TilePair* to) {
-  const RowTiles tiles(rows);
+// Rounds a tile of rows to bfloat16, [tile of inner elements][row][pair]. x: `count` rows of 2 * pairs elements; the
+// other ones of `height` are zero.
+static void round_to_tile(const float* x, int64_t x_stride, int64_t count, int64_t height, int64_t pairs,
+                          TilePair* to) {
   const int64_t depth = divided_up(pairs, kTileUnits), whole = pairs / kTileUnits;
-  for (int64_t row = 0; row < tiles.count * tiles.height; ++row) {
-    TilePair* line = to + (row / tiles.height * depth * tiles.height + row % tiles.height) * kTileUnits;
-    for (int64_t k = 0; k < depth; ++k, line += tiles.height * kTileUnits) {
+  for (int64_t row = 0; row < height; ++row) {
+    TilePair* line = to + row * kTileUnits;
+    for (int64_t k = 0; k < depth; ++k, line += height * kTileUnits) {
       Bfloat16Pair rounded[kTileUnits] = {};
-      const int64_t count = row >= rows ? 0 : k < whole ? kTileUnits : pairs - whole * kTileUnits;
-      round_row(x + row * x_stride + k * 2 * kTileUnits, count, rounded);
+      const int64_t units = row >= count ? 0 : k < whole ? kTileUnits : pairs - whole * kTileUnits;
+      round_row(x + row * x_stride + k * 2 * kTileUnits, units, rounded);
       std::memcpy(line, rounded, sizeof rounded);
     }
   }
@@ -58,8 +59,8 @@ static void round_to_tiles(const float* x, int64_t x_stride, int64_t rows, int64
 
 // A block of up to two tiles of rows by one or two panels: out += x * weight over `depth` tiles of inner elements.
 //
-// x: tiles of rows, x_stride pairs apart. weight: panels, panel_stride pairs apart. out: tiles of rows `out_tile` floats
-// apart, panels out_panel_stride; starts from zero if is_first.
+// x: tiles of rows, x_stride pairs apart. weight: panels, panel_stride pairs apart. out: rows out_stride floats apart,
+// panels out_panel_stride; starts from zero if is_first.
 struct TileBlock {
   const TilePair* x;
   int64_t x_stride, height;
@@ -106,8 +107,8 @@ static void multiply_block(int64_t row_tiles, int64_t panels, TileRegisters& til
 }
 
 // A block of a panel of which `rows` rows and `columns` columns go to the output. b: without an output of its own.
-static void multiply_through_buffer(TileRegisters& tiles, int64_t row_tiles, TileBlock b, float* out, int64_t out_stride,
-                                    int64_t rows, int64_t columns) {
+static void multiply_through_buffer(TileRegisters& tiles, int64_t row_tiles, TileBlock b, float* out,
+                                    int64_t out_stride, int64_t rows, int64_t columns) {
   float buffer[kBlockRows * kTilePanel];
   Fetch fetch = fetch_nothing();
   b.out = buffer;
@@ -121,7 +122,7 @@ static void multiply_through_buffer(TileRegisters& tiles, int64_t row_tiles, Til
 // memory faster than one.
 constexpr int tile_panels_at_once(int64_t rows) { return rows <= kTileHeight ? 2 : 1; }
 
-// Some panels times a chunk of rows, as in `multiply_panels`. a.x: from `round_to_tiles`.
+// Some panels times a chunk of rows, as in `multiply_panels`. a.x: tiles from `round_to_tile`.
 static void multiply_tile_panels(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
                                  int64_t out_panel_stride) {
   if (panels.count == 0) return;
@@ -157,8 +158,10 @@ static void multiply_tile_panels(const LinearArgs& a, int64_t first_row, int64_t
       }
     }
     if (is_padded)
-      multiply_through_buffer(tiles, row_tiles.count - in_place, {x + in_place * x_stride, x_stride, height, panel, 0, depth},
-                              panel_out + in_place * height * a.out_stride, a.out_stride, rows - in_place * height, kTilePanel);
+      multiply_through_buffer(tiles, row_tiles.count - in_place,
+                              {x + in_place * x_stride, x_stride, height, panel, 0, depth},
+                              panel_out + in_place * height * a.out_stride, a.out_stride, rows - in_place * height,
+                              kTilePanel);
   }
 }
 

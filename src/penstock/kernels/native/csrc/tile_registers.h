@@ -1,9 +1,9 @@
 // Tile registers of AMX, and products of two tiles that are added to a third.
 //
-// Registers 0 to 3 hold sums, 4 and 5 rows of activations, 6 and 7 weights. A row of a tile has up to 64 bytes: 16 sums,
-// or up to 16 units of 4 bytes, which are pairs of bfloat16 or four int8. Weights are a unit of 16 outputs per row.
-// Instruction sets without AMX compute the same bits from the definitions of TDPBF16PS, TDPBSUD and TDPBSSD in Intel's Software
-// Developer's Manual, volume 2.
+// Registers 0 to 3 hold sums, 4 and 5 rows of activations, 6 and 7 weights. A row of a tile has up to 64 bytes: 16
+// sums, or up to 16 units of 4 bytes, which are pairs of bfloat16 or four int8. A row of weights is a unit of 16
+// outputs. Instruction sets without AMX compute the same bits from the definitions of TDPBF16PS, TDPBSUD and TDPBSSD in
+// Intel's Software Developer's Manual, volume 2.
 
 namespace PENSTOCK_NAMESPACE {
 
