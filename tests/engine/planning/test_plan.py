@@ -23,6 +23,7 @@ from penstock.errors import (
     OutOfMemory,
     UnsupportedFeature,
 )
+from penstock.kernels.native import NATIVE
 from penstock.loader.sharded_state import copy_model_files
 from penstock.models.registry import supported_architectures
 from penstock.observability.units import format_bytes
@@ -344,6 +345,17 @@ def test_the_title_names_the_quantization_of_a_checkpoint_and_of_the_option(tmp_
     assert planned.to_dict()["quantization"] == "gptq"
     assert "on cpu in float32 (gptq weights; otherwise " in planned.table()
     assert "(int8 weights; otherwise " in plan_engine("demo", quantization="int8", **SMALL).table()
+
+
+@pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+def test_the_title_names_the_arithmetic_of_products() -> None:
+    planned = plan_engine("demo", cpu_arithmetic="bfloat16", **SMALL)
+    assert planned.products is not None
+    assert planned.products.startswith("products in bfloat16 arithmetic, added in float32, ")
+    assert planned.to_dict()["products"] == planned.products
+    assert f"; {planned.products})" in planned.table()
+    assert plan_engine("demo", cpu_arithmetic="float32", **SMALL).products == "products widen them"
+    assert plan_engine("demo", dtype="float32", **SMALL).products is None
     assert "otherwise" not in plan_engine("demo", **SMALL).table()
 
 
