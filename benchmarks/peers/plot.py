@@ -91,7 +91,8 @@ def _frame(machine: dict[str, Any], height: int, model: str) -> list[str]:
 
 
 def _widest(instruction_sets: str) -> str:
-    return "AVX-512" if "avx512f" in instruction_sets.split() else "AVX2"
+    found = instruction_sets.split()
+    return "AMX" if "amx_tile" in found else "AVX-512" if "avx512f" in found else "AVX2"
 
 
 def _heads(most: dict[str, float], bottom: int) -> list[str]:
