@@ -55,11 +55,11 @@ def profile(
         traced = {"profiler": "steps", "profiler_dir": folder, "profiler_use_gzip": is_compressed}
         config = EngineConfig.create(model, **engine, **traced)
         paths = _run(config, num_prompts, input_len, output_len, seed)
-        names = [output] if len(paths) == 1 else [output.with_name(f"{n}-{output.name}") for n in range(len(paths))]
+        copies = [output] if len(paths) == 1 else [output.with_name(f"{n}-{output.name}") for n in range(len(paths))]
         with file_named("--output", output):
-            for trace, name in zip(paths, names, strict=True):
-                shutil.copyfile(trace, name)
-    _print(f"Written: {', '.join(map(str, names))}. Open it at https://ui.perfetto.dev.\n")
+            for trace, copied in zip(paths, copies, strict=True):
+                shutil.copyfile(trace, copied)
+    _print(f"Written: {', '.join(map(str, copies))}. Open it at https://ui.perfetto.dev.\n")
 
 
 def profile_serve(
