@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.table import Table
 
 from penstock.bench.workloads import Settings
+
+# Name, summary, factor, unit.
+Figure: TypeAlias = tuple[str, dict[str, Any], float, str]
 
 
 def tables(settings: Settings, results: Any) -> list[Table]:
     """Return the tables of a workload's results, with medians first."""
     if settings.workload == "long-context":
         return [_long_context_table(results)]
-    if settings.workload == "startup":
-        return [_figures_table(_title(settings), _startup_rows(results))]
     if settings.workload == "prefix":
         return [
-            _figures_table(
-                f"{_title(settings)}, {words}", _rows(results[key], "output_tokens_per_s"), _caption(results[key])
-            )
+            _figures_table(f"{title(settings)}, {words}", figures(settings, results[key]), _caption(results[key]))
             for key, words in (("new_prefix", "prefix not seen before"), ("known_prefix", "prefix served before"))
         ]
+    return [_figures_table(title(settings), figures(settings, results), _caption(results))]
+
+
+def figures(settings: Settings, results: dict[str, Any]) -> list[Figure]:
+    """Return the figures of a workload's runs, but for those of long contexts."""
+    if settings.workload == "startup":
+        return _startup_rows(results)
     rates = {
         "latency": ("output_tokens_per_s",),
         "throughput": ("requests_per_s", "input_tokens_per_s", "output_tokens_per_s"),
         "prefill": ("input_tokens_per_s",),
+        "prefix": ("output_tokens_per_s",),
     }
-    return [_figures_table(_title(settings), _rows(results, *rates[settings.workload]), _caption(results))]
+    return _rows(results, *rates[settings.workload])
 
 
-def _title(settings: Settings) -> str:
+def title(settings: Settings) -> str:
+    """Return the workload with its sizes."""
     parts = [settings.workload]
     if settings.workload != "startup":
         parts.append(f"{settings.num_requests} requests at once")
@@ -53,7 +61,7 @@ def _caption(results: dict[str, Any]) -> str | None:
     )
 
 
-def _rows(results: dict[str, Any], *rates: str) -> list[tuple[str, dict[str, Any], float, str]]:
+def _rows(results: dict[str, Any], *rates: str) -> list[Figure]:
     """Return rows of name, summary, factor, unit."""
     rows = [(_RATE_NAMES[name], results[name], 1.0, _RATE_UNITS[name]) for name in rates]
     rows.append(("all requests", results["latency_s"], 1.0, "s"))
@@ -67,21 +75,21 @@ _RATE_NAMES = {"output_tokens_per_s": "output", "input_tokens_per_s": "input", "
 _RATE_UNITS = {"output_tokens_per_s": "tok/s", "input_tokens_per_s": "tok/s", "requests_per_s": "1/s"}
 
 
-def _startup_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any], float, str]]:
-    phases = [(f"of which {phase}", figures, 1.0, "s") for phase, figures in results["phases_s"].items()]
+def _startup_rows(results: dict[str, Any]) -> list[Figure]:
+    phases = [(f"of which {phase}", summary, 1.0, "s") for phase, summary in results["phases_s"].items()]
     return [("process start to first token", results["startup_s"], 1.0, "s"), *phases]
 
 
-def _figures_table(title: str, rows: list[tuple[str, dict[str, Any], float, str]], caption: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+def _figures_table(heading: str, rows: list[Figure], caption: str | None = None) -> Table:
+    table = Table(title=heading, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
     table.add_column("")
-    for heading in ("median", "mean", "10%", "90%", "spread"):
-        table.add_column(heading, justify="right")
+    for column in ("median", "mean", "10%", "90%", "spread"):
+        table.add_column(column, justify="right")
     table.add_column("unit")
-    for name, figures, factor, unit in rows:
-        percentiles = figures["percentiles"]
-        values = [figures["median"], figures["mean"], percentiles["10"], percentiles["90"]]
-        table.add_row(name, *(number(factor * value) for value in values), f"{100 * figures['spread']:.0f}%", unit)
+    for name, summary, factor, unit in rows:
+        percentiles = summary["percentiles"]
+        values = [summary["median"], summary["mean"], percentiles["10"], percentiles["90"]]
+        table.add_row(name, *(number(factor * value) for value in values), f"{100 * summary['spread']:.0f}%", unit)
     return table
 
 

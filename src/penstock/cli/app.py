@@ -18,6 +18,7 @@ from penstock.cli.flags import EngineCommand, with_dashes
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.pool import classify, embed, score
+from penstock.cli.profile import profile, profile_serve
 from penstock.cli.replay import replay
 from penstock.cli.serve import serve
 from penstock.cli.top import top
@@ -65,6 +66,8 @@ app.command()(env)
 app.command(cls=EngineCommand)(plan)
 app.command(cls=EngineCommand)(bench)
 app.command()(replay)
+app.command(cls=EngineCommand)(profile)
+app.command("profile serve")(profile_serve)
 app.command("eval", cls=EngineCommand)(evaluate)
 app.command("bench serve", cls=ManyValuesCommand)(bench_serve)
 

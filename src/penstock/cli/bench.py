@@ -11,6 +11,7 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.failures import file_named
+from penstock.cli.plots import check_plot, write_plot
 from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError
 
@@ -44,6 +45,7 @@ def bench(
     expert_stats: Annotated[
         Path | None, typer.Option(metavar="FILE.svg|FILE.json", help="Draw or write the tokens per expert and layer")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the figures")] = None,
     model: options.Model = "demo",
     *,
     engine: dict[str, Any],
@@ -72,12 +74,17 @@ def bench(
     for name, path in (("--output-json", output_json), ("--expert-stats", expert_stats)):
         if path is not None:
             _check_writable(name, path)
+    check_plot(plot)
     results, tokens_per_expert = _measure(settings, model, engine, config, counts_experts=expert_stats is not None)
     _show(settings, results, tokens_per_expert)
     if expert_stats is not None:
         _write_expert_stats(expert_stats, f"{Path(model).name}, {workload}", tokens_per_expert)
     if output_json is not None:
         _write(output_json, settings, model, engine, results)
+    if plot is not None:
+        from penstock.bench.plot import as_svg
+
+        write_plot(plot, as_svg(model, settings, results))
 
 
 def _measure(

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from penstock.cli import options
 from penstock.cli.failures import EXIT_FAILURE, file_named, readable_errors
+from penstock.cli.plots import check_plot, write_plot
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -160,19 +161,21 @@ def bench_serve(
         path = None
         if save_result or save_detailed:
             path = _result_path(settings, result_dir, result_filename, str(more["label"]))
-        if plot is not None:
-            _check_plot(plot)
+        check_plot(plot)
         result = _run(settings, with_bar=not disable_tqdm)
         if path is not None:
-            fields = {"date": time.strftime("%Y%m%d-%H%M%S"), **more}
-            fields |= result.as_json(settings, is_detailed=save_detailed)
-            with file_named("--result-filename", path):
-                path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+            _write(path, {**more, **result.as_json(settings, is_detailed=save_detailed)})
         if plot is not None:
             _draw(plot, settings, result)
         _show(settings, result)
         if not result.figures["completed"] and not result.figures["disconnected"]:
             raise typer.Exit(EXIT_FAILURE)
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    with file_named("--result-filename", path):
+        text = json.dumps({"date": time.strftime("%Y%m%d-%H%M%S"), **fields}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def _run(settings: ServeSettings, *, with_bar: bool) -> ServeResult:
@@ -207,14 +210,6 @@ def _show(settings: ServeSettings, result: ServeResult) -> None:
     write(out, capture.get())
 
 
-def _check_plot(path: Path) -> None:
-    """Refuse a file that cannot be written, or is no SVG, before the measurement."""
-    if path.suffix.lower() != ".svg":
-        raise ConfigError(f"--plot {path} is not valid. Allowed: a name that ends in .svg; browsers convert it to PNG.")
-    with file_named("--plot", path), path.open("a"):
-        pass
-
-
 def _draw(path: Path, settings: ServeSettings, result: ServeResult) -> None:
     from penstock.bench.serving.plot import as_svg
 
@@ -223,8 +218,7 @@ def _draw(path: Path, settings: ServeSettings, result: ServeResult) -> None:
     how = "all at once" if load.request_rate == float("inf") else f"{load.request_rate:g} requests/s"
     title = f"{result.model.id}: {figures['output_throughput']:,.0f} output tokens per second"
     subtitle = f"{figures['completed']} requests, {how}{most}, from {settings.base_url}"
-    with file_named("--plot", path):
-        path.write_text(as_svg(title, subtitle, result.outcomes, settings.percentile_metrics), encoding="utf-8")
+    write_plot(path, as_svg(title, subtitle, result.outcomes, settings.percentile_metrics))
 
 
 def _headers(given: Sequence[str] | None) -> dict[str, str]:

@@ -11,9 +11,8 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.failures import file_named
+from penstock.cli.plots import check_plot, write_plot
 from penstock.errors import ConfigError
-
-_PLOT_SUFFIX = ".svg"
 
 
 @options.engine_command(without=("quantization", "dtype", "engine_seed", "speculative_config"))
@@ -50,7 +49,7 @@ def evaluate(
 
     formats = parse_formats(quantization)
     content = _read(text)
-    _check_plot(plot)
+    check_plot(plot)
     is_format = against in FORMATS
     tokens, results = measure(
         model,
@@ -65,7 +64,9 @@ def evaluate(
     )
     title = f"{model} on {text.name}: {tokens.num_scored:,} tokens in windows of {window:,}"
     if plot is not None:
-        _draw(plot, title, results)
+        from penstock.bench.quality.plot import svg
+
+        write_plot(plot, svg(title, results))
     if json:
         _print(json_module.dumps(as_json(model, tokens, results), indent=2) + "\n", as_json=True)
     else:
@@ -79,23 +80,6 @@ def _read(path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {path} is not UTF-8: {error}. Give a text file.") from error
-
-
-def _check_plot(path: Path | None) -> None:
-    """Refuse a path that cannot be drawn to, before the measurement."""
-    if path is None:
-        return
-    if path.suffix != _PLOT_SUFFIX:
-        raise ConfigError(f"--plot {path} is not valid. Allowed: a name that ends with {_PLOT_SUFFIX}.")
-    with file_named("--plot", path), path.open("a"):
-        pass
-
-
-def _draw(path: Path, title: str, results: Any) -> None:
-    from penstock.bench.quality.plot import svg
-
-    with file_named("--plot", path):
-        path.write_text(svg(title, results), encoding="utf-8")
 
 
 def _rendered(table: Any) -> str:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from penstock.config.checks import check_choice, check_flag
 from penstock.errors import ConfigError
 
-PROFILERS = ("torch", "cuda")
+PROFILERS = ("torch", "steps", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilerConfig:
-    """profiler: "torch" writes traces to profiler_dir; "cuda" starts and stops the CUDA profiler that this process runs
-        under, such as Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`), with an NVTX range per step.
-    profiler_dir: folder for traces; None forbids profiling with "torch".
+    """profiler: "torch" writes a trace of every operator and rank to profiler_dir; "steps" writes one trace with the
+        phases of the engine's steps and of all ranks, at almost no cost; "cuda" starts and stops the CUDA profiler that
+        this process runs under, such as Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`), with an NVTX
+        range per step.
+    profiler_dir: folder for traces; None forbids profiling with "torch" and "steps".
     profiler_use_gzip: compress the traces (to about a tenth).
     profiler_record_shapes, profiler_with_memory, profiler_with_stack: record tensor shapes, allocations, and Python
         source lines too. Each makes the profiled steps slower.

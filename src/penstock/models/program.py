@@ -32,13 +32,14 @@ class ModelPrograms:
     """Recorded programs of models over a KV cache's layers, one for each set of step inputs.
 
     layers: by name. Models and steps that cannot be recorded run layer by layer.
-    refusals: number of refused recordings by reason.
+    refusals: number of refused recordings by reason. has_run_program: whether the last `run` ran a program.
     """
 
     def __init__(self, layers: Mapping[str, BoundLayer]) -> None:
         self._layers = layers
         self._recorded: dict[tuple[object, ...], NativeProgram | None] = {}
         self.refusals: Counter[str] = Counter()
+        self.has_run_program = False
 
     def run(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         """Run `inputs.run(...)`: [T, D], or the rows that the context is narrowed to."""
@@ -46,6 +47,7 @@ class ModelPrograms:
         aux: frozenset[int] = frozenset() if context.aux is None else context.aux.layers
         scatters = _is_scattered(model, inputs.tokens.shape[0])
         program = None if scatters else self._program(model, _Forward(_shapes(named), aux))
+        self.has_run_program = program is not None
         if program is None:
             return inputs.run(model, context)
         in_place = {name: tensor.to(program.inputs[name].dtype).contiguous() for name, tensor in named.items()}

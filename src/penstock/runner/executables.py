@@ -25,6 +25,11 @@ T = TypeVar("T")
 class Executable(ABC):
     """Computes the outputs that a frame wants."""
 
+    @property
+    def kind(self) -> str:
+        """Name of the way that the last forward pass ran, for traces."""
+        return "eager"
+
     @abstractmethod
     def run(self, frame: Frame) -> None:
         """Run the forward pass, and put the outputs that `frame.wants` names into the frame."""
@@ -95,6 +100,10 @@ class ProgramExecutable(ForwardExecutable):
     def __init__(self, programs: ModelPrograms) -> None:
         self._programs = programs
 
+    @property
+    def kind(self) -> str:
+        return "program" if self._programs.has_run_program else "eager"
+
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         return self._programs.run(model, inputs, context)
 
@@ -113,6 +122,8 @@ class ProgramExecutable(ForwardExecutable):
 
 class GreedyProgram(Executable):
     """A recorded program bound to one frame's tensors, from token ids to greedy tokens."""
+
+    kind = "greedy program"
 
     def __init__(self, bound: BoundChoices) -> None:
         self._bound = bound

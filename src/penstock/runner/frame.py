@@ -111,6 +111,11 @@ class Frame:
         assert self.executable is not None, "a filled frame has its executable"
         self.executable.run(self)
 
+    @property
+    def kind_of_executable(self) -> str:
+        """Name of the executable's kind, for traces."""
+        return "" if self.executable is None else self.executable.kind
+
     def drop_outputs(self) -> None:
         """Drop the references to the forward pass's outputs."""
         self.hidden = self.all_hidden = None

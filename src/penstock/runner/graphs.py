@@ -150,6 +150,8 @@ class _Outputs:
 class FrameGraph(Executable):
     """The graph of a frame's sizes, outputs and tensors, from token ids to hidden states or greedy tokens."""
 
+    kind = "CUDA graph"
+
     def __init__(self, graphs: GraphExecutable, key: Hashable) -> None:
         self._graphs = graphs
         self._key = key

@@ -15,6 +15,7 @@ from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
+from penstock.observability.spans import EXECUTABLES, NO_SPANS, STEPS, Spans
 from penstock.parallel import NO_AGREEMENT, Agreement
 from penstock.runner.async_output import OutputWithParts, StepOutput
 from penstock.runner.batch_layout import Planner
@@ -59,7 +60,7 @@ class ModelRunner:
     run recorded programs or the CUDA graphs of `graphs`. model_state: builds the model's inputs; by default
     `DecoderModelState`. agreement: check that all ranks run the same step. speculator: proposes draft tokens, at most
     `limits.max_drafts`. stage: this rank's pipeline stage. owners: factories of further owners of per-slot state.
-    output_head: its registered name.
+    output_head: its registered name. spans: receives the times of a step's phases.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class ModelRunner:
         stage: Stage = NO_PIPELINE,
         owners: Sequence[SlotOwnerFactory] = (),
         output_head: str = GENERATE,
+        spans: Spans = NO_SPANS,
     ) -> None:
         self.device = device
+        self._spans = spans
         self._agreement = agreement
         self.limits = limits
         self.sampling = sampling or SamplingConfig()
@@ -140,8 +143,11 @@ class ModelRunner:
         frame.errors = self.owners.apply(output, repeats=frame.is_repeated)
         self.poisoned_blocks.clear(output)
         if self.frames.fill(frame):
+            self._spans.end("prepare", STEPS)
             self.stage.receive(frame)
             frame.run()
+            self._spans.end("execute", STEPS)
+            self._spans.copy(frame.kind_of_executable, EXECUTABLES)
             self.stage.send(frame)
         self.steps.wait(output.step_id, frame)
 

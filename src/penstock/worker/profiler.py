@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.config import ProfilerConfig
-from penstock.contract import SchedulerOutput
+from penstock.contract import GrammarOutput, SchedulerOutput
 from penstock.errors import ConfigError, LifecycleError
+from penstock.observability.spans import NO_SPANS, STEPS, ProcessSpans, SpanLog, Spans
 from penstock.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
 # Prefill length of a request by id; None if the worker does not hold it.
 PrefillLength = Callable[[str], int | None]
 RunStep = Callable[[SchedulerOutput], None]
+_Sampled = TypeVar("_Sampled")
 
 
 def step_label(output: SchedulerOutput, prefill_length: PrefillLength) -> str:
@@ -38,22 +43,82 @@ def step_label(output: SchedulerOutput, prefill_length: PrefillLength) -> str:
     return f"execute_context_{len(in_context)}({context_tokens})_generation_{generation}({generation_tokens})"
 
 
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """Spans of a rank's steps. path: of the trace that the core is to write."""
+
+    path: str
+    process: ProcessSpans
+
+
 class NoProfiler:
-    """Null object without `profiler_dir`."""
+    """Null object without `profiler_dir`, and the base of profilers. spans: receiver of the runner's spans."""
+
+    spans: Spans = NO_SPANS
 
     def start(self, prefix: str | None) -> None:
         raise _not_configured()
 
-    def stop(self) -> Path | None:
+    def stop(self) -> Path | RankTrace | None:
         raise _not_configured()
 
     def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
         run(output)
 
+    def run_sampling(self, run: Callable[[GrammarOutput], _Sampled], grammar: GrammarOutput) -> _Sampled:
+        return run(grammar)
+
     def shutdown(self) -> None: ...
 
 
-class CudaProfiler:
+class StepProfiler(NoProfiler):
+    """Spans of this rank's steps, between `start` and `stop`; the core writes those of all ranks to one trace.
+
+    A step's span is from the begin of its execution to the end of its sampling, with the runner's spans inside.
+    """
+
+    def __init__(self, config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> None:
+        self.spans = self._log = SpanLog()
+        of_engine = "" if engine is None else f"engine {engine} "
+        self._name = f"{of_engine}rank {parallel.rank} (pp{parallel.pipeline.rank} tp{parallel.tensor.rank})"
+        self._files = _TraceFiles(config, "steps" if engine is None else f"dp{engine}_steps")
+        # Label, id and begin of the step that is executed and not sampled yet.
+        self._step: tuple[str, int, float] | None = None
+
+    def start(self, prefix: str | None) -> None:
+        """Start recording. prefix, errors: as of `TorchProfiler.start`."""
+        if self._log.is_recording:
+            raise _is_running()
+        self._files.begin(prefix)
+        self._log.start()
+
+    def stop(self) -> RankTrace:
+        """Stop recording, and return the spans. Raises LifecycleError without a running profile."""
+        if not self._log.is_recording:
+            raise _not_running()
+        self._step = None
+        return RankTrace(str(self._files.path("trace.json")), ProcessSpans(self._name, self._log.take()))
+
+    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
+        """Execute a step, whose span begins."""
+        if self._log.is_recording and output.total_num_scheduled_tokens:
+            self._step = step_label(output, prefill_length), output.step_id, time.perf_counter()
+        self.spans.begin()
+        run(output)
+
+    def run_sampling(self, run: Callable[[GrammarOutput], _Sampled], grammar: GrammarOutput) -> _Sampled:
+        """Sample the executed step, whose span ends."""
+        self.spans.begin()
+        sampled = run(grammar)
+        if self._step is not None and self._step[1] == grammar.step_id:
+            label, step_id, begin_s = self._step
+            self._step = None
+            self.spans.end("sample", STEPS)
+            self.spans.add(label, begin_s, time.perf_counter(), STEPS, step=step_id)
+        return sampled
+
+
+class CudaProfiler(NoProfiler):
     """The CUDA profiler that the process runs under, between `start` and `stop`, with an NVTX range per step.
 
     All engines of a process share it.
@@ -102,20 +167,18 @@ class CudaProfiler:
             self.stop()
 
 
-class TorchProfiler:
+class TorchProfiler(NoProfiler):
     """torch.profiler over all threads of this process, between `start` and `stop`.
 
     File names have prefix, engine (of several), rank and time.
     """
 
     def __init__(self, config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> None:
-        assert config.profiler_dir is not None
         self._config = config
-        self._folder = Path(config.profiler_dir).expanduser()
         of_engine = "" if engine is None else f"dp{engine}_"
-        self._rank = f"{of_engine}pp{parallel.pipeline.rank}_tp{parallel.tensor.rank}_rank{parallel.rank}"
+        rank = f"{of_engine}pp{parallel.pipeline.rank}_tp{parallel.tensor.rank}_rank{parallel.rank}"
+        self._files = _TraceFiles(config, rank)
         self._profile: profile | None = None
-        self._prefix = ""
 
     def start(self, prefix: str | None) -> None:
         """Start recording. prefix: prefix of the trace's file name.
@@ -124,9 +187,7 @@ class TorchProfiler:
         """
         if self._profile is not None:
             raise _is_running()
-        if prefix is not None and (not prefix or Path(prefix).name != prefix):
-            raise ConfigError(f"profile_prefix={prefix!r} is not valid. Allowed: text without slashes.")
-        self._make_folder()
+        self._files.begin(prefix)
         if torch.autograd.profiler._is_profiler_enabled:
             raise LifecycleError(
                 "torch's profiler is in use in this process, by another engine or by other code, and records one "
@@ -134,8 +195,8 @@ class TorchProfiler:
             )
         started = self._new_profile()
         started.start()
-        self._profile, self._prefix = started, f"{prefix}_" if prefix else ""
-        logger.info("Profiling into %s", self._folder)
+        self._profile = started
+        logger.info("Profiling into %s", self._files.folder)
 
     def stop(self) -> Path:
         """Stop recording, write the trace and return its path. Raises LifecycleError without a running profile."""
@@ -143,8 +204,7 @@ class TorchProfiler:
             raise _not_running()
         stopped, self._profile = self._profile, None
         stopped.stop()
-        suffix = ".gz" if self._config.profiler_use_gzip else ""
-        path = self._folder / f"{self._prefix}{self._rank}.{time.time_ns()}.pt.trace.json{suffix}"
+        path = self._files.path("pt.trace.json")
         stopped.export_chrome_trace(str(path))
         logger.info("Profile written to %s", path)
         return path
@@ -167,17 +227,6 @@ class TorchProfiler:
             # Logged and not raised, so that the worker frees its other resources.
             logger.exception("The profile that was running could not be written")
 
-    def _make_folder(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            probe = self._folder / f".{self._rank}.probe"
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"profiler_dir={str(self._folder)!r} cannot be written to: {error.strerror}. Give another folder."
-            ) from error
-
     def _new_profile(self) -> profile:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -192,13 +241,47 @@ class TorchProfiler:
         )
 
 
-def create_profiler(
-    config: ProfilerConfig, parallel: ParallelState, engine: int | None = None
-) -> NoProfiler | TorchProfiler | CudaProfiler:
+class _TraceFiles:
+    """Names of a profiler's traces. name: of the profiler's engine and rank."""
+
+    def __init__(self, config: ProfilerConfig, name: str) -> None:
+        assert config.profiler_dir is not None
+        self.folder = Path(config.profiler_dir).expanduser()
+        self._name = name
+        self._prefix = ""
+        self._suffix = ".gz" if config.profiler_use_gzip else ""
+
+    def begin(self, prefix: str | None) -> None:
+        """Check and note the prefix of the next trace, and make the folder.
+
+        Raises ConfigError for a prefix with slashes, and if the folder is not writable.
+        """
+        if prefix is not None and (not prefix or Path(prefix).name != prefix):
+            raise ConfigError(f"profile_prefix={prefix!r} is not valid. Allowed: text without slashes.")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f".{self._name}.{os.getpid()}.probe"
+            probe.touch()
+            probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"profiler_dir={str(self.folder)!r} cannot be written to: {error.strerror}. Give another folder."
+            ) from error
+        self._prefix = f"{prefix}_" if prefix else ""
+
+    def path(self, kind: str) -> Path:
+        """Path of a trace that ends now."""
+        return self.folder / f"{self._prefix}{self._name}.{time.time_ns()}.{kind}{self._suffix}"
+
+
+def create_profiler(config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> NoProfiler:
     """Create the profiler of the options. engine: the engine's number, of several."""
     if config.profiler == "cuda":
         return CudaProfiler()
-    return NoProfiler() if config.profiler_dir is None else TorchProfiler(config, parallel, engine)
+    if config.profiler_dir is None:
+        return NoProfiler()
+    made = StepProfiler if config.profiler == "steps" else TorchProfiler
+    return made(config, parallel, engine)
 
 
 def _is_running() -> LifecycleError:

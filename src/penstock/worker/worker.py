@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +42,7 @@ from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
 from penstock.worker.page_prefaulting import PagePrefaulting
-from penstock.worker.profiler import create_profiler
+from penstock.worker.profiler import RankTrace, create_profiler
 from penstock.worker.reload import config_of_replacement
 from penstock.worker.update_config import updated_config
 from penstock.worker.weights import Weights
@@ -134,6 +135,7 @@ class Worker(WorkerBase):
                 *self._adapter_owners(max_model_len),
             ],
             output_head=self.config.model.output_head,
+            spans=self._profiler.spans,
         )
         for group in self._runner.kv_cache.groups:
             refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())
@@ -166,7 +168,7 @@ class Worker(WorkerBase):
         self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
-        result = (self._runner or self.runner).sample_tokens(grammar)
+        result = self._profiler.run_sampling((self._runner or self.runner).sample_tokens, grammar)
         if self._pages is not None:
             self._pages.end_step()
         return result
@@ -188,8 +190,10 @@ class Worker(WorkerBase):
     def check_health(self) -> None:
         self._required(self._device, "init_device")
 
-    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | None:
-        """Start a profile of steps, or stop it, write the trace and return its path; None with profiler="cuda".
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> str | RankTrace | None:
+        """Start a profile of steps, or stop it, write the trace and return its path.
+
+        With profiler="steps" return the spans, which the engine core writes; None with profiler="cuda".
 
         profile_prefix: prefix of the trace's file name. Raises ConfigError without `profiler_dir`, LifecycleError for a
         second start, or a stop without a start.
@@ -198,8 +202,8 @@ class Worker(WorkerBase):
             self._profiler.start(profile_prefix)
             return None
         self.device.synchronize()
-        path = self._profiler.stop()
-        return None if path is None else str(path)
+        stopped = self._profiler.stop()
+        return str(stopped) if isinstance(stopped, Path) else stopped
 
     @changes_model
     def start_expert_stats(self) -> None:
@@ -349,6 +353,7 @@ class Worker(WorkerBase):
             self.dtype.torch_dtype,
             self.weights.speculator.aux_layers,
             layers_of_target(self.weights.model, self.parallel),
+            self._profiler.spans,
         )
 
     def _required(self, part: _Part | None, method: str) -> _Part:

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from penstock.bench.picture import axis_end
 from penstock.bench.serving.outcome import Outcome, Status
-from penstock.bench.serving.plot import as_svg, axis_end
+from penstock.bench.serving.plot import as_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

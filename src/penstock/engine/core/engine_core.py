@@ -17,6 +17,7 @@ from penstock.engine.core.adapters import ADAPTER, ADAPTER_METHODS, CoreAdapters
 from penstock.engine.core.core_client import CHANGE_WEIGHTS
 from penstock.engine.core.recovery import Recovery
 from penstock.engine.core.startup import StartedEngine, start_engine
+from penstock.engine.core.step_trace import StepTrace
 from penstock.engine.core.structured_grammar import Grammar, StructuredGrammar
 from penstock.engine.messages import EngineRequest
 from penstock.engine.statistics.metrics import SpecDecodeLog
@@ -72,7 +73,8 @@ class EngineCore:
         self._step_timeout_s = config.parallel.step_timeout_s
         self._pools = config.model.pools
         # Times of the steps since they were last taken.
-        self.phases = PhaseTimer()
+        self._trace = StepTrace(config)
+        self.phases = PhaseTimer(self._trace.phases)
         self.step_log = StepLog()
         # Set by `wake`, which ends `wait_for_work`.
         self._woken = threading.Event()
@@ -402,6 +404,8 @@ class EngineCore:
             if method in CHANGE_WEIGHTS:
                 self._interrupted = f"Some workers may still be running {method} after its timeout: {error}"
             raise
+        if method == "profile":
+            answers = self._trace.after_call(answers)
         if method == "update_config":
             engine.config_updates += [*args, *(kwargs or {}).values()]
         if method == "reload_weights":

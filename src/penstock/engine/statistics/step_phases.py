@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 
+from penstock.observability.spans import NO_SPANS, Spans
+
+_TRACK = "phases"
+
 
 class StepPhase(StrEnum):
     """Phase of a core's step.
@@ -25,11 +29,12 @@ class StepPhase(StrEnum):
 
 
 class PhaseTimer:
-    """Timer of the phases of one step after the other."""
+    """Timer of the phases of one step after the other. spans: receives them too."""
 
-    __slots__ = ("_last", "_seconds")
+    __slots__ = ("_last", "_seconds", "_spans")
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans = NO_SPANS) -> None:
+        self._spans = spans
         self._seconds: dict[str, float] = {}
         self._last = 0.0
 
@@ -41,6 +46,7 @@ class PhaseTimer:
         """Add the time since the last phase to this one. The next phase begins."""
         now = time.perf_counter()
         self._seconds[phase.value] = self._seconds.get(phase.value, 0.0) + now - self._last
+        self._spans.add(phase.value, self._last, now, _TRACK)
         self._last = now
 
     def take(self) -> dict[str, float]:

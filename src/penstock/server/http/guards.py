@@ -16,7 +16,15 @@ from penstock.server.http.errors import ApiError
 # Paths for probes, and the page, which asks for the key. It has no data of its own.
 PUBLIC_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
-ADMIN_PATHS = frozenset(("/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+ADMIN_PATHS = frozenset(
+    (
+        "/reset_prefix_cache",
+        "/start_profile",
+        "/stop_profile",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    )
+)
 
 
 class ApiKeys:

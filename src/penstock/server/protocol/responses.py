@@ -161,6 +161,16 @@ class PrefixCacheReset(BaseModel):
     reset: bool
 
 
+class ProfileStarted(BaseModel):
+    started: bool
+
+
+class ProfileStopped(BaseModel):
+    """paths: traces, on the server's machine."""
+
+    paths: list[str]
+
+
 class AdapterLoaded(BaseModel):
     loaded: str
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.server.http.errors import json_response, refusals
+from penstock.errors import ConfigError, LifecycleError
+from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from penstock.server.protocol.responses import AdapterLoaded, AdapterUnloaded, PrefixCacheReset, errors
+from penstock.server.protocol.profiles import StartProfileRequest
+from penstock.server.protocol.responses import (
+    AdapterLoaded,
+    AdapterUnloaded,
+    PrefixCacheReset,
+    ProfileStarted,
+    ProfileStopped,
+    errors,
+)
 from penstock.server.routes.common import served_model
 
 router = APIRouter()
@@ -17,6 +29,20 @@ router = APIRouter()
 async def reset_prefix_cache(http: Request) -> Response:
     """Clear the prefix cache; `reset` is false, and nothing is done, while requests hold blocks."""
     return json_response({"reset": await served_model(http).engine.reset_prefix_cache()})
+
+
+@router.post("/start_profile", responses={200: {"model": ProfileStarted}, **errors(400, 401, 500, 503)})
+async def start_profile(http: Request, request: StartProfileRequest | None = None) -> Response:
+    """Start a profile of all workers; the server needs `--profiler-dir`."""
+    await _profile(http, {"is_start": True, "profile_prefix": None if request is None else request.profile_prefix})
+    return json_response({"started": True})
+
+
+@router.post("/stop_profile", responses={200: {"model": ProfileStopped}, **errors(400, 401, 500, 503)})
+async def stop_profile(http: Request) -> Response:
+    """Stop the profile, and write its traces."""
+    answers = await _profile(http, {"is_start": False})
+    return json_response({"paths": [path for path in answers if path is not None]})
 
 
 @router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterLoaded}, **errors(400, 401, 500, 503)})
@@ -34,3 +60,12 @@ async def unload_lora_adapter(request: UnloadAdapterRequest, http: Request) -> R
     with refusals(type(request).model_fields):
         await served_model(http).adapters.unload(request.lora_name)
     return json_response({"unloaded": request.lora_name})
+
+
+async def _profile(http: Request, arguments: Mapping[str, Any]) -> list[str | None]:
+    """Call `profile` of all workers. A call that they refuse gets 400."""
+    try:
+        answers: list[str | None] = await served_model(http).engine.collective_rpc("profile", kwargs=dict(arguments))
+    except (ConfigError, LifecycleError) as error:
+        raise ApiError(400, str(error)) from error
+    return answers
