@@ -269,6 +269,7 @@ def test_a_bad_text_among_many_is_named_and_the_engine_goes_on(bert: tuple[LLM, 
             r"task='classify'",
         ),
         (lambda llm: llm.embed([1, 999]), InvalidRequest, r"token id 999"),
+        (lambda llm: llm.embed("ba " * 100_000), ContextTooLong, r"has \d+ tokens or more, but this engine takes"),
         (lambda llm: llm.embed(""), None, ""),
     ],
 )
@@ -280,6 +281,17 @@ def test_bad_input_is_refused_by_name(
         return
     with pytest.raises(error, match=message):
         call(bert[0])
+
+
+@_ONE_PATH
+def test_texts_of_one_call_may_have_different_tasks(bert: tuple[LLM, Any]) -> None:
+    llm, _ = bert
+    params = [PoolingParams(task="token_embed"), PoolingParams(task="embed"), PoolingParams()]
+    tokens, *vectors = (output.outputs.data for output in llm.encode(["ba"] * 3, params, use_tqdm=False))
+    assert tokens.dim() == 2
+    assert all((vector.numpy() == embed(llm, ["ba"])[0]).all() for vector in vectors)
+    with pytest.raises(InvalidParameter, match=r"prompts\[1\]: task='classify' is not one of"):
+        llm.encode(["ba"] * 2, [PoolingParams(), PoolingParams(task="classify")])
 
 
 @_ONE_PATH
