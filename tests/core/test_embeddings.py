@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock import LLM, PoolingParams
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from penstock.layers.linear import NATIVE
 from support.pooling_models import (
     TINY_DECODER,
     TINY_ENCODER,
@@ -155,6 +157,22 @@ def test_narrow_weights_are_close(family: str, options: dict[str, Any], least: f
     expected = make_oracle(tmp_path, family).encode(TEXTS)
     with open_llm(tmp_path, **options) as llm:
         assert cosines(embed(llm, TEXTS), expected).min() >= least
+
+
+@_ONE_PATH
+def test_a_bfloat16_checkpoint_is_computed_exactly_unless_the_processor_has_its_arithmetic(tmp_path: Path) -> None:
+    make_oracle(tmp_path, "Bert")
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    _edit_config(tmp_path, dtype="bfloat16")
+    with open_llm(tmp_path, dtype="float32") as llm:
+        expected = embed(llm, TEXTS)
+    with open_llm(tmp_path, cpu_arithmetic="float32") as llm:
+        assert (embed(llm, TEXTS) == expected).all()
+    with open_llm(tmp_path) as llm:
+        found = embed(llm, TEXTS)
+    assert cosines(found, expected).min() >= 0.9999
+    assert NATIVE.has_bfloat16_products or (found == expected).all()
 
 
 @_ONE_PATH
