@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock import LLM, PoolingParams
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from penstock.layers.linear import NATIVE
 from support.pooling_models import (
     TINY_DECODER,
     TINY_ENCODER,
@@ -158,6 +160,22 @@ def test_narrow_weights_are_close(family: str, options: dict[str, Any], least: f
 
 
 @_ONE_PATH
+def test_a_bfloat16_checkpoint_is_computed_exactly_unless_the_processor_has_its_arithmetic(tmp_path: Path) -> None:
+    make_oracle(tmp_path, "Bert")
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    _edit_config(tmp_path, dtype="bfloat16")
+    with open_llm(tmp_path, dtype="float32") as llm:
+        expected = embed(llm, TEXTS)
+    with open_llm(tmp_path, cpu_arithmetic="float32") as llm:
+        assert (embed(llm, TEXTS) == expected).all()
+    with open_llm(tmp_path) as llm:
+        found = embed(llm, TEXTS)
+    assert cosines(found, expected).min() >= 0.9999
+    assert NATIVE.has_bfloat16_products or (found == expected).all()
+
+
+@_ONE_PATH
 def test_dense_layers_follow_pooling(tmp_path: Path) -> None:
     expected = make_oracle(tmp_path, "Bert", dense=24).encode(TEXTS)
     with open_llm(tmp_path) as llm:
@@ -269,6 +287,7 @@ def test_a_bad_text_among_many_is_named_and_the_engine_goes_on(bert: tuple[LLM, 
             r"task='classify'",
         ),
         (lambda llm: llm.embed([1, 999]), InvalidRequest, r"token id 999"),
+        (lambda llm: llm.embed("ba " * 100_000), ContextTooLong, r"has \d+ tokens or more, but this engine takes"),
         (lambda llm: llm.embed(""), None, ""),
     ],
 )
@@ -280,6 +299,17 @@ def test_bad_input_is_refused_by_name(
         return
     with pytest.raises(error, match=message):
         call(bert[0])
+
+
+@_ONE_PATH
+def test_texts_of_one_call_may_have_different_tasks(bert: tuple[LLM, Any]) -> None:
+    llm, _ = bert
+    params = [PoolingParams(task="token_embed"), PoolingParams(task="embed"), PoolingParams()]
+    tokens, *vectors = (output.outputs.data for output in llm.encode(["ba"] * 3, params, use_tqdm=False))
+    assert tokens.dim() == 2
+    assert all((vector.numpy() == embed(llm, ["ba"])[0]).all() for vector in vectors)
+    with pytest.raises(InvalidParameter, match=r"prompts\[1\]: task='classify' is not one of"):
+        llm.encode(["ba"] * 2, [PoolingParams(), PoolingParams(task="classify")])
 
 
 @_ONE_PATH

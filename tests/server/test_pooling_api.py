@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from penstock.engine.async_engine import AsyncEngine
+from penstock.server.requests.generation import Generation
 from support.pooling_models import (
     TINY_ENCODER,
     multi_vector_encoder,
@@ -65,6 +66,25 @@ def test_many_texts_keep_their_order(embedder: tuple[Served, Any]) -> None:
     texts = [random_text(1 + seed % 5, seed=seed) for seed in range(100)]
     with served.client() as client:
         answer = client.embeddings.create(model="demo", input=texts)
+    np.testing.assert_allclose([one.embedding for one in answer.data], oracle.encode(texts), atol=1e-5)
+
+
+def test_a_request_of_many_texts_is_submitted_in_portions(
+    embedder: tuple[Served, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, oracle = embedder
+    sizes, submit_all = [], Generation._submit_all
+
+    async def noted(generation: Generation) -> None:
+        sizes.append(len(generation._submissions))
+        await submit_all(generation)
+
+    monkeypatch.setattr("penstock.server.routes.common._PROMPTS_AT_ONCE", 3)
+    monkeypatch.setattr(Generation, "_submit_all", noted)
+    texts = [random_text(1 + seed % 5, seed=seed) for seed in range(7)]
+    with served.client() as client:
+        answer = client.embeddings.create(model="demo", input=texts)
+    assert sizes == [3, 3, 1]
     np.testing.assert_allclose([one.embedding for one in answer.data], oracle.encode(texts), atol=1e-5)
 
 

@@ -97,6 +97,12 @@ class SentenceTransformersFiles:
         # An empty one says that these texts have none, not even the default one.
         prompts = {str(key): str(text or "") for key, text in named.items()} if isinstance(named, Mapping) else {}
         default = texts.get("default_prompt_name")
+        # sentence-transformers has these two without a prompt, where the file does not.
+        if default is not None and str(default) not in {"query", "document", *prompts}:
+            raise ModelError(
+                f"{folder / _PROMPTS_FILE} has default_prompt_name={default!r}, which is none of its prompts: "
+                f"{', '.join(prompts) or 'it has none'}."
+            )
         late = None if modules.mask is None else _late_interaction(folder, modules.mask)
         return cls(
             pooling=modules.pooling,
@@ -160,7 +166,7 @@ def _read_modules(path: Path) -> list[dict[str, Any]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(content, list) or not all(isinstance(module, dict) for module in content):
+    if not isinstance(content, list) or not content or not all(isinstance(module, dict) for module in content):
         raise ModelError(f"{path} is not a list of modules.")
     return content
 

@@ -89,12 +89,11 @@ class PoolingMethods(AdapterMethods):
     ) -> list[outputs.PoolingRequestOutput[outputs.PoolingOutput]]:
         """Pool texts by any of the model's tasks; the outputs have tensors.
 
-        pooling_task: None takes that of the parameters, or the model's first.
+        pooling_task: None takes that of each prompt's parameters, or the model's first.
         """
-        task = pooling_task or getattr(pooling_params, "task", None)
-        pooling = check_task(self._session.model_config, task)
+        check_task(self._session.model_config, pooling_task or getattr(pooling_params, "task", None))
         prompt_list = self._adapted(list_of_prompts(prompts), lora_request)
-        return self._pool(prompt_list, pooling_params, task or pooling.tasks[0], outputs.as_pooling, use_tqdm, priority)
+        return self._pool(prompt_list, pooling_params, pooling_task, outputs.as_pooling, use_tqdm, priority)
 
     @also_from_vllm
     def reward(
@@ -159,7 +158,7 @@ class PoolingMethods(AdapterMethods):
         self,
         prompts: Sequence[Prompt],
         params: Any,
-        task: str,
+        task: str | None,
         make: Callable[[RequestOutput], _Result],
         use_tqdm: bool,
         priority: Any,
@@ -167,7 +166,7 @@ class PoolingMethods(AdapterMethods):
         return [make(output) for output in self._run(prompts, params, task, use_tqdm, priority)]
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Any, task: str, use_tqdm: bool, priority: Any
+        self, prompts: Sequence[Prompt], params: Any, task: str | None, use_tqdm: bool, priority: Any
     ) -> list[RequestOutput]:
         """Run one request per prompt; finished outputs in the prompts' order."""
         params_list = _params_for(params, len(prompts), task)
@@ -191,7 +190,7 @@ class PoolingMethods(AdapterMethods):
         return [finished[accepted.request.req_id] for accepted in requests]
 
 
-def _params_for(params: Any, count: int, task: str) -> list[PoolingParams]:
+def _params_for(params: Any, count: int, task: str | None) -> list[PoolingParams]:
     listed = as_list(params)
     if listed is None:
         listed = [params] * count
@@ -202,9 +201,10 @@ def _params_for(params: Any, count: int, task: str) -> list[PoolingParams]:
     return [_with_task(one, task) for one in listed]
 
 
-def _with_task(params: Any, task: str) -> PoolingParams:
+def _with_task(params: Any, task: str | None) -> PoolingParams:
+    """Parameters with the task; None leaves their own, or the model's first."""
     if params is None:
         return PoolingParams(task=task)
     check_is_pooling_params(params, task)
-    cloned: PoolingParams = params.clone(task=task)
+    cloned: PoolingParams = params.clone() if task is None else params.clone(task=task)
     return cloned

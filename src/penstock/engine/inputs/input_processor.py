@@ -261,8 +261,9 @@ class InputProcessor:
     ) -> AcceptedRequest:
         params, token_ids = read.params, read.token_ids
         if encoded is not None:
+            assert read.text is not None, "only texts are encoded"
             token_ids = encoded.token_ids
-            pooling.check_length(len(token_ids), params)
+            pooling.check_length(len(token_ids), params, is_whole=read.text.limit is None)
             params = msgspec.structs.replace(params, second_text_start=encoded.second_start)
         assert token_ids is not None, "a prompt is a text or token ids"
         self._check_prompt(token_ids)

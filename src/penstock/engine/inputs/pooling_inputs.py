@@ -50,11 +50,15 @@ class PoolingInputs:
         return msgspec.structs.replace(params, task=task, skip_reading_prefix_cache=bool(skips) or not reads)
 
     def text(self, text: str | TextPair, params: PoolingParams) -> TextToEncode:
-        """A text or a pair as the tokenizer takes it, cut as the parameters say."""
+        """A text or a pair as the tokenizer takes it, cut as the parameters say.
+
+        A long text that is not to be cut is tokenised up to the first token too many.
+        """
         first, second = text if isinstance(text, TextPair) else (text, None)
         limit, side = self._limit(params), params.truncation_side
         is_rendered = isinstance(text, RenderedText)
-        return TextToEncode(str(first), second, add_special_tokens=not is_rendered, limit=limit, side=side)
+        given = TextToEncode(str(first), second, add_special_tokens=not is_rendered, limit=limit, side=side)
+        return given._replace(limit=self._longest(params) + 1) if given.is_long and limit is None else given
 
     def cut(self, token_ids: list[int], params: PoolingParams) -> list[int]:
         """Cut token ids as the parameters say. Raises ContextTooLong."""
@@ -76,16 +80,17 @@ class PoolingInputs:
         longest = self._longest(params)
         return longest if kept == -1 else min(kept, longest)
 
-    def check_length(self, num_tokens: int, params: PoolingParams) -> None:
-        """Raise ContextTooLong for a text with more tokens than fit."""
+    def check_length(self, num_tokens: int, params: PoolingParams, *, is_whole: bool = True) -> None:
+        """Raise ContextTooLong for a text with more tokens than fit. is_whole: whether all of it was tokenised."""
         longest = self._longest(params)
         if num_tokens > longest:
             limit = (
                 "max_model_len" if longest == self._max_model_len else "query_length or document_length of the model"
             )
+            count = f"{num_tokens:,} tokens{'' if is_whole else ' or more'}"
             raise ContextTooLong(
-                f"The text has {num_tokens:,} tokens, but this engine takes {longest:,} at most "
-                f"({limit}). Shorten it, or cut it with truncate_prompt_tokens=-1."
+                f"The text has {count}, but this engine takes {longest:,} at most ({limit}). "
+                "Shorten it, or cut it with truncate_prompt_tokens=-1."
             )
 
     def _longest(self, params: PoolingParams) -> int:

@@ -53,8 +53,8 @@ class Generation:
     """Outputs of an HTTP request's prompts, as an async context manager.
 
     output_kind: DELTA for streams, FINAL_ONLY for whole answers. timeout_s: deadline, after which the requests are
-    aborted; their outputs end with finish_reason "abort". lora_request: adapter of all prompts. trace: gets the end of
-    each prompt that was admitted.
+    aborted; their outputs end with finish_reason "abort". begin_s: the event loop's time from which it counts, None for
+    that of `start`. lora_request: adapter of all prompts. trace: gets the end of each prompt that was admitted.
 
     `start` returns once the engine has admitted all prompts. Leaving the context aborts what still runs.
     """
@@ -66,6 +66,7 @@ class Generation:
         *,
         output_kind: RequestOutputKind,
         timeout_s: float | None = None,
+        begin_s: float | None = None,
         lora_request: LoRARequest | None = None,
         trace: RequestTrace | None = None,
     ) -> None:
@@ -73,6 +74,7 @@ class Generation:
         self._submissions = submissions
         self._kind = output_kind
         self._timeout_s = timeout_s
+        self._begin_s = begin_s
         self._lora_request = lora_request
         self._trace = trace or NoTracing()
         # Outputs of the prompts that have not ended.
@@ -92,7 +94,8 @@ class Generation:
     async def start(self) -> None:
         """Submit the prompts. Raises the engine's refusal of any, or ApiError 408 if the deadline comes first."""
         loop = asyncio.get_running_loop()
-        end_s = None if self._timeout_s is None else loop.time() + self._timeout_s
+        begin_s = loop.time() if self._begin_s is None else self._begin_s
+        end_s = None if self._timeout_s is None else begin_s + self._timeout_s
         try:
             async with asyncio.timeout_at(end_s) as timeout:
                 await self._submit_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -24,6 +25,8 @@ from penstock.server.requests.logprobs import LogprobsFormat
 from penstock.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
+# Prompts of one request that are submitted together, so that a large one does not fill the queue by itself.
+_PROMPTS_AT_ONCE = 1024
 
 
 def served_model(request: Request) -> ServedModel:
@@ -107,10 +110,24 @@ async def whole_outputs(
     kind = RequestOutputKind.FINAL_ONLY
     trace = model.tracing.begin(http.scope, model.name)
     reference = None if adapter is None else adapter.reference
-    async with Generation(
-        model.engine, submissions, output_kind=kind, timeout_s=timeout_s, lora_request=reference, trace=trace
-    ) as generation:
-        return await while_connected(http.receive, _finals(generation))
+
+    async def finals() -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        begin_s = asyncio.get_running_loop().time()
+        for begin in range(0, len(submissions), _PROMPTS_AT_ONCE):
+            async with Generation(
+                model.engine,
+                submissions[begin : begin + _PROMPTS_AT_ONCE],
+                output_kind=kind,
+                timeout_s=timeout_s,
+                begin_s=begin_s,
+                lora_request=reference,
+                trace=trace,
+            ) as generation:
+                outputs += await _finals(generation)
+        return outputs
+
+    return await while_connected(http.receive, finals())
 
 
 async def _finals(generation: Generation) -> list[RequestOutput]:
