@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.device.capability import choices_of
 from penstock.device.dtypes import DtypeChoice, choose_cuda_dtype
 from penstock.device.limits import MemoryLimit
 from penstock.device.process_setting import ProcessSetting
 from penstock.errors import UnsupportedFeature
 
 INVARIANT_BACKENDS = ("triton_invariant",)
-_BF16_CAPABILITY = (8, 0)
 _MATMUL_PRECISION = ProcessSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
@@ -73,7 +73,7 @@ class CudaDevice(Device):
     def choose_dtype(self, requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
         choice = choose_cuda_dtype(requested, checkpoint)
         capability = torch.cuda.get_device_capability(self.torch_device)
-        if choice.name == "bfloat16" and capability < _BF16_CAPABILITY:
+        if choice.name == "bfloat16" and not choices_of(capability).has_bfloat16:
             raise UnsupportedFeature(
                 f"dtype='bfloat16' needs a GPU of compute capability 8.0, but this one has "
                 f"{capability[0]}.{capability[1]}. Use dtype='float16' or dtype='float32'."
