@@ -44,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
 
 def _use(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
-    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_: device)
+    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: device)
     return device
 
 
