@@ -60,6 +60,7 @@ PARTS = (
     Part("llama-8b-invariant:decode", 75),
     Part("llama-8b-invariant:prefill", 60),
     Part("qwen3-0.6b:requests", 60),
+    Part("qwen3-0.6b-pieces:requests", 60),
     Part("llama-8b:requests", 75),
     Part("qwen3-0.6b:transformers", 75),
 )

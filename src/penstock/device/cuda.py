@@ -109,18 +109,41 @@ class CudaDevice(Device):
         return CudaCopy(tensors, self._copy_stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
+        return self.capture_pieces(lambda _: work())
+
+    def capture_pieces(self, work: Callable[[Callable[[Callable[[], object]], None]], None]) -> Callable[[], None]:
+        calls: list[Callable[[], object]] = []
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
-        # `torch.cuda.graph` would collect garbage and wait for the device. Other threads may go on using the device.
-        with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+
+        def begin() -> None:
+            # `torch.cuda.graph` would collect garbage and wait for the device. Other threads may go on using it.
             graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
+
+        def between(call: Callable[[], object]) -> None:
+            nonlocal graph
+            graph.capture_end()
+            calls.extend((graph.replay, call))
+            graph = torch.cuda.CUDAGraph()
+            begin()
+
+        with torch.cuda.stream(stream):
+            begin()
             try:
-                work()
+                work(between)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        return graph.replay
+        if not calls:
+            return graph.replay
+        calls.append(graph.replay)
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return replay
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
