@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.cli.capabilities import COLUMNS, rows
+from penstock.device.capability import CHOICES, GpuChoices
 
 PAGE = Path(__file__).parents[1] / "docs/capabilities.md"
 
@@ -34,6 +35,15 @@ is `distributed_executor_backend='external_launcher'`; a core process is `enable
 (`data_parallel_size`).
 
 """
+_GPUS = """\
+
+## What depends on the GPU
+
+A GPU of another compute capability takes the row before its own. Only H200s were run.
+
+| compute capability | GPUs | bfloat16 | FP8 KV cache | weights of FP8 checkpoints |
+| --- | --- | --- | --- | --- |
+"""
 _TAIL = """\
 
 ## What depends on sizes and contents
@@ -51,7 +61,22 @@ Refused by name as well, where a model's sizes or a checkpoint's contents are kn
 def page() -> str:
     """Return the text of the page."""
     lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(row.values()) for row in rows())]
-    return _HEAD + "\n".join(lines) + "\n" + _TAIL
+    gpus = [_row(_gpu_cells(capability, choices)) for capability, choices in CHOICES.items()]
+    return _HEAD + "\n".join(lines) + "\n" + _GPUS + "\n".join(gpus) + "\n" + _TAIL
+
+
+def _gpu_cells(capability: tuple[int, int], choices: GpuChoices) -> list[str]:
+    products = "dequantised while loading"
+    if choices.has_float8:
+        scaled = "that scales rows" if choices.scales_rows else "with row scales afterwards"
+        products = f"kept: cuBLASLt {scaled}; Triton for blocks"
+    return [
+        ".".join(map(str, capability)),
+        choices.gpus,
+        "yes" if choices.has_bfloat16 else "no",
+        "yes" if choices.has_float8 else "no",
+        products,
+    ]
 
 
 def _row(cells: Iterable[str]) -> str:

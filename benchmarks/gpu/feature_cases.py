@@ -434,6 +434,10 @@ def _features() -> Iterator[tuple[str, Case]]:
             case = functools.partial(_feature, attempt=attempt, async_scheduling=False)
             yield f"feature {name}, sync", case
         yield f"feature {name}, bfloat16", functools.partial(_feature, attempt=attempt, dtype="bfloat16")
+    for name in ("sampling", "penalties"):
+        for option in ({"batch_invariant": True}, {"cudagraph_mode": "full_and_piecewise"}):
+            case = functools.partial(_feature, attempt=attempts[name], **option)
+            yield f"feature {name}, {next(iter(option))}", case
 
 
 def _engines() -> Iterator[tuple[str, Case]]:

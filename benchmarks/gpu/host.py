@@ -129,7 +129,7 @@ class Case:
 def measure(case: Case) -> dict[str, tuple[float, float]]:
     """Minimum and median microseconds per decode step of each part, and of the step with no clock inside."""
     replacements = {
-        "penstock.worker.worker.create_device": lambda *_: EmptyDevice(case.device_ms / 1e3),
+        "penstock.worker.worker.create_device": lambda *_, **__: EmptyDevice(case.device_ms / 1e3),
         "penstock.runner.input_batch.bind_step": EmptyStep,
         "penstock.runner.sampling.sampler.Sampler._sample": _sample_nothing,
     }

@@ -354,6 +354,11 @@ def main(part: str, path: str) -> None:
 
         attention.measure(results.add, ceilings()[0])
         return
+    if part == "forms":
+        from benchmarks.gpu import forms  # imports Triton
+
+        forms.measure(results.add, ceilings()[0])
+        return
     if part == "products":
         products(results, ceilings()[0])
         return

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# What was never run on a GPU comes first, and alone: batch invariance, verification, latents, experts, FP8 products.
+_NEW = ("split_attention", "invariant_linear", "latents", "experts", "float8_products")
 TESTS = {
+    "new": [
+        *(f"tests/kernels/triton_kernels/test_triton_{name}.py" for name in _NEW),
+        "tests/attention/test_triton_backend.py",
+    ],
     "kernels": ["tests/kernels/triton_kernels"],
     "engine": ["tests/gpu"],
 }
@@ -37,6 +43,8 @@ class Part:
 
 PARTS = (
     Part("machine", 40),
+    Part("new", 150),
+    Part("forms", 90),
     Part("kernels", 150, together=True),
     Part("engine", 150, together=True),
     Part("features", 240),
@@ -49,7 +57,10 @@ PARTS = (
     Part("llama-8b-int4:prefill", 60),
     Part("llama-8b-int8:decode", 75),
     Part("llama-8b-fp8-kv:decode", 75),
+    Part("llama-8b-invariant:decode", 75),
+    Part("llama-8b-invariant:prefill", 60),
     Part("qwen3-0.6b:requests", 60),
+    Part("qwen3-0.6b-pieces:requests", 60),
     Part("llama-8b:requests", 75),
     Part("qwen3-0.6b:transformers", 75),
 )

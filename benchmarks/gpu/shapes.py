@@ -124,9 +124,12 @@ SHAPES = {
     ),
 }
 
-# Quantised while loading, or with another KV cache: int4 has a scale in float32 and a zero point for each 128 inputs.
+# Quantised while loading, with another KV cache, or batch-invariant: int4 has a scale in float32 and a zero point for
+# each 128 inputs.
 SHAPES |= {
     "llama-8b-fp8-kv": replace(SHAPES["llama-8b"], options={"kv_cache_dtype": "fp8"}, bytes_per_kv=1),
+    "qwen3-0.6b-pieces": replace(SHAPES["qwen3-0.6b"], options={"cudagraph_mode": "full_and_piecewise"}),
+    "llama-8b-invariant": replace(SHAPES["llama-8b"], options={"batch_invariant": True}),
     "llama-8b-int8": replace(SHAPES["llama-8b"], options={"quantization": "int8"}, bytes_per_weight=1.0),
     "llama-8b-int4": replace(SHAPES["llama-8b"], options={"quantization": "int4"}, bytes_per_weight=0.5 + 5 / 128),
 }

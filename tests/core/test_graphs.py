@@ -44,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
 
 def _use(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
     monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
-    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_: device)
+    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: device)
     return device
 
 
@@ -81,6 +81,44 @@ def test_tokens_are_those_without_graphs(
     captured = device.num_captures
     assert results == _serve(folder, PARAMS, **options, fast_paths="off")
     assert device.num_captures == captured, "fast_paths='off' captures nothing"
+
+
+@pytest.mark.parametrize(("mode", "async_scheduling"), [("piecewise", False), ("full_and_piecewise", True)])
+def test_steps_that_mix_prefills_and_decodes_run_in_pieces(
+    tmp_path: Path, device: RecordingDevice, async_scheduling: bool, mode: str
+) -> None:
+    """A small budget makes most steps mixed. Attention runs between the pieces of each layer."""
+    folder = tiny_checkpoint(tmp_path, num_hidden_layers=2).folder
+    options = {"async_scheduling": async_scheduling, "max_num_batched_tokens": 16}
+    results = _serve(folder, PARAMS, **options, cudagraph_mode=mode)
+    assert device.num_cuts == 2
+    assert device.num_replays > device.num_captures > 0
+    expected = _serve(folder, PARAMS, **options, fast_paths="off")
+    assert [result.tokens for result in results] == [result.tokens for result in expected]
+    for found, logprobs in zip(results[-1].logprobs, expected[-1].logprobs, strict=True):
+        assert found == pytest.approx(logprobs, abs=1e-5)  # the padded attention of this test rounds by its sizes
+
+
+def test_plans_pad_mixed_steps_to_a_number_of_tokens() -> None:
+    graphs = GraphExecutable(
+        RecordingDevice(), [1, 2, 4], is_capturable=True, max_query_len=3, max_num_tokens=64, token_sizes=[8, 16]
+    )
+    padded = {
+        "mixed": graphs.plan({"a": 1, "b": 4}),
+        "uneven drafts": graphs.plan({"a": 1, "b": 2}),
+        "too long": graphs.plan({"a": 1, "b": 16}),
+        "uniform": graphs.plan({"a": 3, "b": 3}),
+        "decodes": graphs.plan({"a": 1, "b": 1, "c": 1}),
+        "too many decodes": graphs.plan({str(index): 1 for index in range(5)}),
+    }
+    assert {name: plan[2:] for name, plan in padded.items()} == {
+        "mixed": (8, 2),
+        "uneven drafts": (8, 2),
+        "too long": (17, 2),
+        "uniform": (6, 2),
+        "decodes": (4, 4),
+        "too many decodes": (5, 5),
+    }
 
 
 class _OverlappingDevice(RecordingDevice):
@@ -276,8 +314,7 @@ def test_sizes_are_those_of_the_options() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cudagraph_mode": "piecewise"}, "cudagraph_mode='piecewise' is not valid. Allowed: full_decode_only, none"),
-        ({"cudagraph_mode": "full"}, "Allowed: full_decode_only, none"),
+        ({"cudagraph_mode": "full"}, "Allowed: full_decode_only, full_and_piecewise, piecewise, none"),
         ({"cudagraph_capture_sizes": []}, "a list of integers of at least 1"),
         ({"cudagraph_capture_sizes": [0, 1]}, "a list of integers of at least 1"),
         ({"max_cudagraph_capture_size": 0}, "an integer of at least 1"),

@@ -15,17 +15,12 @@ from penstock.attention.base import HeadNorm, LayerAttention, StepGeometry, keys
 from penstock.attention.token_major import TokenMajorBackend
 from penstock.config.env import interprets_triton
 from penstock.contract import AttentionSpec, MLAAttentionSpec
+from penstock.device.capability import choices_of, gpu_capability
 from penstock.kernels.rotary import Rotation, TableRotation
 from penstock.kernels.triton import has_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-_FLOAT8_CAPABILITY = (8, 9)
 _MIN_BLOCK_SIZE, _MAX_HEAD_SIZE, _MAX_LATENT_SIZE = 16, 256, 512
-
-
-def _capability() -> tuple[int, int]:
-    """Compute capability of the GPU; without one, that of an H100, for plans and the interpreter."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
 
 
 def _why_no_latents(layer: LayerAttention, dtype: torch.dtype) -> str | None:
@@ -66,7 +61,7 @@ class TritonPagedBackend(TokenMajorBackend):
             return "Triton is not installed"
         if dtype not in _DTYPES:
             return f"it supports KV caches of {', '.join(map(str, _DTYPES))}, not {dtype}"
-        if dtype is torch.float8_e4m3fn and _capability() < _FLOAT8_CAPABILITY:
+        if dtype is torch.float8_e4m3fn and not choices_of(gpu_capability()).has_float8:
             return "an FP8 KV cache needs a GPU of compute capability 8.9"
         if block_size < _MIN_BLOCK_SIZE or block_size & (block_size - 1):
             return f"it needs a block_size that is a power of two and at least {_MIN_BLOCK_SIZE}, not {block_size}"

@@ -173,6 +173,14 @@ class Device(ABC):
         """
         raise UnsupportedFeature(f"device {self.kind!r} captures no graphs")
 
+    def capture_pieces(self, work: Callable[[Callable[[Callable[[], object]], None]], None]) -> Callable[[], None]:
+        """Capture `work(between)` as several graphs, as `capture` does.
+
+        Each `between(call)` ends one and begins the next; `call` does not run during the capture, and runs between them
+        in every replay.
+        """
+        raise UnsupportedFeature(f"device {self.kind!r} captures no graphs")
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all queued work is done."""

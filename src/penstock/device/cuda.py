@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
+from penstock.device.capability import choices_of
 from penstock.device.dtypes import DtypeChoice, choose_cuda_dtype
 from penstock.device.limits import MemoryLimit
 from penstock.device.process_setting import ProcessSetting
 from penstock.errors import UnsupportedFeature
 
 INVARIANT_BACKENDS = ("triton_invariant",)
-_BF16_CAPABILITY = (8, 0)
 _MATMUL_PRECISION = ProcessSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
@@ -73,7 +73,7 @@ class CudaDevice(Device):
     def choose_dtype(self, requested: str, checkpoint: str, stored: str | None = None) -> DtypeChoice:
         choice = choose_cuda_dtype(requested, checkpoint)
         capability = torch.cuda.get_device_capability(self.torch_device)
-        if choice.name == "bfloat16" and capability < _BF16_CAPABILITY:
+        if choice.name == "bfloat16" and not choices_of(capability).has_bfloat16:
             raise UnsupportedFeature(
                 f"dtype='bfloat16' needs a GPU of compute capability 8.0, but this one has "
                 f"{capability[0]}.{capability[1]}. Use dtype='float16' or dtype='float32'."
@@ -109,18 +109,41 @@ class CudaDevice(Device):
         return CudaCopy(tensors, self._copy_stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
+        return self.capture_pieces(lambda _: work())
+
+    def capture_pieces(self, work: Callable[[Callable[[Callable[[], object]], None]], None]) -> Callable[[], None]:
+        calls: list[Callable[[], object]] = []
         stream = self._capture_stream
         stream.wait_stream(torch.cuda.current_stream())
-        # `torch.cuda.graph` would collect garbage and wait for the device. Other threads may go on using the device.
-        with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+
+        def begin() -> None:
+            # `torch.cuda.graph` would collect garbage and wait for the device. Other threads may go on using it.
             graph.capture_begin(self._graph_pool, capture_error_mode="thread_local")
+
+        def between(call: Callable[[], object]) -> None:
+            nonlocal graph
+            graph.capture_end()
+            calls.extend((graph.replay, call))
+            graph = torch.cuda.CUDAGraph()
+            begin()
+
+        with torch.cuda.stream(stream):
+            begin()
             try:
-                work()
+                work(between)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        return graph.replay
+        if not calls:
+            return graph.replay
+        calls.append(graph.replay)
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return replay
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -142,8 +142,8 @@ class Experts(nn.ModuleList):
     """Gated MLPs, each over the rows of its tokens.
 
     Each expert's products run over all of its rows at once, and threads share their outputs; on a GPU all experts'
-    products are one launch, unless weights are quantised. A token's results are
-    added in the order of the experts' numbers, so that they do not depend on other tokens.
+    products are one launch, unless weights are quantised. A token's results are added in the order of the experts'
+    numbers, so that they do not depend on other tokens.
     """
 
     def __init__(

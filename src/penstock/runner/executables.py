@@ -75,11 +75,19 @@ class ForwardExecutable(Executable):
             aux = AuxHiddenStates(wants.aux_layers)
             context = replace(context, aux=aux)
         hidden = self.forward(model, frame.inputs, context)
-        frame.aux = frame.aux_received if aux is None else [*frame.aux_received, *aux.states]
+        self.take_outputs(frame, hidden, () if aux is None else aux.states, is_narrowed=context.last is not None)
+
+    def take_outputs(self, frame: Frame, hidden: Tensor, aux: Sequence[Tensor], *, is_narrowed: bool = False) -> None:
+        """Put a forward pass's hidden states into the frame, and the argmax where it wants nothing else.
+
+        aux: auxiliary hidden states. is_narrowed: there are hidden states of the last tokens only.
+        """
+        wants, model = frame.wants, frame.model
+        frame.aux = [*frame.aux_received, *aux] if aux else frame.aux_received
         frame.all_hidden = hidden if wants.all_rows else None
         frame.hidden = frame.chosen = None
         if wants.logits_rows:
-            rows = hidden if context.last is not None else frame.batch.layout.of_logits_rows(hidden)
+            rows = hidden if is_narrowed else frame.batch.layout.of_logits_rows(hidden)
             if wants.greedy:
                 with routed(model, frame.logits_inputs):
                     frame.chosen = model.compute_greedy(rows)

@@ -194,6 +194,7 @@ class ModelRunner:
                 is_capturable=self.kv_cache.is_capturable,
                 max_query_len=1 + limits.max_drafts,
                 max_num_tokens=limits.max_num_tokens,
+                token_sizes=graphs.token_sizes(limits.max_num_tokens),
             )
         return ProgramExecutable(self.kv_cache.programs)
 

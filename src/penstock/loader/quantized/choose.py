@@ -10,13 +10,16 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import NO_QUANTIZATION
 from penstock.config.quantized_checkpoint import MXFP4, read_quantized_checkpoint
+from penstock.device.capability import choices_of, gpu_capability
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
+from penstock.kernels.triton import has_triton
 from penstock.layers.quantization.method import PRODUCTS, WIDER_LAYERS, choose_method
 from penstock.loader.gguf.products import GgufProducts
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.quantized.assembly import OptionRounding, Rounding
 from penstock.loader.quantized.dequantized import DequantizedTensors
+from penstock.loader.quantized.float8_products import Float8Tensors
 from penstock.loader.quantized.mxfp4_products import Mxfp4Products
 from penstock.loader.quantized.stream import QuantizedTensors
 from penstock.models.registry import runs_through_transformers
@@ -44,6 +47,8 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
             return QuantizedTensors(checkpoint)
         if checkpoint.method == MXFP4 and option is None and computes_blocks:
             return Mxfp4Products(checkpoint)
+        if option is None and kind == "cuda" and checkpoint.method != MXFP4 and _keeps_float8(model_config):
+            return Float8Tensors(checkpoint)
         return DequantizedTensors(checkpoint, None if option in (None, NO_QUANTIZATION) else _rounding(option, kind))
     if option == NO_QUANTIZATION:
         return None
@@ -53,6 +58,11 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
         found = find_gguf(model_config.folder, load_config)
         return None if found is None or not found.quantized_names else GgufProducts(found)
     return _rounding(option, kind)
+
+
+def _keeps_float8(model_config: ModelConfig) -> bool:
+    has_kernels = has_triton() and choices_of(gpu_capability()).has_float8
+    return has_kernels and not runs_through_transformers(model_config)
 
 
 def _rounding(option: str, kind: str) -> OptionRounding:

@@ -30,12 +30,30 @@ class Float8Format:
         if scale.dim() == 1:
             scale = scale.unsqueeze(1)
         num_outputs, num_inputs = weight_OI.shape
-        block_outputs, block_inputs = self._block_size or (1, num_inputs)
+        block_outputs, block_inputs = self._blocks(weight_OI)
         expected = -(-num_outputs // block_outputs), -(-num_inputs // block_inputs)
         if scale.shape != expected:
             raise CheckpointError(
                 f"{layer}.weight_scale is {list(scale.shape)}. The weight, {[num_outputs, num_inputs]}, needs "
                 f"{list(expected)} scales, for blocks of {block_outputs} x {block_inputs}."
             )
-        spread = scale.float().repeat_interleave(block_outputs, 0)[:num_outputs]
+        spread = self.scales_of_outputs(weight_OI, scale)
         return weight_OI.float() * spread.repeat_interleave(block_inputs, 1)[:, :num_inputs]
+
+    def scales_of_outputs(self, weight_OI: Tensor, scale: Tensor) -> Tensor:
+        """Scales of each output feature and block of input features, float32 [O, C], of scales that `read` accepts."""
+        num_outputs = weight_OI.shape[0]
+        if scale.numel() == 1:
+            return scale.float().reshape(1, 1).expand(num_outputs, self.num_blocks(weight_OI))
+        return scale.float().view(scale.shape[0], -1).repeat_interleave(self._blocks(weight_OI)[0], 0)[:num_outputs]
+
+    def num_blocks(self, weight_OI: Tensor) -> int:
+        """Blocks of input features, which have scales of their own."""
+        return -(-weight_OI.shape[1] // self.block_inputs(weight_OI))
+
+    def block_inputs(self, weight_OI: Tensor) -> int:
+        """Input features of a block."""
+        return self._blocks(weight_OI)[1]
+
+    def _blocks(self, weight_OI: Tensor) -> tuple[int, int]:
+        return self._block_size or (1, int(weight_OI.shape[1]))

@@ -1,0 +1,97 @@
+"""Forward passes as CUDA graphs in pieces: attention runs between them, with each step's own metadata.
+
+A piece depends on the number of tokens alone, so that steps that mix prefills and decodes are replays too. Queries,
+keys and values are copied to buffers that all layers and sizes share, and so is attention's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from penstock.attention import AttentionMetadata, ForwardContext, HeadNorm, LayerAttention
+from penstock.kernels.rotary import Rotation
+
+# Runs a call between two pieces, in every replay.
+Between = Callable[[Callable[[], object]], None]
+
+
+class PieceBuffers:
+    """Buffers between pieces, by name and width, for up to `num_rows` tokens."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def room(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Uninitialised rows of this shape, [T, ...], with the dtype and device of a tensor."""
+        key = name, shape[1:], like.dtype
+        if key not in self._buffers:
+            self._buffers[key] = like.new_empty((self._num_rows, *shape[1:]))
+        return self._buffers[key][: shape[0]]
+
+    def keep(self, name: str, rows: Tensor) -> Tensor:
+        """Copy rows."""
+        return self.room(name, rows, *rows.shape).copy_(rows)
+
+
+class Pieces:
+    """State of a forward pass in pieces: the buffers, and the context of the step that runs.
+
+    between: set while the pass is captured.
+    """
+
+    def __init__(self, buffers: PieceBuffers) -> None:
+        self.buffers = buffers
+        self.between: Between | None = None
+        self.step: ForwardContext | None = None
+
+    def attend(self, attention: Callable[[ForwardContext], Tensor], output: Tensor) -> Tensor:
+        """End a piece; attention with the context of the step fills the output before the next piece."""
+        assert self.between is not None, "attention outside of a capture"
+
+        def call() -> None:
+            assert self.step is not None, "a replay has a step"
+            output.copy_(attention(self.step))
+
+        self.between(call)
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class PieceContext(ForwardContext):
+    """Forward context of a capture in pieces, whose attention is left out of the graphs."""
+
+    pieces: Pieces = field(kw_only=True)
+
+    @classmethod
+    def of(cls, context: ForwardContext, pieces: Pieces) -> PieceContext:
+        """The same context, of all tokens."""
+        whole = context.of_all_tokens()
+        return cls(**{one.name: getattr(whole, one.name) for one in fields(ForwardContext)}, pieces=pieces)
+
+    def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:
+        """Raise RuntimeError, which ends the capture: the layer would read this step's metadata in every replay."""
+        raise RuntimeError(f"layer {name} reads its cache itself, and only attention runs between graphs")
+
+    def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
+        names = "query", "key", "value"
+        heads = [self.pieces.buffers.keep(*one) for one in zip(names, (query_THD, key_TKD, value_TKD), strict=True)]
+        shape = *query_THD.shape[:2], layer.value_size
+        output = self.pieces.buffers.room("output", query_THD, *shape)
+        return self.pieces.attend(lambda context: context.attend(layer, *heads), output)
+
+    def attend_projected(
+        self, layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
+    ) -> Tensor:
+        kept_TX = self.pieces.buffers.keep("projection", qkv_TX)
+        output = self.pieces.buffers.room("output", qkv_TX, len(qkv_TX), layer.num_heads * layer.value_size)
+        return self.pieces.attend(lambda context: context.attend_projected(layer, kept_TX, norm, rotation), output)
+
+
+def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Addresses of tensors that graphs read."""
+    return tuple(tensor.data_ptr() for tensor in tensors)
