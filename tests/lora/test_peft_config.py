@@ -65,6 +65,21 @@ def test_a_rank_or_alpha_that_is_no_positive_number_is_an_error(fields: dict[str
         PeftConfig.read("a", fields)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank_pattern": {"(": 3}},
+        {"rank_pattern": {"q_proj": 2.5}},
+        {"alpha_pattern": {"*": 3}},
+        {"alpha_pattern": {"q_proj": float("inf")}},
+        {"target_parameters": "mlp.experts.down_proj"},
+    ],
+)
+def test_a_pattern_that_is_not_valid_is_an_error_that_names_its_field(fields: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"The adapter 'a' has .*{next(iter(fields))}"):
+        PeftConfig.read("a", {"r": 4, "lora_alpha": 4, **fields})
+
+
 def test_other_methods_of_peft_are_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="peft_type='IA3'"):
         PeftConfig.read("a", {"peft_type": "IA3"})

@@ -104,6 +104,31 @@ def test_pinned_adapters_keep_their_slots() -> None:
         loop.add("c", 3)
 
 
+def test_a_pinned_adapter_without_a_slot_waits_for_one() -> None:
+    loop = Loop()
+    assert loop.limit is not None
+    loop.add("a", 1, 3)
+    loop.add("b", 2, 9)
+    loop.step()
+    loop.limit.set_pinned({7})
+    loop.add("pinned", 7)
+    steps = [set(loop.step().num_scheduled_tokens) for _ in range(3)]
+    assert steps == [{"a", "b"}, {"a", "b"}, {"b", "pinned"}]
+
+
+def test_the_last_slot_is_not_pinned_while_requests_of_other_adapters_need_it() -> None:
+    loop = Loop(max_loras=1)
+    assert loop.limit is not None
+    loop.add("a", 1, 2)
+    loop.add("b", 2, 2)
+    loop.step()
+    with pytest.raises(InvalidRequest, match="request b of adapter 2 has not ended"):
+        loop.limit.check_pin(1)
+    while loop.scheduler.has_unfinished_requests():
+        loop.step()
+    loop.limit.check_pin(1)
+
+
 @given(
     requests=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=25),
     max_loras=st.integers(1, 3),

@@ -111,6 +111,12 @@ def test_an_adapter_that_cannot_be_loaded_is_refused_with_the_reason(server: Ser
     assert "bad" not in [model.id for model in server.client().models.list()]
 
 
+def test_an_adapter_has_another_name_than_the_model(server: Served, folders: list[Path]) -> None:
+    reply = server.post("/v1/load_lora_adapter", {"lora_name": "demo", "lora_path": str(folders[0])}, **ADMIN)
+    assert reply.status == 400
+    assert "'demo' is the model's name" in reply.error["message"]
+
+
 @pytest.mark.slow
 def test_embeddings_have_the_adapter_that_the_model_of_a_request_names(tmp_path: Path) -> None:
     model = random_model("BertModel", "BertConfig", **TINY_ENCODER)

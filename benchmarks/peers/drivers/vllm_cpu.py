@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,24 @@ class VLLM:
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self._llm.generate(requests, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def seconds_with_adapters(
+        self, prompts: list[list[int]], num_outputs: int, adapters: list[list[Any] | None]
+    ) -> float:
+        """Seconds that the prompts take together. adapters: name, number and folder of each one's LoRA adapter."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        given = [None if adapter is None else LoRARequest(*adapter) for adapter in adapters]
+        begin = time.perf_counter()
+        outputs = self._llm.generate(requests, params, use_tqdm=False, lora_request=given if any(adapters) else None)
+        seconds = time.perf_counter() - begin
+        lengths = {len(output.outputs[0].token_ids) for output in outputs}
+        if lengths != {num_outputs}:
+            raise RuntimeError(f"asked for {num_outputs} tokens per request, got {lengths}")
+        return seconds
 
 
 def set_variables(threads: int, kv_bytes: int) -> None:

@@ -79,9 +79,8 @@ class PeftConfig:
                 "positive numbers."
             )
         patterns = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
-        for field, pattern in zip(("rank_pattern", "alpha_pattern"), patterns, strict=True):
-            if not isinstance(pattern, Mapping) or not all(_is_positive(one, int, float) for one in pattern.values()):
-                raise CheckpointError(f"The adapter {name!r} has {field}={pattern!r}. Allowed: numbers by module name.")
+        _check_pattern(name, "rank_pattern", patterns[0], int)
+        _check_pattern(name, "alpha_pattern", patterns[1], int, float)
         parameters = fields.get("target_parameters") or []
         if not isinstance(parameters, (list, tuple, set)) or not all(isinstance(one, str) for one in parameters):
             raise CheckpointError(
@@ -113,8 +112,21 @@ def _check_field(name: str, field: str, value: Any) -> None:
     raise UnsupportedFeature(f"The adapter {name!r} has {field}={value!r}, which is not supported. {instead}")
 
 
+def _check_pattern(name: str, field: str, pattern: object, *types: type) -> None:
+    allowed = f"positive numbers ({' or '.join(one.__name__ for one in types)}) by regular expressions of module names"
+    if not isinstance(pattern, Mapping) or not all(_is_positive(one, *types) for one in pattern.values()):
+        raise CheckpointError(f"The adapter {name!r} has {field}={pattern!r}. Allowed: {allowed}.")
+    for key in pattern:
+        try:
+            re.compile(str(key))
+        except re.error as error:
+            raise CheckpointError(
+                f"The adapter {name!r} has {key!r} in {field}: {error}. Allowed: {allowed}."
+            ) from error
+
+
 def _is_positive(value: Any, *types: type) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool) and float(value) > 0  # type: ignore[arg-type]
+    return isinstance(value, types) and not isinstance(value, bool) and 0 < value < math.inf  # type: ignore[operator]
 
 
 def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:

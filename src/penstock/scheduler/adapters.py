@@ -40,6 +40,20 @@ class AdapterLimit(StepFeature):
         """Set the pinned adapters, which keep their slots."""
         self._pinned = set(lora_ids)
 
+    def check_pin(self, lora_id: int) -> None:
+        """Raise InvalidRequest if pinning an adapter would leave no slot for unfinished requests of others."""
+        pinned = self._pinned | {lora_id}
+        if len(pinned) < self._max_loras:
+            return
+        for request in self._scheduler.unfinished_requests():
+            other = _adapter_of(request)
+            if other is not None and other not in pinned:
+                raise InvalidRequest(
+                    f"The adapter {lora_id} cannot be pinned now: it would take the last of max_loras="
+                    f"{self._max_loras} slots, and request {request.req_id} of adapter {other} has not ended. Pin it "
+                    "later, or start the engine with more slots."
+                )
+
     def request_added(self, request: Request) -> None:
         lora_id = _adapter_of(request)
         if lora_id is not None and lora_id not in self._pinned and len(self._pinned) >= self._max_loras:
@@ -63,7 +77,8 @@ class AdapterLimit(StepFeature):
         lora_id = _adapter_of(request)
         if lora_id is None:
             return None
-        has_slot = lora_id in self._slots or len(self._slots) < self._max_loras
+        # A pinned adapter may have no slot yet, where requests of others run.
+        has_slot = self._users[lora_id] > 0 or len(self._slots | {lora_id}) <= self._max_loras
         if has_slot and not (lora_id == self._leaving and self._is_after_skipped(request)):
             self._users[lora_id] += 1
             return None

@@ -197,6 +197,10 @@ class Scheduler:
         """Whether there is an unfinished request with this id."""
         return req_id in self._requests.by_id
 
+    def unfinished_requests(self) -> list[Request]:
+        """All requests that wait or run."""
+        return list(self._requests.by_id.values())
+
     def ready(self, req_id: str, reason: str) -> None:
         """Remove a reason of `wait_for`. Ignores unknown ids and reasons."""
         self._requests.wait_for(req_id, reason, is_there=True)
@@ -302,7 +306,7 @@ class Scheduler:
 
         Changed requests are preempted, and find only cached prefixes of their new parts.
         """
-        for request in list(self._requests.by_id.values()):
+        for request in self.unfinished_requests():
             parts = None if request.parts is None else change(request.parts)
             if parts is None:
                 continue

@@ -17,11 +17,12 @@ _MAX_AGE_S = 1.0
 class ServedAdapters:
     """Adapters that the engine knows: those of the command line, and those that were loaded since.
 
-    They are the same in every front end.
+    They are the same in every front end. model_names: those of the base model, which no adapter may have.
     """
 
-    def __init__(self, engine: AsyncEngine, modules: Sequence[LoRARequest]) -> None:
+    def __init__(self, engine: AsyncEngine, modules: Sequence[LoRARequest], model_names: Sequence[str]) -> None:
         self._engine = engine
+        self._model_names = model_names
         # Adapters of the command line that were not offered to the engine yet.
         self._modules = list(modules)
         self._by_name: dict[str, LoRARequest] = {}
@@ -43,6 +44,8 @@ class ServedAdapters:
     async def load(self, name: str, path: str, *, load_inplace: bool) -> None:
         """Load an adapter under a new name, or again under its own. Raises ApiError for one that cannot be loaded."""
         self._require_enabled()
+        if name in self._model_names:
+            raise ApiError(400, f"{name!r} is the model's name. Give the adapter another one.", param="lora_name")
         numbers: set[int] = set()
         while True:
             await self._read(0.0)

@@ -38,7 +38,7 @@ class ServedModel:
         self.default_params: SamplingParams = engine.get_default_sampling_params()
         self.tokenizer: Tokenizer = engine.own_tokenizer
         self.max_model_len = engine.max_model_len
-        self.adapters = ServedAdapters(engine, options.adapters)
+        self.adapters = ServedAdapters(engine, options.adapters, self.names)
         self.adapter: LoRARequest | None = None
         check_lora(options, has_adapters=engine.has_adapters)
         endpoint = options.otlp_traces_endpoint

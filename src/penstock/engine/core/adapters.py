@@ -238,6 +238,8 @@ class CoreAdapters:
         return [was_held or was_known for was_held in self._call("remove_lora", args=(lora_id,))]
 
     def _pin(self, lora_id: int) -> list[bool]:
+        if self._limit is not None and lora_id in self._known:
+            self._limit.check_pin(lora_id)
         answers: list[bool] = self._call("pin_lora", args=(lora_id,))
         if all(answers):
             self._pinned.add(lora_id)
