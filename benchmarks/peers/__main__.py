@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.peers.catalogue import ENGINES
 from benchmarks.peers.environments import ENVIRONMENTS, set_up
 from benchmarks.peers.measure import Runner
+from benchmarks.peers.mixtures import ALL_SHAPES
 from benchmarks.peers.plot import as_svg
 from benchmarks.peers.results import Results
 from benchmarks.peers.shapes import SHAPES
@@ -67,7 +68,7 @@ def _run(arguments: argparse.Namespace, results: Results) -> None:
     )
     workloads = list(dict.fromkeys(_WORKLOADS[name] for name in arguments.workloads))
     is_done = runner.run(
-        [SHAPES[name] for name in arguments.models], workloads, [ENGINES[name] for name in arguments.engines]
+        [ALL_SHAPES[name] for name in arguments.models], workloads, [ENGINES[name] for name in arguments.engines]
     )
     if not is_done:
         print("The budget is spent; the same command goes on from here.", file=sys.stderr)
@@ -94,7 +95,7 @@ def _parse() -> argparse.Namespace:
         command.add_argument("--work-dir", type=Path, required=True, help="environments, models, logs: tens of GB")
         command.add_argument("--engines", **engines, help=", ".join(ENGINES))
     setup.add_argument("--again", action="store_true", help="make them once more")
-    run.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    run.add_argument("--models", nargs="+", choices=list(ALL_SHAPES), default=list(SHAPES), help="default: dense ones")
     run.add_argument("--workloads", nargs="+", choices=list(_WORKLOADS), default=list(LETTERS), metavar="A-E")
     run.add_argument("--repeats", type=int, default=5)
     run.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

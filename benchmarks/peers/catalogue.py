@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """driver: module of `drivers`. environment: None for the one that runs the benchmark (Penstock).
+    """driver: module of `drivers`. environment: None for the one that runs the benchmark, Penstock's.
 
     model_format: what `checkpoints.make` makes for it. options: what the driver's engine is given besides.
     bits_per_weight: bits read per weight, scales included. note: footnote of the table.

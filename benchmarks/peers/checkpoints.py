@@ -43,7 +43,7 @@ def _write_checkpoint(_work_dir: Path, shape: ModelShape, model_format: str, fol
     weights = {}
     for name, size in shape.weights():
         values = torch.randn(size, generator=generator)
-        values = values * _MATRIX_STD if len(size) == 2 else 1 + values * _NORM_STD
+        values = 1 + values * _NORM_STD if name.endswith("norm.weight") else values * _MATRIX_STD
         weights[name] = values.to(torch.bfloat16).to(dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**shape.config, "dtype": model_format, "torch_dtype": model_format}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ class ModelShape:
     def num_parameters(self) -> int:
         total = 0
         for _, shape in self.weights():
-            total += shape[0] * (shape[1] if len(shape) == 2 else 1)
+            total += math.prod(shape)
         return total
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from benchmarks.peers.catalogue import ENGINES, REFERENCE, EngineSpec
 from benchmarks.peers.measure import STARTUP, find_workload
+from benchmarks.peers.mixtures import ALL_SHAPES
 from benchmarks.peers.results import Results, Summary, agreement, summarise
-from benchmarks.peers.shapes import SHAPES, ModelShape
+from benchmarks.peers.shapes import ModelShape
 from benchmarks.workloads import Workload
 
 LETTERS = {"decode": "A", "throughput": "B", "prefill": "C", "shared prefix": "D", STARTUP: "E"}
@@ -18,7 +19,7 @@ def report(results: Results) -> dict[str, Any]:
     machines = [record for record in results.records if record["kind"] == "machine"]
     rows = [
         row
-        for shape in SHAPES.values()
+        for shape in ALL_SHAPES.values()
         for workload in LETTERS
         for engine in ENGINES.values()
         if (row := _row(results, shape, workload, engine)) is not None
@@ -109,7 +110,7 @@ def as_markdown(data: dict[str, Any]) -> str:
             "",
         ]
     for name in dict.fromkeys(row["model"] for row in data["rows"]):
-        lines += [f"## {name}", "", f"{SHAPES[name].title}.", ""]
+        lines += [f"## {name}", "", f"{ALL_SHAPES[name].title}.", ""]
         rows = [row for row in data["rows"] if row["model"] == name]
         lines += [*_overview(rows), *_ratios(rows), "", *_details(rows), ""]
     return "\n".join([*lines, *_notes(data)]).rstrip() + "\n"
@@ -149,7 +150,7 @@ def _comparisons() -> list[tuple[str, str, list[str]]]:
     """(what, our engine, the others)."""
 
     def others(*bits: float) -> list[str]:
-        return [e.name for e in ENGINES.values() if e.environment is not None and e.bits_per_weight in bits]
+        return [e.name for e in ENGINES.values() if e.driver != "penstock" and e.bits_per_weight in bits]
 
     as_run = [e.name for e in ENGINES.values() if e.environment is not None and e.is_default]
     return [

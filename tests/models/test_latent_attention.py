@@ -113,12 +113,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 129280,
     },
 }
+PUBLISHED["Kimi-K2"] = {
+    **PUBLISHED["DeepSeek-V3"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {**_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_those_of_transformers(name: str) -> None:
     config = ModelConfig("some/model", Path("nowhere"), Path("nowhere"), dict(PUBLISHED[name]), {}, max_model_len=1024)
     content = {field: value for field, value in PUBLISHED[name].items() if field != "quantization_config"}
+    if content["model_type"] == "kimi_k2":  # which Transformers knows as DeepSeek V3
+        content = {**content, "model_type": "deepseek_v3", "auto_map": {}}
     with torch.device("meta"):
         ours: Any = find_model_class(config)(config, ParallelState())
         oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content))

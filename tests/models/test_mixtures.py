@@ -60,6 +60,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"attention_bias": False, "num_key_value_heads": 1, "num_experts_per_tok": 1}),
     ("granitemoe", {}),
     ("granitemoe", {"num_experts_per_tok": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    ("minimax_m2", {}),
+    ("minimax_m2", {"rope_parameters": WHOLE_HEADS, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
     ("olmoe", {}),
     ("olmoe", {"norm_topk_prob": True, "num_experts_per_tok": 6}),
 ]

@@ -136,6 +136,18 @@ MIXTURES = {
     "granitemoe": Family(
         "GraniteMoeConfig", "GraniteMoeForCausalLM", {**_TINY_GRANITE, "intermediate_size": 48, "num_local_experts": 5}
     ),
+    "minimax_m2": Family(
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {
+            **_TINY,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
 }
 _ALL = {**FAMILIES, **MIXTURES}

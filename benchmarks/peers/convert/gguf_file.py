@@ -6,7 +6,9 @@ Needs the package gguf. Names and the order of rows are those that llama.cpp's o
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_GPT_OSS = "gpt_oss"
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -27,7 +30,14 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(.*)")
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _QUANTIZATIONS = {
     "f32": gguf.GGMLQuantizationType.F32,
@@ -46,12 +56,42 @@ def convert(checkpoint: Path, folder: Path, precision: str) -> None:
     writer = gguf.GGUFWriter(folder / "model.gguf", _ARCHITECTURES[config["model_type"]])
     _write_fields(writer, config, precision)
     with safe_open(checkpoint / "model.safetensors", framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            _write_tensor(writer, name, file.get_tensor(name), config, precision)
+        for name, values in _tensors(file, config):
+            _write_tensor(writer, name, values, config, precision)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tensors(file: Any, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors by the names of one expert's, `mlp.experts.gate_proj.weight` and so on, with all experts of a layer."""
+    for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+        expert = _OF_EXPERT.fullmatch(name)
+        if expert is not None:
+            before, number, rest = expert.groups()
+            if number == "0":
+                yield (
+                    f"{before}.{rest}",
+                    np.stack([file.get_tensor(f"{before}.{index}.{rest}") for index in range(config["num_experts"])]),
+                )
+        elif ".experts." in name:
+            yield from _stacked(name, file.get_tensor(name))
+        else:
+            yield name, file.get_tensor(name)
+
+
+def _stacked(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """gpt-oss's experts: matrices are [inputs, outputs], and outputs of gate and up alternate."""
+    kind = "bias" if name.endswith("_bias") else "weight"
+    stem = name.removesuffix("_bias")
+    if kind == "weight":
+        values = values.swapaxes(1, 2)
+    if not stem.endswith("gate_up_proj"):
+        yield f"{stem}.{kind}", np.ascontiguousarray(values)
+        return
+    for part, begin in (("gate_proj", 0), ("up_proj", 1)):
+        yield stem.replace("gate_up_proj", part) + f".{kind}", np.ascontiguousarray(values[:, begin::2])
 
 
 def _write_fields(writer: gguf.GGUFWriter, config: dict[str, Any], precision: str) -> None:
@@ -68,6 +108,16 @@ def _write_fields(writer: gguf.GGUFWriter, config: dict[str, Any], precision: st
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if config["model_type"] == _GPT_OSS:
+        scaling = config["rope_scaling"]
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(_FILE_TYPES[precision])
 
@@ -80,9 +130,11 @@ def _write_tensor(
             values = _pair_neighbours(values, config["num_attention_heads"])
         elif "k_proj" in name:
             values = _pair_neighbours(values, config["num_key_value_heads"])
-    kind = _QUANTIZATIONS["f32" if values.ndim == 1 else precision]
+    gguf_name = _gguf_name(name, config)
+    is_exact = values.ndim == 1 or gguf_name.endswith(".bias") or "ffn_gate_inp" in gguf_name
+    kind = _QUANTIZATIONS["f32" if is_exact else precision]
     data = values if kind == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(values, kind)
-    writer.add_tensor(_gguf_name(name), data, raw_dtype=kind)
+    writer.add_tensor(gguf_name, data, raw_dtype=kind)
 
 
 def _pair_neighbours(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -92,12 +144,16 @@ def _pair_neighbours(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
 
 
-def _gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
+def _gguf_name(name: str, config: dict[str, Any]) -> str:
+    kind = "bias" if name.endswith(".bias") else "weight"
+    stem = name.removesuffix(f".{kind}")
     if stem in _OTHER_NAMES:
         return f"{_OTHER_NAMES[stem]}.weight"
     _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[rest]}.weight"
+    ours = _LAYER_NAMES[rest]
+    if config["model_type"] == _GPT_OSS and ours == "ffn_norm":
+        ours = "post_attention_norm"
+    return f"blk.{layer}.{ours}.{kind}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -11,8 +14,11 @@ from benchmarks.peers.drivers.protocol import serve
 class Generate:
     def __init__(self, model: str, threads: int, kv_tokens: int, kv_bytes: int, dtype: str = "auto") -> None:
         torch.set_num_threads(threads)
+        # torch's attention has no sinks.
+        config = json.loads((Path(model) / "config.json").read_text())
+        attention = "eager" if config["model_type"] == "gpt_oss" else "sdpa"
         self._model = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            model, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
         self._model.eval()
         self._model.generation_config.eos_token_id = None

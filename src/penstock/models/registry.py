@@ -26,6 +26,7 @@ _MODELS = {
     "GraniteMoeForCausalLM": "penstock.models.granite",
     "LlamaForCausalLM": "penstock.models.llama",
     "MiMoForCausalLM": "penstock.models.mimo",
+    "MiniMaxM2ForCausalLM": "penstock.models.minimax_m2",
     "MistralForCausalLM": "penstock.models.llama",
     "MixtralForCausalLM": "penstock.models.mixtral",
     "Olmo2ForCausalLM": "penstock.models.olmo2",
