@@ -43,7 +43,7 @@ def write_gguf(
     """
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[family]])
     _write_fields(writer, model.config, family)
-    _write_tokens(writer, tokens, model.config.vocab_size)
+    write_tokens(writer, tokens, model.config.vocab_size)
     for key, value in (changes or {}).items():
         writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
     names = gguf.get_tensor_name_map(_ARCHITECTURES[family], model.config.num_hidden_layers)
@@ -95,7 +95,8 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
-def _write_tokens(writer: gguf.GGUFWriter, first: Sequence[str], size: int) -> None:
+def write_tokens(writer: gguf.GGUFWriter, first: Sequence[str], size: int) -> None:
+    """Write a byte-level tokenizer of as many tokens."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     tokens = [*first, *(f"w{index}" for index in range(len(first), size))]

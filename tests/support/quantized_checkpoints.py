@@ -6,6 +6,7 @@ Beside each lies nothing but its float twin: the weights that the integers stand
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from support.checkpoints import edit_config, save_checkpoint, tiny_model
 Array = NDArray[Any]
 # A layer's tensors by kind, and the weight that they stand for.
 Layer = tuple[dict[str, Array], Array]
+# Mixtral's experts have other names.
+_PROJECTION = re.compile(r"_proj|\.experts\.\d+\.w[123]$")
 HIDDEN = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -47,7 +50,7 @@ def write_quantized(
     integers: dict[str, Array] = {}
     for name, weight in floats.items():
         layer = name.removesuffix(".weight")
-        if "_proj" in layer and name.endswith(".weight"):
+        if _PROJECTION.search(layer) and name.endswith(".weight"):
             tensors, floats[name] = quantize(layer, weight)
             integers.update({f"{layer}.{kind}": tensor for kind, tensor in tensors.items()})
         else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.config.gguf.fields import Metadata
+from penstock.config.gguf.mixture_fields import MIXTURES, latent_attention
 from penstock.errors import UnsupportedModel
 
 _EPSILON, _RMS_EPSILON = ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon"
@@ -27,7 +28,7 @@ def hf_config_of(metadata: Metadata) -> dict[str, Any]:
             f"{metadata.name} has general.architecture={architecture!r}, which cannot be loaded from GGUF here. "
             f"Supported: {', '.join(sorted(_ARCHITECTURES))}. Take the safetensors of the model."
         )
-    if metadata.get(".expert_count", int, 0):
+    if metadata.get(".expert_count", int, 0) and architecture not in MIXTURES:
         raise UnsupportedModel(
             f"{metadata.name} has {architecture}.expert_count={metadata.get('.expert_count', int)}: a mixture of "
             "experts, which cannot be loaded from GGUF here. Take the safetensors of the model."
@@ -35,7 +36,7 @@ def hf_config_of(metadata: Metadata) -> dict[str, Any]:
     hf_name, read = _ARCHITECTURES[architecture]
     return {
         "architectures": [hf_name],
-        "model_type": "gemma3_text" if architecture == "gemma3" else architecture,
+        "model_type": _MODEL_TYPES.get(architecture, architecture),
         "vocab_size": metadata.shape("token_embd.weight")[0],
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int),
@@ -55,7 +56,7 @@ def _sizes(metadata: Metadata) -> dict[str, Any]:
     hidden_size, num_heads = (metadata.required(key, int) for key in (".embedding_length", ".attention.head_count"))
     head_size = metadata.get(".attention.key_length", int, hidden_size // max(num_heads, 1))
     value_size = metadata.get(".attention.value_length", int, head_size)
-    if value_size != head_size:
+    if value_size != head_size and not latent_attention(metadata):
         raise metadata.unsupported(f"attention.value_length={value_size}", f"attention.key_length={head_size}")
     fields = {
         "hidden_size": hidden_size,
@@ -178,6 +179,18 @@ def _gpt2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _mixture(read: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]) -> Callable[[Metadata], dict[str, Any]]:
+    return lambda metadata: read(metadata, _decoder(metadata))
+
+
+# Names of model types, where they are not the architecture's.
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
+    "deepseek2": "deepseek_v2",
+}
 _ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
@@ -188,4 +201,5 @@ _ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] =
     "qwen2": ("Qwen2ForCausalLM", _decoder),
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
+    **{name: (hf_name, _mixture(read)) for name, (hf_name, read) in MIXTURES.items()},
 }

@@ -30,12 +30,21 @@ _O200K = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-def _split(pattern: str) -> list[dict[str, Any]]:
+def _split(*patterns: str) -> list[dict[str, Any]]:
     return [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        *(
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in patterns
+        ),
         {**_GPT2, "use_regex": False},
     ]
 
@@ -47,6 +56,7 @@ _PRE_TOKENIZERS: Sequence[tuple[list[dict[str, Any]], Sequence[str]]] = (
     (_split(_WORDS % ""), ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan")),
     ([_DIGITS, _GPT2], ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone")),
     (_split(_O200K), ("gpt-4o", "llama4")),
+    (_split(*_DEEPSEEK), ("deepseek-v3",)),
 )
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3")
 _NFC = ("qwen2", "deepseek-r1-qwen")

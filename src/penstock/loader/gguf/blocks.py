@@ -73,6 +73,12 @@ class StoredTensor:
         first = start // block_size * block_bytes
         return replace(self, shape=shape, blocks=self.blocks[:, first : first + size // block_size * block_bytes])
 
+    def at(self, index: int) -> StoredTensor:
+        """The tensor at an index of the first dimension."""
+        num_rows = len(self.blocks) // self.shape[0]
+        rows = self.blocks[index * num_rows : (index + 1) * num_rows]
+        return replace(self, shape=self.shape[1:], blocks=rows)
+
     @property
     def is_quantized(self) -> bool:
         return self.info.kind not in _FLOATS

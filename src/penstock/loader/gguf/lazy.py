@@ -56,6 +56,31 @@ class LazyTensor(Tensor):
         return covering.values().narrow(dim, offset, stop - begin)
 
 
+class LatentProjection(LazyTensor):
+    """`kv_b_proj` of latent attention, [heads * (keys + values), latent], from a file's tensors of two kinds.
+
+    keys: [heads, latent, size of a key]. values: [heads, size of a value, latent].
+    """
+
+    keys_and_values: tuple[StoredTensor, StoredTensor]
+
+    @staticmethod
+    def __new__(cls, keys: StoredTensor, values: StoredTensor) -> LatentProjection:
+        heads, latent_size, key_size = keys.shape
+        shape = [heads * (key_size + values.shape[1]), latent_size]
+        dtype = torch.promote_types(keys.dtype, values.dtype)
+        made: LatentProjection = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.keys_and_values = keys, values
+        return made
+
+    def values(self) -> Tensor:
+        keys_HCN, values_HVC = (stored.dequantised().to(self.dtype) for stored in self.keys_and_values)
+        return torch.cat((keys_HCN.transpose(1, 2), values_HVC), 1).flatten(0, 1)
+
+    def _slice(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+        return self.values()[(slice(None),) * dim + (slice(start, end, step),)]
+
+
 def part_of(stored: StoredTensor, change: Change, dim: int, share: Share) -> tuple[StoredTensor, int]:
     """Return the least part of a file's tensor that covers a share of a dimension, and where the share begins in it."""
     multiple = math.lcm(stored.multiple(dim), change.multiple(dim))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from penstock.config.gguf.container import TensorInfo
 from penstock.config.gguf.fields import Metadata
 from penstock.errors import UnsupportedModel
 from penstock.loader.gguf.changes import UNCHANGED, Change, MinusOne, PairsInHalves, Transposed
@@ -33,6 +34,42 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# A star stands for the number of an expert: tensors of all experts have it as their first dimension.
+_EXPERTS = {
+    **_DECODER,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+_GPT_OSS = {
+    **_EXPERTS,
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+}
+_QWEN2_MOE = {
+    **_EXPERTS,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_DEEPSEEK2 = {
+    **_EXPERTS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj",
+    "attn_v_b": "self_attn.kv_b_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _GPT2 = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -45,6 +82,8 @@ _GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"
+_MIXTURES = {"qwen2moe": _QWEN2_MOE, "qwen3moe": _EXPERTS, "gpt-oss": _GPT_OSS, "deepseek2": _DEEPSEEK2}
 _LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)")
 # Factors of rotary frequencies, which are in the configuration.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -52,25 +91,34 @@ _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names and changes of one architecture. parts: by module name in GGUF. layers: prefix of a layer's modules.
+    """Names and changes of one architecture. parts: by module name in GGUF, or by that of a tensor.
 
-    changes: by regular expression for names in GGUF.
+    layers: prefix of a layer's modules. changes: by regular expression for names in GGUF. repeated: regular expression
+    for tensors whose values are in others too. A name with a star is of a tensor for each index of the first dimension;
+    two tensors with the same name are the keys and values of a latent's projection.
     """
 
     parts: Mapping[str, str]
     layers: str = "model.layers"
     changes: Mapping[str, Change] = field(default_factory=dict)
+    repeated: str = r"(?!)"
+
+    def shaped(self, tensor: TensorInfo) -> TensorInfo:
+        """The tensor's description; files may have a matrix of one output as a vector."""
+        is_row = len(tensor.shape) == 1 and tensor.name.endswith(_ONE_ROW)
+        return replace(tensor, shape=(1, *tensor.shape)) if is_row else tensor
 
     def name(self, stored: str) -> str | None:
         """Name in Transformers; None for a tensor that is no weight, `stored` itself for an unknown one."""
-        if stored in _NOT_WEIGHTS:
+        if stored in _NOT_WEIGHTS or re.fullmatch(self.repeated, stored):
             return None
         match = _LAYER.fullmatch(stored)
-        module, _, kind = (match["part"] if match else stored).rpartition(".")
-        if module not in self.parts:
+        tensor = match["part"] if match else stored
+        module, _, kind = tensor.rpartition(".")
+        if module not in self.parts and tensor not in self.parts:
             return stored
         prefix = f"{self.layers}.{match['layer']}." if match else ""
-        return f"{prefix}{self.parts[module]}.{kind}"
+        return prefix + self.parts.get(tensor, f"{self.parts.get(module)}.{kind}")
 
     def change(self, stored: str) -> Change:
         """Change of a tensor's values and shape."""
@@ -82,6 +130,10 @@ def names_of(metadata: Metadata) -> TensorNames:
     architecture = metadata.architecture
     if architecture in ("qwen2", "qwen3"):
         return TensorNames(_DECODER)
+    if architecture in _MIXTURES:
+        # Files of some months have the latents' projection whole and in two parts.
+        is_whole = "blk.0.attn_kv_b.weight" in metadata.tensors
+        return TensorNames(_MIXTURES[architecture], repeated=r"blk\.\d+\.attn_[kv]_b\.weight" if is_whole else r"(?!)")
     if architecture == "olmo2":
         return TensorNames(_FOUR_NORMS)
     if architecture == "llama":

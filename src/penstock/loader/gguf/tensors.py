@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,21 +19,37 @@ from penstock.layers.weights import Part
 from penstock.loader.gguf.blocks import map_tensors
 from penstock.loader.gguf.changes import Change
 from penstock.loader.gguf.grids import BlockGrid
-from penstock.loader.gguf.lazy import LazyTensor, part_of
+from penstock.loader.gguf.lazy import LatentProjection, LazyTensor, part_of
 from penstock.loader.gguf.names import TensorNames, names_of
 from penstock.loader.quantized.grid import Grid, join_grids
 from penstock.loader.weight_files import has_weight_files
 from penstock.parallel import Share
 
 logger = logging.getLogger(__name__)
+_Place = tuple[TensorInfo, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class GgufWeights:
-    """Weights of one model. tensors: descriptions, checked against the files."""
+    """Weights of one model. tensors: descriptions, checked against the files.
+
+    places: tensors of each weight, with the index in its first dimension if it is one of several experts'.
+    """
 
     tensors: tuple[TensorInfo, ...]
     names: TensorNames
+    places: Mapping[str, Sequence[_Place]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        places: dict[str, list[_Place]] = {}
+        for info in self.tensors:
+            name = self.names.name(info.name) or info.name
+            if "*" not in name:
+                places.setdefault(name, []).append((info, None))
+                continue
+            for index in range(info.shape[0] if info.shape else 0):
+                places.setdefault(name.replace("*", str(index)), []).append((info, index))
+        object.__setattr__(self, "places", places)
 
     @classmethod
     def find(cls, folder: Path) -> GgufWeights | None:
@@ -51,7 +67,7 @@ class GgufWeights:
         # Errors name the file itself.
         header = read_headers([path.resolve() for path in parts_of(found[0])])
         names = names_of(Metadata(str(found[0].resolve()), header))
-        tensors = tuple(tensor for tensor in header.tensors if names.name(tensor.name) is not None)
+        tensors = tuple(names.shaped(tensor) for tensor in header.tensors if names.name(tensor.name) is not None)
         return cls(tensors, names)
 
     def log_types(self) -> None:
@@ -66,14 +82,19 @@ class GgufWeights:
     @property
     def quantized_names(self) -> list[str]:
         """Names of the quantised tensors."""
-        return [self._name(tensor.info) for tensor in map_tensors(self.tensors) if tensor.is_quantized]
+        quantized = {tensor.info.name for tensor in map_tensors(self.tensors) if tensor.is_quantized}
+        return [name for name, places in self.places.items() if any(info.name in quantized for info, _ in places)]
 
     def grid(self, name: str, part: Part | None = None) -> BlockGrid | None:
         """Grid of a tensor, or of a rank's part of it, with the outputs first; None without one.
 
         part: in the layout of Transformers. Raises Indivisible if it splits groups.
         """
-        (stored,) = map_tensors([tensor for tensor in self.tensors if self._name(tensor) == name])
+        if len(self.places[name]) > 1:
+            return None
+        ((info, index),) = self.places[name]
+        (stored,) = map_tensors([info])
+        stored = stored if index is None else stored.at(index)
         change = self.names.change(stored.info.name)
         if part is None:
             return _changed(stored.grid(), change)
@@ -91,16 +112,19 @@ class GgufWeights:
 
     def iterate(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the weights by name: tensors that are read when they are used, quantised ones as float32."""
-        for tensor in map_tensors(self.tensors):
-            yield self._name(tensor.info), LazyTensor(tensor, self.names.change(tensor.info.name))
+        mapped = {tensor.info.name: tensor for tensor in map_tensors(self.tensors)}
+        for name, places in self.places.items():
+            stored = [mapped[info.name] if index is None else mapped[info.name].at(index) for info, index in places]
+            if len(stored) == 1:
+                yield name, LazyTensor(stored[0], self.names.change(stored[0].info.name))
+            else:
+                keys, values = sorted(stored, key=lambda tensor: tensor.info.name)
+                yield name, LatentProjection(keys, values)
 
     def iterate_without_memory(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over meta tensors of the weights, by name, without reading the files' blocks."""
         for name, tensor in self.iterate():
             yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    def _name(self, tensor: TensorInfo) -> str:
-        return self.names.name(tensor.name) or tensor.name
 
 
 def _changed(found: BlockGrid | None, change: Change) -> BlockGrid | None:
