@@ -42,6 +42,7 @@ TITLES = {
     "speculative": "Speculative decoding: keys of `speculative_config`",
     "graphs": "CUDA graphs",
     "profiler": "Profiler",
+    "live_view": "Live view",
 }
 # An option whose flag has another name: commands have a --seed for their requests or prompts.
 OTHER_FLAGS = {"seed": "engine_seed"}

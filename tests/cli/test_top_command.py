@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import top as top_module
 from penstock.cli.app import app
 from penstock.cli.top_screen import History, sparkline
-from penstock.server.page.live import (
+from penstock.engine.live.live_view import (
     Live,
     LiveCores,
     LiveCounters,
@@ -70,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200 if is_known and is_allowed else 401 if is_known else 404)
         self.end_headers()
         if is_known and is_allowed:
-            self.wfile.write(self.states.pop(0).model_dump_json().encode())
+            self.wfile.write(msgspec.json.encode(self.states.pop(0)))
 
     def log_message(self, *arguments: Any) -> None: ...
 

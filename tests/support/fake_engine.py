@@ -14,8 +14,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists
-from penstock.engine.messages import EngineRequest
-from penstock.engine.statistics.step_log import StepLog
+from penstock.engine.messages import BrokerStatus, EngineRequest
+from penstock.engine.statistics.step_log import StepLog, StepRecord
 from penstock.engine.statistics.step_phases import PhaseTimer
 from penstock.engine.text.tokenizer_files import _QWEN2_WORDS
 from penstock.errors import ContextTooLong, PenstockError
@@ -116,6 +116,12 @@ class FakeCore:
 
     def watch_steps(self, seconds: float) -> None:
         self.step_log.watch(seconds)
+
+    def take_recent_steps(self) -> list[list[StepRecord]]:
+        return [self.step_log.take(0.0, is_last=not self.running)]
+
+    def status(self) -> BrokerStatus:
+        return BrokerStatus(stats=self.stats(), num_engines=1, num_recovering=0, num_requests=len(self.running))
 
     def check_health(self) -> None: ...
 

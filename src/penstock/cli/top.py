@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -16,62 +18,97 @@ from penstock.cli.top_screen import History, Sample, screen
 from penstock.config import env
 from penstock.errors import ConfigError
 
+_DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
 # Time after which a first answer is followed by one that has steps: cores send them twice a second.
 _ONCE_S = 1.2
 
 
 def top(
-    url: Annotated[str, typer.Option(help="URL of the server")] = "http://127.0.0.1:8000",
+    url: Annotated[str | None, typer.Option(help=f"URL of the server  [default: {_DEFAULT_URL}]")] = None,
+    uds: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Unix socket instead: of LLM(live_view=PATH), or of a server")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Its API key  [default: PENSTOCK_API_KEY]")] = None,
     interval: Annotated[float, typer.Option(help="Seconds between two frames")] = 0.5,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, without a terminal")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks")] = False,
 ) -> None:
-    """Show requests, throughput, steps, KV blocks and recoveries of a running server, until Ctrl-C.
+    """Show requests, throughput, steps, KV blocks and recoveries of a running server or LLM, until Ctrl-C.
 
     It is the live view of the server's page: counts, and no prompts.
     """
     with readable_errors(debug=debug):
         if not interval > 0:
             raise ConfigError(f"--interval {interval} is not valid. Allowed: a number of seconds above 0.")
-        server = _Server(url, api_key or next(iter(env.api_keys()), None))
+        if url is not None and uds is not None:
+            raise ConfigError(f"--url {url} and --uds {uds} are two addresses. Leave one of them out.")
+        server = _Server(url or _DEFAULT_URL, uds, api_key or next(iter(env.api_keys()), None))
         history = History()
         history.add(server.read(0.0))
         if once:
             time.sleep(_ONCE_S)
             history.add(server.read(0.0))
-            _print(history, url)
+            _print(history, server.name)
         else:
-            _watch(server, history, url, interval)
+            _watch(server, history, server.name, interval)
 
 
 class _Server:
-    """Client of `/live`."""
+    """Client of `/live`. name: address on the screen. uds: path of a Unix socket to connect to, instead of the URL."""
 
-    def __init__(self, url: str, key: str | None) -> None:
-        self._url = url.rstrip("/")
+    def __init__(self, url: str, uds: str | None, key: str | None) -> None:
+        self.name = url if uds is None else f"unix:{uds}"
+        self._url = (url if uds is None else "http://localhost").rstrip("/")
+        self._option = f"--url {self._url}" if uds is None else f"--uds {uds}"
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        # A proxy has no part in a Unix socket.
+        handlers = [] if uds is None else [urllib.request.ProxyHandler({}), _UnixHandler(uds)]
+        self._opener = urllib.request.build_opener(*handlers)
 
     def read(self, after: float) -> Sample:
         """Numbers now, with the steps after a time. Raises ConfigError where there are none."""
         try:
             request = urllib.request.Request(f"{self._url}/live?after={after!r}", headers=self._headers)
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
                 sample: Sample = json.load(response)
                 return sample
         except urllib.error.HTTPError as error:
             raise ConfigError(self._refusal(error.code)) from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise ConfigError(f"--url {self._url} cannot be read: {reason}. Start it with penstock serve.") from error
+            raise ConfigError(
+                f"{self._option} cannot be read: {reason}. Start it with penstock serve, or with LLM(live_view=PATH)."
+            ) from error
 
     def _refusal(self, status: int) -> str:
         if status == 401:
-            return f"--url {self._url} needs an API key. Give --api-key, or set PENSTOCK_API_KEY."
+            return f"{self._option} needs an API key. Give --api-key, or set PENSTOCK_API_KEY."
         if status == 404:
-            return f"--url {self._url} has no route /live. Give the URL of a server that runs penstock serve."
-        return f"--url {self._url} answers with status {status}."
+            return f"{self._option} has no route /live. Give the address of a server that runs penstock serve."
+        return f"{self._option} answers with status {status}."
+
+
+class _UnixHandler(urllib.request.HTTPHandler):
+    """Opens HTTP URLs at a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(lambda host, **options: _UnixConnection(self._path, host, **options), request)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, host: str, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 def _print(history: History, url: str) -> None:

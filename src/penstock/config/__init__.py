@@ -4,6 +4,7 @@ from penstock.config.cache import CacheConfig
 from penstock.config.device import DeviceConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.graphs import GraphConfig
+from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
 from penstock.config.lora import LoRAConfig
 from penstock.config.model import ModelConfig
@@ -20,6 +21,7 @@ __all__ = [
     "DeviceConfig",
     "EngineConfig",
     "GraphConfig",
+    "LiveViewConfig",
     "LoRAConfig",
     "LoadConfig",
     "ModelConfig",

@@ -15,6 +15,7 @@ from penstock.config.cache import CacheConfig
 from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
 from penstock.config.graphs import GraphConfig
+from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
 from penstock.config.lora import LoRAConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
@@ -57,6 +58,7 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     recording: RecordingConfig = field(default_factory=RecordingConfig)
+    live_view: LiveViewConfig = field(default_factory=LiveViewConfig)
     replaces_lost_core: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class EngineConfig:
             )
         self._check_pooling()
         self._check_recording()
+        self._check_live_view()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(
@@ -135,6 +138,14 @@ class EngineConfig:
             raise ConfigError(
                 f"record={str(self.recording.record)!r} is not valid with rejection_sample_method={rule!r}, whose "
                 "tokens depend on the probabilities of drafts, which are not recorded. Allowed: 'exact'."
+            )
+
+    def _check_live_view(self) -> None:
+        """Refuse a socket that several processes would listen on."""
+        if self.live_view.live_view is not None and self.parallel.must_agree_on_time:
+            raise ConfigError(
+                f"live_view={str(self.live_view.live_view)!r} is not valid with engines that another program starts "
+                "(distributed_executor_backend='external_launcher'): each rank would listen there. Leave it out."
             )
 
     def _message_pieces(self, num_reqs: int) -> int:
@@ -235,6 +246,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "structured": StructuredOutputsConfig,
     "lora": LoRAConfig,
     "recording": RecordingConfig,
+    "live_view": LiveViewConfig,
 }
 
 

@@ -133,7 +133,7 @@ class Answer(_Message, frozen=True, kw_only=True, tag="answer"):
 
 
 class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
-    """Heartbeat of a broker, several times a second.
+    """Heartbeat of a broker, several times a second; and state of an engine without one, which has no queue.
 
     stats: of all cores together, after their last steps. num_engines: cores. num_recovering: cores that are being
     replaced. num_restarts: replaced cores so far. num_worker_restarts: replacements of a core's workers so far.
@@ -146,14 +146,14 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     stats: SchedulerStats
     num_engines: int
     num_recovering: int
-    num_restarts: int
-    num_worker_restarts: int
-    stalled_s: float
-    num_requests: int
-    num_queued_requests: int
-    num_queued_tokens: int
-    num_refused: int
-    steps: StepTotals
+    num_restarts: int = 0
+    num_worker_restarts: int = 0
+    stalled_s: float = 0.0
+    num_requests: int = 0
+    num_queued_requests: int = 0
+    num_queued_tokens: int = 0
+    num_refused: int = 0
+    steps: StepTotals = msgspec.field(default_factory=StepTotals)
     recent_steps: list[list[StepRecord]] = []
 
 

@@ -33,6 +33,7 @@ _NOT_REPLAYED = (
     "record",
     "record_window_s",
     "record_prompts",
+    "live_view",
     "data_parallel_size",
     "data_parallel_size_local",
     "data_parallel_rank",

@@ -18,6 +18,7 @@ from penstock.engine.inputs.default_sampling import default_sampling_params
 from penstock.engine.inputs.input_processor import AcceptedRequest, PooledPrompt, located
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
+from penstock.engine.live.live_session import live_session
 from penstock.engine.output.output_processor import Progress
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -46,9 +47,16 @@ class Session:
         # The tokenizer first: a damaged one is found before the weights are loaded.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self.default_sampling_params = default_sampling_params(config.model)
-        self._core = load_core(config)
+        self._live_view = live_session(config)
+        weakref.finalize(self, self._live_view.close)
+        try:
+            self._core = load_core(config)
+        except BaseException:
+            self._live_view.close()
+            raise
         self._input_processor = input_processor_for(config, self.tokenizer, self._core)
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
+        self._live_view.start(self._dispatcher)
         self._lock = LimitedLock("finish its step")
         self._is_closed = False
         # Called at exit.
@@ -154,6 +162,7 @@ class Session:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
+                self._live_view.close()
                 self.tokenizer.close()
                 self._core.close()
 
@@ -183,8 +192,10 @@ class Session:
                 self._check_open()
             interrupts.begin_step()
             try:
+                self._live_view.begin_step()
                 self._dispatcher.step()
             finally:
+                self._live_view.end_step()
                 interrupts.end_step()
             if not inbox and not self._core.has_unfinished_requests():
                 raise EngineDead("The engine has nothing left to do, but a request has not ended. This is a defect.")

@@ -225,8 +225,13 @@ def check_options(config: EngineConfig, device: str | None = None) -> None:
 
 
 def check_async_engine(config: EngineConfig) -> None:
-    """Raise UnsupportedArgument for options that an `AsyncEngine` refuses."""
+    """Raise UnsupportedArgument for options that an `AsyncEngine`, and so a server, refuses."""
     _check(ASYNC_REFUSALS, config, None)
+    if config.live_view.live_view is not None:
+        raise UnsupportedArgument(
+            f"live_view={str(config.live_view.live_view)!r} is an option of LLM. Leave it out: a server has the route "
+            "/live, for penstock top."
+        )
 
 
 def allows_options(config: EngineConfig, device: str | None = None) -> bool:

@@ -8,12 +8,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 
+from penstock.engine.live.live_view import LiveView
 from penstock.engine.output.outputs import RequestMetrics
 from penstock.engine.processes.broker_connection import BrokerState
 from penstock.engine.statistics.metric_totals import RequestTotals
@@ -22,7 +24,7 @@ from penstock.scheduler.outputs import FinishReason
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import HttpCounts
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
-from penstock.server.page.live import LiveView
+from penstock.server.page.live import ServerState
 from penstock.server.processes.health import Health
 from support.broker_statuses import BUSY
 from support.scrapes import scrape
@@ -48,7 +50,7 @@ def view_of(engine: Engine, broker: BrokerState, folder: Path) -> LiveView:
     health = Health(broker, step_limit_s=60.0, silence_limit_s=60.0)
     given = cast(Any, engine)
     metrics = FrontEndMetrics(given, health, HttpCounts(), folder, number=0, model_name="demo", max_num_seqs=4)
-    return LiveView(given, health, metrics, model_name="demo", max_num_seqs=4)
+    return LiveView(ServerState(given, health, metrics), model_name="demo", max_num_seqs=4)
 
 
 def test_a_view_has_the_numbers_of_the_broker_and_of_the_requests(tmp_path: Path) -> None:
@@ -62,12 +64,12 @@ def test_a_view_has_the_numbers_of_the_broker_and_of_the_requests(tmp_path: Path
     launcher.note_start("broker")
     launcher.note_start("broker")
     live = view_of(engine, broker, tmp_path).read(0.0)
-    assert live.requests.model_dump() == {"running": 3, "waiting": 2, "queued": 1, "unfinished": 7, "max_running": 8}
-    assert live.kv_cache.model_dump() == {"num_blocks": 10, "used": 4, "cached": 5}
+    assert asdict(live.requests) == {"running": 3, "waiting": 2, "queued": 1, "unfinished": 7, "max_running": 8}
+    assert asdict(live.kv_cache) == {"num_blocks": 10, "used": 4, "cached": 5}
     counters = live.counters
     assert (counters.prompt_tokens, counters.cached_prompt_tokens, counters.generated_tokens) == (10, 4, 7)
     assert counters.finished_requests == 1
-    assert live.time_to_first_token.model_dump() == {"sum": 0.5, "count": 1}
+    assert asdict(live.time_to_first_token) == {"sum": 0.5, "count": 1}
     assert (live.cores.all, live.cores.recovering) == (2, 1)
     assert live.restarts == {"broker": 1, "front-end": 0, "core": 0, "workers": 0}
     assert engine.watches

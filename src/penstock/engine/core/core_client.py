@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from penstock.engine.messages import EngineRequest
+from penstock.engine.messages import BrokerStatus, EngineRequest
+from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import ConfigError, PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
@@ -78,6 +79,12 @@ class CoreClient(Protocol):
 
     def watch_steps(self, seconds: float) -> None:
         """Record the steps of the next seconds for a live view (`StepLog`), without a wait for the cores."""
+
+    def take_recent_steps(self) -> list[list[StepRecord]]:
+        """Return the recorded steps since the last call, by core. Called after each step while a view may watch."""
+
+    def status(self) -> BrokerStatus:
+        """State of the cores as far as it is known, without a wait; any thread may call it at any time."""
 
     def check_health(self) -> None:
         """Return if the core can serve; raise the error that keeps it from serving otherwise."""

@@ -19,9 +19,9 @@ from penstock.engine.core.recovery import Recovery
 from penstock.engine.core.startup import StartedEngine, start_engine
 from penstock.engine.core.step_trace import StepTrace
 from penstock.engine.core.structured_grammar import Grammar, StructuredGrammar
-from penstock.engine.messages import EngineRequest
+from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.metrics import SpecDecodeLog
-from penstock.engine.statistics.step_log import StepLog
+from penstock.engine.statistics.step_log import StepLog, StepRecord
 from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import (
     EngineDead,
@@ -434,6 +434,21 @@ class EngineCore:
     def watch_steps(self, seconds: float) -> None:
         """Record the steps of the next seconds in `step_log`."""
         self.step_log.watch(seconds)
+
+    def take_recent_steps(self) -> list[list[StepRecord]]:
+        """As `CoreClient`, for a driver in this process."""
+        step_s = sum(self.phases.take().values())
+        return [self.step_log.take(step_s, is_last=not self.has_unfinished_requests())]
+
+    def status(self) -> BrokerStatus:
+        """As `CoreClient`."""
+        return BrokerStatus(
+            stats=self.stats(),
+            num_engines=1,
+            num_recovering=int(self.is_recovering),
+            num_worker_restarts=self.num_worker_restarts,
+            num_requests=self.scheduler.num_running + self.scheduler.num_waiting,
+        )
 
     def check_health(self) -> None:
         """Return if the engine can serve; raise EngineDead or what the worker reports if it cannot."""

@@ -34,13 +34,12 @@ from penstock.engine.messages import (
 )
 from penstock.engine.processes.admission import Admission
 from penstock.engine.processes.child_main import ParentConnection
-from penstock.engine.processes.core_group import CoreGroup, load_engine_core
+from penstock.engine.processes.core_group import CoreGroup, load_engine_core, status_of
 from penstock.engine.processes.core_server import ServedCore, call_utility
 from penstock.engine.processes.supervisor import EngineSupervisor
-from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.errors import PenstockError, error_as_data
 from penstock.executor.processes import limit_waits
-from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, summed_stats
+from penstock.scheduler.outputs import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 0.25
@@ -299,22 +298,13 @@ class Broker:
             self._abort(list(front.req_ids))
 
     def _status(self) -> BrokerStatus:
-        engines, admission = self._engines, self._admission
-        steps = StepTotals()
-        for engine in engines:
-            steps.add(engine.steps)
-        return BrokerStatus(
-            stats=summed_stats([NO_STATS, *(engine.stats for engine in engines)]),
-            num_engines=self._num_engines,
-            num_recovering=self._num_engines - sum(engine.is_running for engine in engines),
-            num_restarts=sum(engine.num_restarts for engine in engines),
-            num_worker_restarts=sum(engine.num_worker_restarts for engine in engines),
-            stalled_s=max((engine.stalled_s for engine in engines), default=0.0),
+        admission = self._admission
+        return replace(
+            status_of(self._engines, self._num_engines),
             num_requests=admission.num_requests,
             num_queued_requests=admission.num_queued_requests,
             num_queued_tokens=admission.num_queued_tokens,
             num_refused=admission.num_refused,
-            steps=steps,
         )
 
     def _put(self, front: FrontEnd | None, data: bytes | None) -> None:

@@ -16,11 +16,13 @@ from typing import Any, TypeAlias
 from penstock.config import EngineConfig
 from penstock.engine.core.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
 from penstock.engine.guards import OwningProcess
-from penstock.engine.messages import CoreMessage, EngineRequest
+from penstock.engine.messages import BrokerStatus, CoreMessage, EngineRequest
 from penstock.engine.processes.child_process import CoreHandle, start_core
 from penstock.engine.processes.core_server import ServedCore
 from penstock.engine.processes.routing import Router
 from penstock.engine.processes.supervisor import LONGEST_WAIT_S, REFUSAL_TIMEOUT_S, Call, EngineSupervisor
+from penstock.engine.statistics.metric_totals import StepTotals
+from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
@@ -288,6 +290,14 @@ class CoreGroup:
                 if engine.is_running:
                     engine.call("watch_steps", seconds).is_awaited = False
 
+    def take_recent_steps(self) -> list[list[StepRecord]]:
+        """As `CoreClient`: the steps that the cores have sent."""
+        return [engine.take_recent_steps() for engine in self._engines]
+
+    def status(self) -> BrokerStatus:
+        """As `CoreClient`, by the cores' last messages."""
+        return status_of(self._engines, len(self._engines))
+
     def check_health(self) -> None:
         """As `CoreClient`, after replacement cores have started."""
         with self._listening():
@@ -416,6 +426,23 @@ class CoreGroup:
         for engine in self._engines:
             engine.process.close(max(0.0, deadline - time.monotonic()))
         self._starter.close()
+
+
+def status_of(engines: Sequence[EngineSupervisor], num_engines: int) -> BrokerStatus:
+    """State of the cores of these supervisors. num_engines: all cores, those included that have no supervisor yet."""
+    steps = StepTotals()
+    for engine in engines:
+        steps.add(engine.steps)
+    return BrokerStatus(
+        stats=summed_stats([NO_STATS, *(engine.stats for engine in engines)]),
+        num_engines=num_engines,
+        num_recovering=num_engines - sum(engine.is_running for engine in engines),
+        num_restarts=sum(engine.num_restarts for engine in engines),
+        num_worker_restarts=sum(engine.num_worker_restarts for engine in engines),
+        stalled_s=max((engine.stalled_s for engine in engines), default=0.0),
+        num_requests=sum(len(engine.requests) for engine in engines),
+        steps=steps,
+    )
 
 
 def _deliver_to(

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from penstock.config import EngineConfig
 from penstock.contract import decode
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.live.live_view import LiveView
 from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
 from penstock.engine.processes.broker_connection import BrokerState, connect_to_broker
 from penstock.engine.processes.child_main import ParentConnection
@@ -117,10 +118,8 @@ def _add_metrics(
 def _add_live_view(
     app: FastAPI, engine: AsyncEngine, state: health.Health, metrics: FrontEndMetrics, arguments: FrontEndArguments
 ) -> None:
-    app.state.live_view = live.LiveView(
-        engine,
-        state,
-        metrics,
+    app.state.live_view = LiveView(
+        live.ServerState(engine, state, metrics),
         model_name=arguments.options.served_model_name[0],
         max_num_seqs=arguments.config.scheduler.max_num_seqs,
     )

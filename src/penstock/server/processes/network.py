@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 import ssl
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pathlib import Path
 
 from penstock.config.checks import check_integer, check_seconds
 from penstock.errors import ConfigError
+from penstock.observability.unix_socket import listen_on_path
 
 _BACKLOG = 2048
 
@@ -111,7 +110,7 @@ class NetworkOptions:
     def listen(self) -> socket.socket:
         """Open the listening socket. Raises ConfigError when the address cannot be had."""
         if self.uds is not None:
-            return _listen_on_path(self.uds)
+            return listen_on_path(self.uds, "uds", _BACKLOG)
         try:
             family, _, _, _, address = socket.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
@@ -131,25 +130,3 @@ class NetworkOptions:
         host, port = listener.getsockname()[:2]
         scheme = "http" if self.ssl_certfile is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _listen_on_path(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) and not _has_listener(path):
-            os.unlink(path)
-        listener.bind(path)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"uds={path!r} cannot be listened on: {error.strerror}. Give another path.") from error
-    return listener
-
-
-def _has_listener(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-        return True

@@ -1,0 +1,1 @@
+"""Live view of an engine: its numbers at one moment, without prompts or texts."""

@@ -1,0 +1,210 @@
+"""Live view: the numbers that the server's page and `penstock top` show, without prompts or texts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock import __version__
+from penstock.engine.messages import BrokerStatus
+from penstock.engine.statistics.metric_totals import Observations, RequestTotals
+from penstock.engine.statistics.step_log import StepRecord
+
+# Cores record steps for this long after a view has asked; a view that goes on renews it.
+_WATCH_S, _RENEWAL_S = 3.0, 1.0
+# Age up to which views share the sums over all front ends.
+_SHARED_S = 0.2
+
+
+@dataclass(slots=True)
+class LiveRequests:
+    """Requests now. unfinished: all. queued: those beyond `max_running`."""
+
+    running: int = 0
+    waiting: int = 0
+    queued: int = 0
+    unfinished: int = 0
+    max_running: int = 0
+
+
+@dataclass(slots=True)
+class LiveKvCache:
+    """Blocks of all cores. cached: blocks that no request holds, with prefixes that are found again."""
+
+    num_blocks: int = 0
+    used: int = 0
+    cached: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveCounters:
+    """Counts since the start. computed_tokens: of the current cores' steps."""
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    computed_tokens: int = 0
+    draft_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    finished_requests: int
+    refused_requests: int
+
+
+@dataclass(slots=True)
+class LiveSeconds:
+    """Sum and number of observed times since the start."""
+
+    sum: float
+    count: int
+
+
+@dataclass(slots=True)
+class LiveCores:
+    """Cores now. stalled_s: longest time since a core with unfinished requests has computed a token."""
+
+    all: int = 0
+    recovering: int = 0
+    stalled_s: float = 0.0
+
+
+@dataclass(slots=True)
+class LiveStep:
+    """A step of a core. ended_at: Unix seconds."""
+
+    core: int
+    ended_at: float
+    seconds: float
+    num_reqs: int
+    prefill: int
+    decode: int
+    draft: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Live:
+    """State of an engine or a server at one moment. time, started_at: Unix seconds. not_ready: reason, or null.
+
+    restarts: processes started again, by kind. steps: those that have ended after the query's `after`, oldest first.
+    """
+
+    time: float
+    started_at: float | None
+    version: str
+    model: str
+    not_ready: str | None
+    requests: LiveRequests = field(default_factory=LiveRequests)
+    kv_cache: LiveKvCache = field(default_factory=LiveKvCache)
+    counters: LiveCounters
+    time_to_first_token: LiveSeconds
+    inter_token_latency: LiveSeconds
+    cores: LiveCores = field(default_factory=LiveCores)
+    restarts: dict[str, int]
+    steps: list[LiveStep]
+
+
+class LiveSource(Protocol):
+    """Engine or server that a live view reads, in any thread and without a wait for a step."""
+
+    def watch_steps(self, seconds: float) -> None:
+        """Record the steps of the next seconds."""
+
+    def request_totals(self) -> RequestTotals:
+        """Counters and histograms of the requests so far."""
+
+    def status(self) -> BrokerStatus | None:
+        """State of the cores; None before it is known."""
+
+    def recent_steps(self) -> list[tuple[int, StepRecord]]:
+        """Last recorded steps, each with its core's number, oldest first."""
+
+    def why_not_ready(self) -> str | None:
+        """Why no new requests are admitted."""
+
+    def started_at(self) -> float | None:
+        """Time of the start in Unix seconds."""
+
+    def num_restarts(self) -> dict[str, int]:
+        """Processes started again, by kind."""
+
+
+class LiveView:
+    """Reads the state of a source for any number of viewers. max_num_seqs: of each core."""
+
+    def __init__(self, source: LiveSource, *, model_name: str, max_num_seqs: int) -> None:
+        self._source = source
+        self._model_name = model_name
+        self._max_num_seqs = max_num_seqs
+        self._renew_at = 0.0
+        self._totals = RequestTotals()
+        self._totals_until = 0.0
+
+    def read(self, after: float) -> Live:
+        """State now, with the steps that ended after a time in Unix seconds. Keeps the cores recording steps."""
+        source, now = self._source, time.monotonic()
+        if now >= self._renew_at:
+            self._renew_at = now + _RENEWAL_S
+            source.watch_steps(_WATCH_S)
+        if now >= self._totals_until:
+            self._totals, self._totals_until = source.request_totals(), now + _SHARED_S
+        live = Live(
+            time=time.time(),
+            started_at=source.started_at(),
+            version=__version__,
+            model=self._model_name,
+            not_ready=source.why_not_ready(),
+            counters=_counters_of(self._totals),
+            time_to_first_token=_seconds_of(self._totals.time_to_first_token),
+            inter_token_latency=_seconds_of(self._totals.inter_token_latency),
+            restarts=source.num_restarts(),
+            steps=[_step_of(core, step) for core, step in source.recent_steps() if step.ended_at > after],
+        )
+        status = source.status()
+        if status is not None:
+            self._add_status(live, status)
+        return live
+
+    def _add_status(self, live: Live, status: BrokerStatus) -> None:
+        stats = status.stats
+        live.requests = LiveRequests(
+            running=stats.num_running_reqs,
+            waiting=stats.num_waiting_reqs,
+            queued=status.num_queued_requests,
+            unfinished=status.num_requests,
+            max_running=status.num_engines * self._max_num_seqs,
+        )
+        live.kv_cache = LiveKvCache(
+            num_blocks=stats.num_blocks, used=stats.num_used_blocks, cached=stats.num_cached_blocks
+        )
+        live.counters.computed_tokens = stats.num_computed_tokens
+        live.cores = LiveCores(all=status.num_engines, recovering=status.num_recovering, stalled_s=status.stalled_s)
+
+
+def _step_of(core: int, step: StepRecord) -> LiveStep:
+    return LiveStep(
+        core=core,
+        ended_at=step.ended_at,
+        seconds=step.seconds,
+        num_reqs=step.num_reqs,
+        prefill=step.num_prefill_tokens,
+        decode=step.num_decode_tokens,
+        draft=step.num_draft_tokens,
+    )
+
+
+def _counters_of(totals: RequestTotals) -> LiveCounters:
+    return LiveCounters(
+        prompt_tokens=totals.num_prompt_tokens,
+        cached_prompt_tokens=totals.num_cached_tokens,
+        generated_tokens=totals.num_generated_tokens,
+        draft_tokens=totals.drafts.num_draft_tokens,
+        accepted_tokens=totals.drafts.num_accepted_tokens,
+        preemptions=totals.num_preemptions,
+        finished_requests=sum(totals.num_ended.values()),
+        refused_requests=sum(totals.num_refused.values()),
+    )
+
+
+def _seconds_of(observations: Observations) -> LiveSeconds:
+    return LiveSeconds(sum=observations.sum, count=sum(observations.counts))
