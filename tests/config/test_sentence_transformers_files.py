@@ -31,6 +31,14 @@ def test_damaged_files_are_refused(file: str, content: Any, message: str, tmp_pa
         SentenceTransformersFiles.read(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["../other", "1_Pooling/../../other", "/etc", ".."])
+def test_modules_outside_of_the_models_folder_are_refused(place: str, tmp_path: Path) -> None:
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": place}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelError, match=r"modules\.json has the path .* which is not in the model's folder"):
+        SentenceTransformersFiles.read(tmp_path)
+
+
 def test_a_default_prompt_that_every_model_has_is_empty(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Transformer"}]))
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"default_prompt_name": "document"}))

@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from penstock.config.json_file import read_json_object
+from penstock.config.json_file import read_json_object, shown
 from penstock.errors import ModelError, UnsupportedModel
 
 MODULES_FILE = "modules.json"
@@ -130,7 +130,7 @@ class _Modules:
     def read(cls, folder: Path, path: Path) -> _Modules:
         pooling, normalize, dense, mask, inputs = None, False, list[str](), None, set[str]()
         for module in _read_modules(path):
-            kind, place = str(module.get("type", "")).rsplit(".", 1)[-1], str(module.get("path") or "")
+            kind, place = str(module.get("type", "")).rsplit(".", 1)[-1], _place_of(module, path)
             content = read_json_object(folder / place / "config.json", ModelError, is_optional=True)
             if kind == "Pooling":
                 pooling = _pooling_of(folder / place)
@@ -159,6 +159,17 @@ def tokenizer_limit(folder: Path) -> int | None:
     """Most tokens of a text, as the tokenizer's files say; None if they do not."""
     limit = read_json_object(folder / "tokenizer_config.json", ModelError, is_optional=True).get("model_max_length")
     return limit if type(limit) is int and 0 < limit < _NO_LIMIT else None
+
+
+def _place_of(module: Mapping[str, Any], path: Path) -> str:
+    """Folder of a module, relative to the model's; "" for the model's own. Raises ModelError for one elsewhere."""
+    place = str(module.get("path") or "")
+    if PurePath(place).is_absolute() or ".." in PurePath(place).parts or "\0" in place:
+        raise ModelError(
+            f"{path} has the path {shown(place)} for {shown(module.get('type'))}, which is not in the model's folder. "
+            "Allowed: names of folders beside the file. Download the model again."
+        )
+    return place
 
 
 def _read_modules(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ those of native models and the sampler for which torch would import its compiler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 META = torch.device("meta")
 
@@ -44,7 +44,7 @@ class SizesOfOperators(TorchDispatchMode):
         given = kwargs or {}
         if func.overloadpacket is _aten.arange and given.get("device") == META:
             return torch.empty_like(func(*args, **{**given, "device": "cpu"}), device=META)
-        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, given))):
+        if not any(tensor.is_meta for tensor in _tensors(args, given)):
             return func(*args, **given)  # real tensors
         if func._schema.is_mutable and len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags:
             return given.get("out", args[0])  # in place: no new tensor
@@ -63,11 +63,19 @@ def _made(
     if not isinstance(one, Tensor):
         return func(*args, **kwargs)
     shape = shape_of(*args, **kwargs)
-    operands = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    like = next((operand for operand in operands if operand.shape == shape), None)
+    like = next((operand for operand in _tensors(args, kwargs) if operand.shape == shape), None)
     if like is None or like.is_contiguous() or "memory_format" in kwargs or not _is_dense(like):
         return torch.empty(shape, dtype=one.dtype, device=META)
     return torch.empty_strided(shape, like.stride(), dtype=one.dtype, device=META)
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Iterate over the tensors among an operator's arguments, which are tensors, lists of them, and other values."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -82,8 +90,7 @@ def _one_of(value: Any) -> Any:
 
 def _broadcast(*args: Any, **kwargs: Any) -> Sequence[int]:
     # torch.broadcast_shapes imports what is to be avoided.
-    leaves = tree_leaves((args, kwargs))
-    return torch.Size(np.broadcast_shapes(*(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))))
+    return torch.Size(np.broadcast_shapes(*(tuple(tensor.shape) for tensor in _tensors(args, kwargs))))
 
 
 def _of_first(x: Tensor, *_: Any, **__: Any) -> Sequence[int]:

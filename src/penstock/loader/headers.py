@@ -1,6 +1,8 @@
-"""Tensors of a hub id from the headers of its files, without fetching weights."""
+"""Meta tensors from the headers of safetensors files, local ones and those of a hub id."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +19,14 @@ _DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -42,13 +48,17 @@ def fetch_headers(model: str, revision: str | None) -> list[tuple[str, Tensor]]:
     except (HfHubHTTPError, SafetensorsParsingError, OSError) as error:
         raise ModelNotFound(f"model={model!r}: the headers of its weights cannot be fetched: {error}") from error
     return [
-        (name, torch.empty(tuple(tensor.shape), dtype=_dtype(name, str(tensor.dtype)), device=META))
+        (name, meta_tensor(name, str(tensor.dtype), tensor.shape))
         for file in metadata.files_metadata.values()
         for name, tensor in file.tensors.items()
     ]
 
 
-def _dtype(tensor: str, name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise CheckpointError(f"The tensor {tensor} has the dtype {name}, which cannot be loaded.")
-    return _DTYPES[name]
+def meta_tensor(name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+    """Return a meta tensor of a header's entry, with its dtype as safetensors names it.
+
+    Raises CheckpointError, naming the tensor, for an unknown dtype.
+    """
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"The tensor {name} has the dtype {dtype}, which cannot be loaded.")
+    return torch.empty(tuple(shape), dtype=_DTYPES[dtype], device=META)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,11 +27,18 @@ from penstock.loader.plausible_size import check_against_files, check_against_me
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
 from penstock.loader.quantized.assembly import Rounding, assemble, linear_weights
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
-from penstock.loader.safetensors import check_safetensors, iterate_safetensors
+from penstock.loader.safetensors import check_safetensors, iterate_safetensors, peek_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
 from penstock.loader.tensor_parallel_sizes import UnjoinedGroup, naming_sizes
 from penstock.loader.tied_weights import StoredTies, find_ties, find_ties_of_state, log_ties, untied
-from penstock.loader.weight_files import PYTORCH_BIN, SAFETENSORS, find_weight_files, has_weight_files, what_is_there
+from penstock.loader.weight_files import (
+    PYTORCH_BIN,
+    SAFETENSORS,
+    WeightFiles,
+    find_weight_files,
+    has_weight_files,
+    what_is_there,
+)
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.observability.progress_bar import progress_bar
@@ -117,7 +124,7 @@ def load_without_memory(
             tensors = [(name, torch.empty(slot.shape, device=META)) for name, slot in slots.items()]
         else:
             if tensors is None:
-                tensors = list(without_memory(peek_weights(model_config.folder, load_config, parallel_context)))
+                tensors = list(peek_weights(model_config.folder, load_config, parallel_context))
                 check_against_files(model, model_config)
             if load_config.load_format != SHARDED_STATE:
                 tensors = ties.apply(model, tensors)
@@ -223,7 +230,11 @@ def _build_as_stored(
     if load_config.load_format == "dummy" or not model.tied_weights():
         return model, StoredTies()
     if tensors is None or has_weight_files(model_config.folder):
-        tensors = peek_weights(model_config.folder, load_config, parallel_context)
+        pairs = model.tied_weights()
+        names = {*pairs, *pairs.values()}
+        tensors = peek_weights(
+            model_config.folder, load_config, parallel_context, lambda name: model.checkpoint_name(name) in names
+        )
     is_state = load_config.load_format == SHARDED_STATE
     ties = find_ties_of_state(model, tensors) if is_state else find_ties(model, tensors)
     return (build_model(untied(model_config), parallel_context) if ties.separate else model), ties
@@ -237,13 +248,9 @@ def open_weights(
     Raises CheckpointError for a folder without weights, or a damaged file.
     """
     load_format = load_config.load_format
-    if load_format == SHARDED_STATE:
-        files = find_sharded_files(folder, load_config.sharded_state_pattern, parallel_context)
+    files = _safetensors_files(folder, load_config, parallel_context)
+    if files is not None:
         return _with_progress(iterate_safetensors(files), check_safetensors(files), load_config)
-    if load_format in ("auto", "safetensors"):
-        found = find_weight_files(folder, SAFETENSORS)
-        if found is not None:
-            return _with_progress(iterate_safetensors(found), check_safetensors(found), load_config)
     if load_format in ("auto", "pt"):
         found = find_weight_files(folder, PYTORCH_BIN)
         if found is not None:
@@ -260,22 +267,32 @@ def open_weights(
 
 
 def peek_weights(
-    folder: Path, load_config: LoadConfig, parallel_context: ParallelState
+    folder: Path,
+    load_config: LoadConfig,
+    parallel_context: ParallelState,
+    has_values: Callable[[str], bool] = lambda _: False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the checkpoint's tensors as views of mapped files, quietly; meta tensors for a GGUF file.
+    """Iterate over meta tensors of the checkpoint, from the headers of its files.
 
-    Raises what `open_weights` raises.
+    has_values: whether a tensor of this name is a view of its mapped file instead, except in a GGUF file. So are
+    scalars and vectors of integers, which may describe the format of others. Raises what `open_weights` raises.
     """
     model = find_gguf(folder, load_config)
     if model is not None:
         return model.iterate_without_memory()
-    return open_weights(folder, replace(load_config, use_tqdm_on_load=False), parallel_context)
+    files = _safetensors_files(folder, load_config, parallel_context)
+    if files is not None:
+        check_safetensors(files)
+        return peek_safetensors(files, has_values)
+    tensors = open_weights(folder, replace(load_config, use_tqdm_on_load=False), parallel_context)
+    return ((name, tensor if has_values(name) or tensor.dim() < 2 else tensor.to(META)) for name, tensor in tensors)
 
 
-def without_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Move matrices to the meta device; keep smaller tensors, which may describe the format of others."""
-    for name, tensor in tensors:
-        yield name, tensor.to(META) if tensor.dim() > 1 else tensor
+def _safetensors_files(folder: Path, load_config: LoadConfig, parallel_context: ParallelState) -> WeightFiles | None:
+    """Safetensors files of the checkpoint, if its format is theirs or "auto"; None without any."""
+    if load_config.load_format == SHARDED_STATE:
+        return find_sharded_files(folder, load_config.sharded_state_pattern, parallel_context)
+    return find_weight_files(folder, SAFETENSORS) if load_config.load_format in ("auto", "safetensors") else None
 
 
 def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: ParallelState) -> str | None:

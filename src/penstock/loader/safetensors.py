@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.loader.headers import meta_tensor
 from penstock.loader.weight_files import (
     WeightFiles,
     check_against_index,
@@ -27,7 +28,7 @@ def check_safetensors(files: WeightFiles) -> int:
     """
     owners: dict[str, Path] = {}
     for path in files.paths:
-        with opened(path) as file:
+        with opened(path, framework="np") as file:
             held = frozenset(file.keys())
         check_against_index(path, held, files)
         refuse_duplicates(owners, path, held)
@@ -46,15 +47,39 @@ def iterate_safetensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
                 yield name, _tensor(file, name, path)
 
 
+def peek_safetensors(files: WeightFiles, has_values: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over meta tensors by name, from the headers, so that no time is spent on reading weights.
+
+    Scalars and vectors of integers, which may describe the format of others, have values, and so have tensors for which
+    `has_values` is true. Raises CheckpointError when a header or one of these tensors cannot be read.
+    """
+    for path in files.paths:
+        with opened(path, framework="np") as header:
+            entries = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118 - not a dict
+            found = {name: meta_tensor(name, entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
+        read = [name for name, tensor in found.items() if has_values(name) or _is_integer_vector(tensor)]
+        if read:
+            with opened(path) as file:
+                found.update((name, _tensor(file, name, path)) for name in read)
+        yield from found.items()
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """Open a file with `safe_open`. Raises CheckpointError, naming it, if it cannot be read."""
+def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """Open a file with `safe_open`. Raises CheckpointError, naming it, if it cannot be read.
+
+    framework: "np" maps a file read-only, which works for one larger than memory.
+    """
     check_weight_file(path)
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(path, framework=framework, device="cpu") as file:
             yield file
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, error) from error
+
+
+def _is_integer_vector(tensor: Tensor) -> bool:
+    return tensor.dim() < 2 and not tensor.is_floating_point()
 
 
 def _tensor(file: Any, name: str, path: Path) -> Tensor:

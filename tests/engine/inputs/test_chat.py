@@ -269,7 +269,7 @@ def llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     with LLM(str(folder), policy="priority") as llm:
         assert isinstance(llm._session._core, FakeCore)
         llm._session._core.max_model_len = 512
-        llm._session._input_processor._max_model_len = 512
+        llm._session._input_processor._prompts._max_model_len = 512
         yield llm
 
 

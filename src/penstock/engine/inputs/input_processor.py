@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -21,12 +20,12 @@ from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.inputs.params_processor import ParamsProcessor
 from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
+from penstock.engine.inputs.prompt_encoder import PromptEncoder
 from penstock.engine.inputs.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
 from penstock.engine.messages import EngineRequest
 from penstock.engine.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
-from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest, UnsupportedParameter
+from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 
-logger = logging.getLogger(__name__)
 # Total number of values in sampling parameters whose check takes milliseconds.
 _MANY_VALUES = 500
 # Sampling parameters of requests that pool.
@@ -92,8 +91,7 @@ class InputProcessor:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._prompts = PromptEncoder(model, tokenizer, max_model_len=max_model_len, vocab_size=vocab_size)
         self._policy = policy
         self._has_adapters = has_adapters
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
@@ -113,7 +111,6 @@ class InputProcessor:
         if model.pooling is not None:
             self._pooling = PoolingInputs(model.pooling, model=model.model, max_model_len=max_model_len)
         self._numbers = itertools.count()
-        self._has_warned_of_second_bos = False
 
     def process(
         self,
@@ -181,7 +178,7 @@ class InputProcessor:
             if value is not None:
                 raise InvalidRequest(f"{key}={shown(value)} is not allowed for a prompt that comes in pieces.")
         check_sendable({"prompt": text})
-        return self._encode(text or "", add_special_tokens=is_first) if token_ids is None else token_ids
+        return self._prompts.encode(text or "", add_special_tokens=is_first) if token_ids is None else token_ids
 
     def take_number(self) -> int:
         """Return and increment the number of requests so far, for a seed; thread-safe."""
@@ -202,7 +199,7 @@ class InputProcessor:
         arrival_time = time.monotonic()
         is_cut = getattr(sampling_params, "truncate_prompt_tokens", None) is not None
         if not is_cut:
-            self._check_num_ids(prompt, sampling_params)
+            self._prompts.check_num_ids(prompt, sampling_params)
         text, given_token_ids, cache_salt, parts = _fields_of(prompt)
         is_rendered, text = isinstance(text, RenderedText), None if text is None else str(text)
         check_sendable(
@@ -215,14 +212,14 @@ class InputProcessor:
             }
         )
         if given_token_ids is None:
-            prompt_token_ids = self._encode(text or "", add_special_tokens=not is_rendered, is_cut=is_cut)
+            prompt_token_ids = self._prompts.encode(text or "", add_special_tokens=not is_rendered, is_cut=is_cut)
         else:
             prompt_token_ids = given_token_ids
-        self._check_prompt(prompt_token_ids)
+        self._prompts.check_token_ids(prompt_token_ids)
         sampling_params = self._params_processor.process(sampling_params, prompt_token_ids)
         self._check_priority(priority)
-        prompt_token_ids = self._truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
-        self._check_length(len(prompt_token_ids), sampling_params.max_tokens)
+        prompt_token_ids = self._prompts.truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
+        self._prompts.check_length(len(prompt_token_ids), sampling_params.max_tokens)
         num_before = number if request_id is not None and number is not None else self.take_number()
         if sampling_params.seed is None:
             seed = _drawn_seed(self._seed, num_before if number is None else number)
@@ -266,7 +263,7 @@ class InputProcessor:
             pooling.check_length(len(token_ids), params, is_whole=read.text.limit is None)
             params = msgspec.structs.replace(params, second_text_start=encoded.second_start)
         assert token_ids is not None, "a prompt is a text or token ids"
-        self._check_prompt(token_ids)
+        self._prompts.check_token_ids(token_ids)
         request = EngineRequest(
             req_id=str(self.take_number()) if asked.request_id is None else asked.request_id,
             prompt_token_ids=token_ids,
@@ -292,58 +289,6 @@ class InputProcessor:
             )
         return lora_request.part
 
-    def _encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
-        """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""
-        if is_cut:
-            token_ids = self._tokenizer.encode(text, add_special_tokens)
-        else:
-            token_ids = self._encode_limited(text, add_special_tokens)
-        bos_token_id = self._tokenizer.bos_token_id
-        if add_special_tokens and bos_token_id is not None and token_ids[:2] == [bos_token_id] * 2:
-            self._warn_of_second_bos(bos_token_id)
-        return token_ids
-
-    def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
-        # A token has about four characters, so a shorter text may fit.
-        longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
-        if longest is not None and len(text) >= longest * self._max_model_len:
-            raise ContextTooLong(
-                f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
-                f"{self._limit(len(text) // longest)}"
-            )
-        token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, self._max_model_len - 1)
-        if isinstance(token_ids, int):
-            raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")
-        return token_ids
-
-    def _warn_of_second_bos(self, bos_token_id: int) -> None:
-        if self._has_warned_of_second_bos:
-            return
-        self._has_warned_of_second_bos = True
-        logger.warning(
-            "A prompt begins with %r, and the tokenizer puts another such token (BOS) in front, so that the model sees "
-            "two. Leave it out of the text, or give the prompt's tokens (prompt_token_ids) or messages (chat). "
-            "Further prompts like it get no warning.",
-            self._tokenizer.token_text(bos_token_id),
-        )
-
-    def _check_num_ids(self, prompt: Prompt, sampling_params: Any) -> None:
-        """Refuse a list of token ids that is too long before its items are checked."""
-        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-        if isinstance(token_ids, (list, tuple)):
-            self._check_length(len(token_ids), getattr(sampling_params, "max_tokens", None))
-
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise InvalidRequest("The prompt is empty: it has no tokens. Give at least one.")
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self._vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise InvalidRequest(
-                f"The prompt has token id {shown(wrong)}, but the model's vocabulary has {self._vocab_size} tokens. "
-                f"Allowed: 0 to {self._vocab_size - 1}."
-            )
-
     def _check_priority(self, priority: Any) -> None:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:
             raise InvalidParameter(
@@ -354,40 +299,6 @@ class InputProcessor:
                 f"priority={priority} has no meaning under the policy {self._policy!r}. Start the engine with "
                 "policy='priority', or leave it at 0."
             )
-
-    def _truncated(self, prompt_token_ids: list[int], num_kept: int | None) -> list[int]:
-        """Truncate the prompt to its last `num_kept` tokens; -1 keeps as many as leave room for one token."""
-        if num_kept is None:
-            return prompt_token_ids
-        longest = self._max_model_len - 1
-        if num_kept > longest:
-            raise InvalidParameter(
-                f"truncate_prompt_tokens={num_kept} is not valid. Allowed: at most {longest}, which leaves room for "
-                "one token in this engine's context (max_model_len), or -1 for as many as that."
-            )
-        return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
-
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Raise ContextTooLong unless the context has room for one token; `max_tokens` may exceed it."""
-        if num_prompt_tokens < self._max_model_len:
-            return
-        asked = "" if max_tokens is None else f" and asks for {max_tokens:,} more"
-        limit = self._limit(num_prompt_tokens, max_tokens)
-        raise ContextTooLong(f"The prompt has {num_prompt_tokens:,} tokens{asked}, but {limit}")
-
-    def _limit(self, num_prompt_tokens: int, max_tokens: int | None = None) -> str:
-        """Text of an error about a prompt that is too long: the limit, and options that raise it."""
-        return (
-            f"this engine was started for {self._max_model_len:,} (max_model_len), of which at least one is the "
-            f"answer's. Shorten the prompt to {self._max_model_len - 1:,} tokens"
-            f"{self._advice(num_prompt_tokens, num_prompt_tokens + (max_tokens or 1))}"
-        )
-
-    def _advice(self, num_prompt_tokens: int, wanted: int) -> str:
-        longest = self._model.longest_context
-        if num_prompt_tokens < longest:
-            return f", or start with max_model_len={min(wanted, longest)}."
-        return f"; {self._model.model} was made for no more than {longest:,}."
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from penstock.engine.planning.kv_cache_size import (
 )
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import fetch_headers
-from penstock.loader.loader import check_tensor_parallel_size, peek_weights, stored_dtype, without_memory
+from penstock.loader.loader import check_tensor_parallel_size, peek_weights, stored_dtype
 from penstock.loader.weight_files import has_weight_files
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
@@ -140,7 +140,7 @@ def _tensors(
     if config.load.load_format == "dummy":
         return None
     try:
-        return list(without_memory(peek_weights(config.model.folder, config.load, ParallelState())))
+        return list(peek_weights(config.model.folder, config.load, ParallelState()))
     except CheckpointError:
         if not is_on_hub or has_weight_files(config.model.folder):
             raise

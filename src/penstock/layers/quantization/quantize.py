@@ -169,6 +169,8 @@ def _best_grid(groups_OGS: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minimums with the least squared error: of several ranges, each fitted to its integers."""
     low_OG, high_OG = groups_OGS.amin(dim=2), groups_OGS.amax(dim=2)
     best_scale_OG, best_minimum_OG = (high_OG - low_OG) / (INT4_LEVELS - 1), low_OG
+    if groups_OGS.is_meta:  # no search without values
+        return best_scale_OG, best_minimum_OG
     least_OG = _squared_error(groups_OGS, best_scale_OG, best_minimum_OG)
     middle_OG, half_OG = (high_OG + low_OG) / 2, (high_OG - low_OG) / 2
     for share in _RANGES:

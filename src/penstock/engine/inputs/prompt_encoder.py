@@ -1,0 +1,113 @@
+"""Prompt encoding: tokenises prompts, and checks their tokens against the engine's context and vocabulary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config import ModelConfig
+from penstock.contract.param_checks import shown
+from penstock.engine.inputs.prompts import Prompt
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+
+class PromptEncoder:
+    """Encoder of one engine's prompts. max_model_len, vocab_size: limits of the core."""
+
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._has_warned_of_second_bos = False
+
+    def encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
+        """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""
+        if is_cut:
+            token_ids = self._tokenizer.encode(text, add_special_tokens)
+        else:
+            token_ids = self._encode_limited(text, add_special_tokens)
+        bos_token_id = self._tokenizer.bos_token_id
+        if add_special_tokens and bos_token_id is not None and token_ids[:2] == [bos_token_id] * 2:
+            self._warn_of_second_bos(bos_token_id)
+        return token_ids
+
+    def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A token has about four characters, so a shorter text may fit.
+        longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
+        if longest is not None and len(text) >= longest * self._max_model_len:
+            raise ContextTooLong(
+                f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
+                f"{self._limit(len(text) // longest)}"
+            )
+        token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, self._max_model_len - 1)
+        if isinstance(token_ids, int):
+            raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")
+        return token_ids
+
+    def _warn_of_second_bos(self, bos_token_id: int) -> None:
+        if self._has_warned_of_second_bos:
+            return
+        self._has_warned_of_second_bos = True
+        logger.warning(
+            "A prompt begins with %r, and the tokenizer puts another such token (BOS) in front, so that the model sees "
+            "two. Leave it out of the text, or give the prompt's tokens (prompt_token_ids) or messages (chat). "
+            "Further prompts like it get no warning.",
+            self._tokenizer.token_text(bos_token_id),
+        )
+
+    def check_num_ids(self, prompt: Prompt, sampling_params: Any) -> None:
+        """Refuse a list of token ids that is too long before its items are checked."""
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+        if isinstance(token_ids, (list, tuple)):
+            self.check_length(len(token_ids), getattr(sampling_params, "max_tokens", None))
+
+    def check_token_ids(self, token_ids: list[int]) -> None:
+        """Raise InvalidRequest for no tokens, or one that is not in the vocabulary."""
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty: it has no tokens. Give at least one.")
+        lowest, highest = min(token_ids), max(token_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InvalidRequest(
+                f"The prompt has token id {shown(wrong)}, but the model's vocabulary has {self._vocab_size} tokens. "
+                f"Allowed: 0 to {self._vocab_size - 1}."
+            )
+
+    def truncated(self, prompt_token_ids: list[int], num_kept: int | None) -> list[int]:
+        """Truncate the prompt to its last `num_kept` tokens; -1 keeps as many as leave room for one token."""
+        if num_kept is None:
+            return prompt_token_ids
+        longest = self._max_model_len - 1
+        if num_kept > longest:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens={num_kept} is not valid. Allowed: at most {longest}, which leaves room for "
+                "one token in this engine's context (max_model_len), or -1 for as many as that."
+            )
+        return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Raise ContextTooLong unless the context has room for one token; `max_tokens` may exceed it."""
+        if num_prompt_tokens < self._max_model_len:
+            return
+        asked = "" if max_tokens is None else f" and asks for {max_tokens:,} more"
+        limit = self._limit(num_prompt_tokens, max_tokens)
+        raise ContextTooLong(f"The prompt has {num_prompt_tokens:,} tokens{asked}, but {limit}")
+
+    def _limit(self, num_prompt_tokens: int, max_tokens: int | None = None) -> str:
+        """Text of an error about a prompt that is too long: the limit, and options that raise it."""
+        return (
+            f"this engine was started for {self._max_model_len:,} (max_model_len), of which at least one is the "
+            f"answer's. Shorten the prompt to {self._max_model_len - 1:,} tokens"
+            f"{self._advice(num_prompt_tokens, num_prompt_tokens + (max_tokens or 1))}"
+        )
+
+    def _advice(self, num_prompt_tokens: int, wanted: int) -> str:
+        longest = self._model.longest_context
+        if num_prompt_tokens < longest:
+            return f", or start with max_model_len={min(wanted, longest)}."
+        return f"; {self._model.model} was made for no more than {longest:,}."
