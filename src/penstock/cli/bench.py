@@ -43,7 +43,7 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of the prompts")] = 0,
     output_json: Annotated[Path | None, typer.Option("--output-json", "-o", help="Write all figures here")] = None,
     expert_stats: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg|FILE.json", help="Draw or write the tokens per expert and layer")
+        Path | None, typer.Option(metavar="FILE", help="Tokens per expert and layer, .svg or .json")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the figures")] = None,
     model: options.Model = "demo",

@@ -232,6 +232,8 @@ class FrameGraph(Executable):
 class FramePieces(Executable):
     """The pieces of a frame's number of tokens; logits rows and greedy tokens are computed after them."""
 
+    kind = "CUDA graphs in pieces"
+
     def __init__(self, graphs: GraphExecutable, key: Hashable) -> None:
         self._graphs = graphs
         self._key = key

@@ -202,7 +202,7 @@ REFUSALS = (
     ),
     Refusal((FLOAT8_CACHE,), "its kernels are written for GPUs", "Use kv_cache_dtype='int8'.", "cpu"),
     Refusal(
-        (BATCH_INVARIANT, TRANSFORMERS),
+        (TRANSFORMERS, BATCH_INVARIANT),
         "its products are those of Transformers, which are cuBLAS's",
         "Leave batch_invariant out, or use device='cpu', where it always holds.",
         "cuda",
