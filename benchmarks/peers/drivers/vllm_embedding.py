@@ -16,10 +16,13 @@ class VLLM:
         from vllm import LLM
 
         self._llm = LLM(model, runner="pooling", dtype=dtype, disable_log_stats=True)
+        self._tokenizer = self._llm.get_tokenizer()
         self.precision = str(self._llm.llm_engine.model_config.dtype).removeprefix("torch.")
 
     def embed(self, texts: Sequence[str]) -> list[Any]:
-        return [output.outputs.embedding for output in self._llm.embed(list(texts), use_tqdm=False)]
+        # As token ids: texts with many characters per token are refused before they are tokenised.
+        prompts = [{"prompt_token_ids": ids} for ids in self._tokenizer(list(texts))["input_ids"]]
+        return [output.outputs.embedding for output in self._llm.embed(prompts, use_tqdm=False)]
 
 
 def load(model: str, threads: int, dtype: str, **_: Any) -> EmbeddingDriver:
