@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver, make_request
 from scheduler_fakes import STATE, cache_of, encoder_spec, full_spec, latent_spec, undisturbed, window_spec
 
-from penstock.errors import ContextTooLong
+from penstock.errors import ContextTooLong, InvalidRequest
 
 LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "full": lambda size: (full_spec(size),),
@@ -133,6 +133,10 @@ def add(driver: Driver, req_id: str, request: dict[str, Any]) -> None:
         driver.add(req_id, **options)
     except ContextTooLong:
         event("refused")
+    except InvalidRequest:
+        # The id of a request that ended while its blocks were being transferred.
+        assert driver.scheduler.kv_cache.is_transferring(req_id)
+        event("its blocks are being transferred")
 
 
 @settings(max_examples=300, deadline=None)
