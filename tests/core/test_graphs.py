@@ -192,6 +192,7 @@ def _drafting(drafters: Path, method: str, **fields: Any) -> dict[str, Any]:
     return {"max_model_len": 68, "speculative_config": config}
 
 
+@pytest.mark.one_case_quick
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "itself", "eagle", "eagle3"])
 def test_drafts_are_made_and_verified_in_graphs(
