@@ -209,6 +209,72 @@ def request_of_tile(query_start_loc, tile, num_rows, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def load_queries(
+    query,
+    query_start_loc,
+    seq_lens,
+    num_rows,
+    token_stride,
+    head_stride,
+    tile,
+    kv_head,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+):
+    """Queries of a tile of TOKENS tokens of one request, with all query heads of one KV head: [ROWS, HEAD_PADDED].
+
+    Before them: the request, the tile's first token among the request's, their number in this step and before it; and
+    of each row its position, its place in the output, and whether there is one.
+    """
+    low = request_of_tile(query_start_loc, tile, num_rows, TOKENS)
+    request = low.to(tl.int64)
+    first_token = tl.load(query_start_loc + request).to(tl.int32)
+    num_tokens = tl.load(query_start_loc + request + 1).to(tl.int32) - first_token
+    num_before = tl.load(seq_lens + request).to(tl.int32) - num_tokens
+    first = (tile - first_token // TOKENS - low) * TOKENS
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_PADDED)
+    token = first + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_row = (rows < TOKENS * GROUP) & (token < num_tokens)
+    token_of_step = (first_token + token).to(tl.int64)
+    queries = tl.load(
+        query + token_of_step[:, None] * token_stride + heads[:, None] * head_stride + dims[None, :],
+        mask=is_row[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    place = token_of_step * (tl.num_programs(1) * GROUP) + heads
+    return request, first, num_tokens, num_before, num_before + token, place, is_row, queries
+
+
+@triton.jit
+def store_attention(
+    output,
+    sinks,
+    place,
+    heads,
+    is_row,
+    result,
+    mass,
+    peak,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Store the attention of rows, normalised, sinks included."""
+    if HAS_SINKS:
+        result, mass = add_sink(tl.load(sinks + heads), result, mass, peak)
+    result = result / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    dims = tl.arange(0, HEAD_PADDED)
+    is_result = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
+    tl.store(output + place[:, None] * HEAD_SIZE + dims[None, :], result.to(output.dtype.element_ty), mask=is_result)
+
+
+@triton.jit
 def attend_tiles(
     queries,
     position_of_query,
@@ -307,27 +373,21 @@ def prefill_kernel(
     # Long prompts come last in a step, and their last tiles take longest: these begin first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    low = request_of_tile(query_start_loc, program, num_rows, TOKENS)
-    request = low.to(tl.int64)
-    first_token = tl.load(query_start_loc + request).to(tl.int32)
-    num_tokens = tl.load(query_start_loc + request + 1).to(tl.int32) - first_token
-    seq_len = tl.load(seq_lens + request).to(tl.int32)
-    first = (program - first_token // TOKENS - low) * TOKENS  # of the tile, within the request's tokens
-    num_before = seq_len - num_tokens
-
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, HEAD_PADDED)
-    token = first + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    is_row = (rows < TOKENS * GROUP) & (token < num_tokens)
-    is_query = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
-    token_of_step = (first_token + token).to(tl.int64)
-    queries = tl.load(
-        query + token_of_step[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :],
-        mask=is_query,
-        other=0.0,
+    request, first, num_tokens, num_before, position_of_query, place, is_row, queries = load_queries(
+        query,
+        query_start_loc,
+        seq_lens,
+        num_rows,
+        query_token_stride,
+        query_head_stride,
+        program,
+        kv_head,
+        GROUP,
+        ROWS,
+        TOKENS,
+        HEAD_SIZE,
+        HEAD_PADDED,
     )
-    position_of_query = num_before + token
     table_row = block_table + request * table_stride
     keys = key_cache + kv_head.to(tl.int64) * kv_head_stride
     values = value_cache + kv_head.to(tl.int64) * kv_head_stride
@@ -398,8 +458,5 @@ def prefill_kernel(
         HAS_CAP,
         True,
     )
-    if HAS_SINKS:
-        result, mass = add_sink(tl.load(sinks + heads), result, mass, peak)
-    result = result / tl.where(mass > 0.0, mass, 1.0)[:, None]
-    number = token_of_step * (tl.num_programs(1) * GROUP) + heads
-    tl.store(output + number[:, None] * HEAD_SIZE + dims[None, :], result.to(output.dtype.element_ty), mask=is_query)
+    heads = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
+    store_attention(output, sinks, place, heads, is_row, result, mass, peak, HEAD_SIZE, HEAD_PADDED, HAS_SINKS)

@@ -13,17 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.attention_kernels import accumulate, merge_kernel
-from penstock.kernels.triton.paged_attention import (
-    MAX_SPLITS,
-    PROGRAMS_PER_SM,
-    Scores,
-    choose_num_splits,
-    new_partials,
-    num_sms,
-    padded_head,
+from penstock.kernels.triton.attention_kernels import accumulate
+from penstock.kernels.triton.paged_attention import Scores, choose_num_splits, merge_splits, padded_head
+from penstock.kernels.triton.split_attention import (
+    FIXED_SPLIT,
+    add_split,
+    merge_in_order,
+    normalised,
+    num_fixed_splits,
+    partials_of_tokens,
 )
-from penstock.kernels.triton.split_attention import FIXED_SPLIT, merge, merge_in_order_kernel, normalised
 
 # Query heads of a program.
 _HEADS = 16
@@ -56,21 +55,14 @@ def latent_attention(
     num_parts = triton.cdiv(num_heads, _HEADS)
     max_positions = block_table_RB.shape[1] * block_size
     if is_invariant:
-        fixed = -(-max_positions // FIXED_SPLIT)
-        if num_splits is None:
-            num_splits = fixed if num_tokens * num_parts <= PROGRAMS_PER_SM * num_sms(query_THD.device) else 1
-        num_splits = fixed if num_splits > 1 else 1
+        num_splits = num_fixed_splits(num_tokens * num_parts, max_positions, query_THD.device, num_splits)
     elif num_splits is None:
         num_splits = choose_num_splits(num_tokens, num_parts, max_positions, query_THD.device)
-    partial, lse = output_THC, output_THC
-    if num_splits > 1:
-        partial, lse = new_partials(output_THC, num_splits)
-        lse.fill_(float("-inf"))  # of tokens that belong to no row
+    partial, lse = partials_of_tokens(output_THC, num_splits)
     if query_THD.is_meta:
         return output_THC
     # Tiles of positions within 99 KiB of shared memory; latents are read twice as fast as they can be kept.
     tile, num_warps, num_stages = (16, 8, 1) if query_THD.dtype is torch.float32 else (32, 4, 2)
-    rounding = {"enable_fp_fusion": not is_invariant}
     _latent_kernel[(num_tokens, num_parts, num_splits)](
         query_THD,
         cache,
@@ -98,15 +90,11 @@ def latent_attention(
         IS_SPLIT=num_splits > 1,
         num_warps=num_warps,
         num_stages=num_stages,
-        **rounding,
+        enable_fp_fusion=not is_invariant,
     )
     if num_splits > 1:
-        shared = {"HEAD_SIZE": latent_size, "HEAD_PADDED": padded_head(latent_size), "HAS_SINKS": False}
-        arguments, grid = (partial, lse, query_THD, output_THC, num_splits), (num_tokens, num_heads)
-        if is_invariant:
-            merge_in_order_kernel[grid](*arguments, **shared, **rounding, num_warps=4)
-        else:
-            merge_kernel[grid](*arguments, **shared, MAX_SPLITS=MAX_SPLITS, num_warps=4)
+        merge = merge_in_order if is_invariant else merge_splits
+        merge(partial, lse, output_THC, None)
     return output_THC
 
 
@@ -214,7 +202,7 @@ def _latent_kernel(
             tl.store(partial + place[:, None] * LATENT + latent[None, :], part, mask=is_result)
             tl.store(partial_lse + place, lse, mask=is_head & is_used)
         else:
-            total, total_mass, total_peak = merge(part, lse, total, total_mass, total_peak)
+            total, total_mass, total_peak = add_split(part, lse, total, total_mass, total_peak)
     if not IS_SPLIT:
         total = total / tl.where(total_mass > 0.0, total_mass, 1.0)[:, None]
         tl.store(output + number[:, None] * LATENT + latent[None, :], total.to(output.dtype.element_ty), mask=is_result)

@@ -121,18 +121,7 @@ def decode_attention(
         num_stages=tiling.num_stages,
     )
     if num_splits > 1:
-        merge_kernel[(num_rows, num_heads)](
-            partial_RHSD,
-            lse_RHS,
-            sinks,
-            output_RHD,
-            num_splits,
-            HEAD_SIZE=head_size,
-            HEAD_PADDED=padded_head(head_size),
-            MAX_SPLITS=MAX_SPLITS,
-            HAS_SINKS=sinks_H is not None,
-            num_warps=4,
-        )
+        merge_splits(partial_RHSD, lse_RHS, output_RHD, sinks_H)
     return output_RHD
 
 
@@ -143,6 +132,23 @@ def new_partials(query_RHD: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
     return (
         query_RHD.new_empty((*shape, head_size), dtype=torch.float32),
         query_RHD.new_empty(shape, dtype=torch.float32),
+    )
+
+
+def merge_splits(partial_RHSD: Tensor, lse_RHS: Tensor, output_RHD: Tensor, sinks_H: Tensor | None) -> None:
+    """Merge partial results of up to `MAX_SPLITS` splits into the output."""
+    num_rows, num_heads, num_splits, head_size = partial_RHSD.shape
+    merge_kernel[(num_rows, num_heads)](
+        partial_RHSD,
+        lse_RHS,
+        output_RHD if sinks_H is None else sinks_H,
+        output_RHD,
+        num_splits,
+        HEAD_SIZE=head_size,
+        HEAD_PADDED=padded_head(head_size),
+        MAX_SPLITS=MAX_SPLITS,
+        HAS_SINKS=sinks_H is not None,
+        num_warps=4,
     )
 
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from penstock.kernels.triton.attention_kernels import (
     add_sink,
     attend_tiles,
-    merge_kernel,
-    request_of_tile,
+    load_queries,
+    store_attention,
 )
 from penstock.kernels.triton.paged_attention import (
-    MAX_SPLITS,
     MIN_DOT,
     PROGRAMS_PER_SM,
     Scores,
     Tiling,
     choose_num_splits,
+    merge_splits,
     new_partials,
     num_sms,
     padded_head,
@@ -72,24 +72,13 @@ def split_attention(
     max_positions = block_table_RB.shape[1] * block_size
     is_invariant = max_query_len is None
     if is_invariant:
-        fixed = -(-max_positions // FIXED_SPLIT)
-        if num_splits is None:
-            has_few_programs = num_tiles * num_kv_heads <= PROGRAMS_PER_SM * num_sms(query_THD.device)
-            num_splits = fixed if has_few_programs else 1
-        num_splits = fixed if num_splits > 1 else 1
+        num_splits = num_fixed_splits(num_tiles * num_kv_heads, max_positions, query_THD.device, num_splits)
     elif num_splits is None:
         num_splits = choose_num_splits(num_rows, num_kv_heads, max_positions, query_THD.device)
-    partial_THSD, lse_THS = output_THD, output_THD
-    if num_splits > 1:
-        partial_THSD, lse_THS = new_partials(query_THD, num_splits)
-        lse_THS.fill_(float("-inf"))  # of tokens that belong to no row
+    partial_THSD, lse_THS = partials_of_tokens(output_THD, num_splits)
     if query_THD.is_meta:
         return output_THD
     scores = Scores.of(scale, soft_cap)
-    sinks = query_THD if sinks_H is None else sinks_H
-    shared = {"HEAD_SIZE": head_size, "HEAD_PADDED": padded_head(head_size), "HAS_SINKS": sinks_H is not None}
-    # Products and sums are rounded one by one, whether splits are merged at once or later.
-    rounding = {"enable_fp_fusion": not is_invariant}
     _split_kernel[(num_tiles, num_kv_heads, num_splits)](
         query_THD,
         key_cache,
@@ -97,7 +86,7 @@ def split_attention(
         block_table_RB,
         query_start_loc,
         seq_lens_R,
-        sinks,
+        query_THD if sinks_H is None else sinks_H,
         output_THD,
         partial_THSD,
         lse_THS,
@@ -112,25 +101,60 @@ def split_attention(
         GROUP=group_size,
         ROWS=tiling.rows,
         TOKENS=tokens_of_tile,
+        HEAD_SIZE=head_size,
+        HEAD_PADDED=padded_head(head_size),
         BLOCK_SIZE=block_size,
         TILE=tiling.positions,
         SPLIT_TILES=FIXED_SPLIT // tiling.positions if is_invariant else 0,
         IS_SPLIT=num_splits > 1,
         WINDOW=sliding_window or 0,
         HAS_CAP=scores.has_cap,
+        HAS_SINKS=sinks_H is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
-        **shared,
-        **rounding,
+        # Products and sums are rounded one by one, whether splits are merged at once or later.
+        enable_fp_fusion=not is_invariant,
     )
     if num_splits > 1:
-        arguments = partial_THSD, lse_THS, sinks, output_THD, num_splits
-        grid = num_tokens, num_heads
-        if is_invariant:
-            merge_in_order_kernel[grid](*arguments, **shared, **rounding, num_warps=4)
-        else:
-            merge_kernel[grid](*arguments, **shared, MAX_SPLITS=MAX_SPLITS, num_warps=4)
+        merge = merge_in_order if is_invariant else merge_splits
+        merge(partial_THSD, lse_THS, output_THD, sinks_H)
     return output_THD
+
+
+def num_fixed_splits(num_programs: int, max_positions: int, device: torch.device, wanted: int | None) -> int:
+    """Number of splits of `FIXED_SPLIT` positions, or 1: a program per query attends to all of them in turn.
+
+    num_programs: without splits. wanted: None chooses by whether they fill the GPU.
+    """
+    fixed = -(-max_positions // FIXED_SPLIT)
+    if wanted is None:
+        return fixed if num_programs <= PROGRAMS_PER_SM * num_sms(device) else 1
+    return fixed if wanted > 1 else 1
+
+
+def partials_of_tokens(output_THD: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
+    """Partial results as of `new_partials`, empty for tokens that belong to no row; the output itself for one split."""
+    if num_splits == 1:
+        return output_THD, output_THD
+    partial_THSD, lse_THS = new_partials(output_THD, num_splits)
+    return partial_THSD, lse_THS.fill_(float("-inf"))
+
+
+def merge_in_order(partial_THSD: Tensor, lse_THS: Tensor, output_THD: Tensor, sinks_H: Tensor | None) -> None:
+    """Merge partial results one after the other, each operation rounded by itself."""
+    num_tokens, num_heads, num_splits, head_size = partial_THSD.shape
+    merge_in_order_kernel[(num_tokens, num_heads)](
+        partial_THSD,
+        lse_THS,
+        output_THD if sinks_H is None else sinks_H,
+        output_THD,
+        num_splits,
+        HEAD_SIZE=head_size,
+        HEAD_PADDED=padded_head(head_size),
+        HAS_SINKS=sinks_H is not None,
+        enable_fp_fusion=False,
+        num_warps=4,
+    )
 
 
 def _tiling(head_size: int, dtype: torch.dtype, group_size: int, max_query_len: int | None) -> Tiling:
@@ -154,7 +178,7 @@ def normalised(result, mass, peak):
 
 
 @triton.jit
-def merge(part, lse, total, mass, peak):
+def add_split(part, lse, total, mass, peak):
     """Add a split to those before it: the weighted sum, the sum of weights and the largest log-sum-exp."""
     new_peak = tl.maximum(peak, lse)
     origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -208,25 +232,22 @@ def _split_kernel(
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    low = request_of_tile(query_start_loc, program, num_rows, TOKENS)
-    request = low.to(tl.int64)
-    first_token = tl.load(query_start_loc + request).to(tl.int32)
-    num_tokens = tl.load(query_start_loc + request + 1).to(tl.int32) - first_token
-    num_before = tl.load(seq_lens + request).to(tl.int32) - num_tokens
-    first = (program - first_token // TOKENS - low) * TOKENS  # of the tile, within the request's tokens
-
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, HEAD_PADDED)
-    token = first + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    is_row = (rows < TOKENS * GROUP) & (token < num_tokens)
-    is_query = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
-    token_of_step = (first_token + token).to(tl.int64)
-    queries = tl.load(
-        query + token_of_step[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :],
-        mask=is_query,
-        other=0.0,
+    request, first, num_tokens, num_before, position_of_query, place, is_row, queries = load_queries(
+        query,
+        query_start_loc,
+        seq_lens,
+        num_rows,
+        query_token_stride,
+        query_head_stride,
+        program,
+        kv_head,
+        GROUP,
+        ROWS,
+        TOKENS,
+        HEAD_SIZE,
+        HEAD_PADDED,
     )
+    dims = tl.arange(0, HEAD_PADDED)
     table_row = block_table + request * table_stride
     keys = key_cache + kv_head.to(tl.int64) * kv_head_stride
     values = value_cache + kv_head.to(tl.int64) * kv_head_stride
@@ -259,7 +280,7 @@ def _split_kernel(
         start = tl.maximum(start, first_tile)
         result, mass, peak = attend_tiles(
             queries,
-            num_before + token,
+            position_of_query,
             keys,
             values,
             table_row,
@@ -284,18 +305,18 @@ def _split_kernel(
         )
         part, lse = normalised(result, mass, peak)
         if IS_SPLIT:
-            number = (token_of_step * (tl.num_programs(1) * GROUP) + heads) * num_splits + split
-            tl.store(partial + number[:, None] * HEAD_SIZE + dims[None, :], part, mask=is_query)
+            number = place * num_splits + split
+            is_part = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
+            tl.store(partial + number[:, None] * HEAD_SIZE + dims[None, :], part, mask=is_part)
             tl.store(partial_lse + number, lse, mask=is_row)
         else:
-            total, total_mass, total_peak = merge(part, lse, total, total_mass, total_peak)
+            total, total_mass, total_peak = add_split(part, lse, total, total_mass, total_peak)
 
     if not IS_SPLIT:
-        if HAS_SINKS:
-            total, total_mass = add_sink(tl.load(sinks + heads), total, total_mass, total_peak)
-        total = total / tl.where(total_mass > 0.0, total_mass, 1.0)[:, None]
-        number = token_of_step * (tl.num_programs(1) * GROUP) + heads
-        tl.store(output + number[:, None] * HEAD_SIZE + dims[None, :], total.to(output.dtype.element_ty), mask=is_query)
+        heads = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
+        store_attention(
+            output, sinks, place, heads, is_row, total, total_mass, total_peak, HEAD_SIZE, HEAD_PADDED, HAS_SINKS
+        )
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -322,7 +343,7 @@ def merge_in_order_kernel(
         lse = tl.load(partial_lse + part)
         is_part = is_dim & (lse > float("-inf"))[:, None]
         result = tl.load(partial + part[:, None] * HEAD_SIZE + dims[None, :], mask=is_part, other=0.0)
-        total, mass, peak = merge(result, lse, total, mass, peak)
+        total, mass, peak = add_split(result, lse, total, mass, peak)
     if HAS_SINKS:
         total, mass = add_sink(tl.load(sinks + tl.program_id(1) + one), total, mass, peak)
     total = total / tl.where(mass > 0.0, mass, 1.0)[:, None]
