@@ -9,6 +9,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from penstock.version import __version__
+
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from penstock.llm import LLM
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from penstock import __version__
 from penstock.cli.bench import bench
 from penstock.cli.bench_serve import ManyValuesCommand, bench_serve
 from penstock.cli.chat import chat
@@ -22,6 +21,7 @@ from penstock.cli.profile import profile, profile_serve
 from penstock.cli.replay import replay
 from penstock.cli.serve import serve
 from penstock.cli.top import top
+from penstock.version import __version__
 
 
 class CommandGroup(TyperGroup):

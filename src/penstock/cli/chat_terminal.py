@@ -10,12 +10,12 @@ from contextlib import closing, contextmanager
 import msgspec
 from rich.console import Console
 
-from penstock import __version__
 from penstock.cli.conversation import Conversation
 from penstock.cli.options import parse_value
 from penstock.cli.output import standard_output, write
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
+from penstock.version import __version__
 
 PROMPT = "> "
 _MORE = "... "

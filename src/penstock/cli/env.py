@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from penstock import __version__
 from penstock.cli.failures import readable_errors
 from penstock.config.env import reported_variables
+from penstock.version import __version__
 
 # Facts by section and name.
 Sections: TypeAlias = dict[str, dict[str, str]]

@@ -69,7 +69,7 @@ class PieceContext(ForwardContext):
 
     @classmethod
     def of(cls, context: ForwardContext, pieces: Pieces) -> PieceContext:
-        """The same context, of all tokens."""
+        """Context of a capture, of all tokens of another one."""
         whole = context.of_all_tokens()
         return cls(**{one.name: getattr(whole, one.name) for one in fields(ForwardContext)}, pieces=pieces)
 

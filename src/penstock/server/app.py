@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from penstock import __version__
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import PenstockError
 from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
@@ -23,6 +22,7 @@ from penstock.server.page import route as page
 from penstock.server.responses.store import ResponseStore
 from penstock.server.routes import admin, chat, completions, messages, models, pooling, responses, tokenize
 from penstock.server.served_model import ServedModel
+from penstock.version import __version__
 
 
 def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:

@@ -10,10 +10,10 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from penstock import __version__
 from penstock.contract import PoolingParams, SamplingParams
 from penstock.engine.output.outputs import RequestMetrics, RequestOutput
 from penstock.errors import ConfigError
+from penstock.version import __version__
 
 # Operations of the semantic conventions for generative AI, by route; other routes pool.
 _OPERATIONS = {

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock import __version__
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import Observations, RequestTotals
 from penstock.engine.statistics.step_log import StepRecord
+from penstock.version import __version__
 
 # Cores record steps for this long after a view has asked; a view that goes on renews it.
 _WATCH_S, _RENEWAL_S = 3.0, 1.0

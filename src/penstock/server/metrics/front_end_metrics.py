@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import __version__
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import RequestTotals
@@ -17,6 +16,7 @@ from penstock.server.metrics.folder import SharedFile, shared_files
 from penstock.server.metrics.http_requests import HttpCount, HttpCounts
 from penstock.server.metrics.launcher_metrics import LAUNCHER, LauncherTotals
 from penstock.server.processes.health import Health
+from penstock.version import __version__
 
 _INTERVAL_S = 1.0
 _FRONT_END = "front-end-"

@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock import __version__
 from penstock.contract.lora import LoRARequest
 from penstock.server.http.errors import json_response
 from penstock.server.protocol.responses import ModelCard, ModelList, Version, errors
 from penstock.server.routes.common import served_model
 from penstock.server.served_model import ServedModel
+from penstock.version import __version__
 
 router = APIRouter()
 _STARTED = int(time.time())

@@ -48,7 +48,7 @@ struct ByteFormat {
   }
 };
 
-// What the codes of 4 bits stand for: 0 to 15.
+// Values of codes of 4 bits: 0 to 15.
 struct IntegerCodes {
   static constexpr bool kHasMinimums = true;
   static constexpr int kStored = 0, kLargest = 15;
