@@ -43,8 +43,6 @@ FILE = "embeddings.jsonl"
 _BATCH_SIZE, _SMALLEST_BATCH = 32, 4
 # Of the fastest engine's seconds, how much more an engine may take that gets a second piece.
 _TOO_SLOW = 4.0
-# Between waking an engine and its turn.
-_AT_REST_S = 0.5
 _FLOAT32 = "-float32"
 
 
@@ -210,8 +208,7 @@ class Run:
     def _measure(self, name: str, number: int) -> None:
         process = self._processes[name]
         try:
-            process.resume()
-            time.sleep(_AT_REST_S)
+            process.resume_at_rest()
             reply = process.call("embed", self._pieces[number])
             precision = process.call("precision")
             process.pause()

@@ -31,8 +31,6 @@ _WARM_UP_DRAW = 1_000_000
 _DRAWS_APART = 1_000
 # How often the machine is looked at before anything is measured, to know it at its best.
 _FIRST_LOOKS = 20
-# Between waking an engine and its turn: a stopped process did nothing that a server at rest does.
-_AT_REST_S = 0.5
 # Of the memory that is free, what engines may take that wait for their turn.
 _MEMORY_SHARE = 0.6
 _PROCESS_BYTES = 700e6
@@ -147,8 +145,7 @@ class Runner:
         while not is_steady:
             process.pause()
             ceilings = self._steady_ceilings()
-            process.resume()
-            time.sleep(_AT_REST_S)
+            process.resume_at_rest()
             workload = find_workload(name, shape, draw=draw)
             reply = process.run(workload.prompts, workload.num_outputs)
             process.pause()

@@ -27,35 +27,13 @@ class MixtureShape(ModelShape):
         config = self.config
         return int(config["num_experts"] if "num_experts" in config else config["num_local_experts"])
 
-    def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        config = self.config
-        hidden, head = config["hidden_size"], config["head_dim"]
-        query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-        has_bias = config["attention_bias"]
-        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
-        yield "lm_head.weight", (self.vocab_size, hidden)
-        yield "model.norm.weight", (hidden,)
-        for layer in range(config["num_hidden_layers"]):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (hidden,)
-            yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-            for name, outputs, inputs in (
-                ("q_proj", query, hidden),
-                ("k_proj", key, hidden),
-                ("v_proj", key, hidden),
-                ("o_proj", hidden, query),
-            ):
-                yield f"{prefix}.self_attn.{name}.weight", (outputs, inputs)
-                if has_bias:
-                    yield f"{prefix}.self_attn.{name}.bias", (outputs,)
-            own = _gpt_oss_layer if config["model_type"] == "gpt_oss" else _qwen3_layer
-            yield from own(prefix, config, self.num_experts)
+    def _more_weights(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        weights = _gpt_oss_experts if self.config["model_type"] == "gpt_oss" else _qwen3_experts
+        return weights(prefix, self.config, self.num_experts)
 
 
-def _qwen3_layer(prefix: str, config: dict[str, Any], num_experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _qwen3_experts(prefix: str, config: dict[str, Any], num_experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, middle = config["hidden_size"], config["moe_intermediate_size"]
-    for name in ("q_norm", "k_norm"):
-        yield f"{prefix}.self_attn.{name}.weight", (config["head_dim"],)
     yield f"{prefix}.mlp.gate.weight", (num_experts, hidden)
     for expert in range(num_experts):
         yield f"{prefix}.mlp.experts.{expert}.gate_proj.weight", (middle, hidden)
@@ -63,7 +41,7 @@ def _qwen3_layer(prefix: str, config: dict[str, Any], num_experts: int) -> Itera
         yield f"{prefix}.mlp.experts.{expert}.down_proj.weight", (hidden, middle)
 
 
-def _gpt_oss_layer(prefix: str, config: dict[str, Any], num_experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _gpt_oss_experts(prefix: str, config: dict[str, Any], num_experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """All experts of a layer in one tensor, [inputs, outputs] each; outputs of gate and up alternate."""
     hidden, middle = config["hidden_size"], config["intermediate_size"]
     yield f"{prefix}.self_attn.sinks", (config["num_attention_heads"],)

@@ -17,6 +17,8 @@ from benchmarks.peers.catalogue import EngineSpec
 from benchmarks.peers.environments import python_of, repository
 
 _SHUTDOWN_S = 10.0
+# Between waking an engine and its turn.
+_AT_REST_S = 0.5
 
 
 class EngineFailure(Exception):
@@ -92,6 +94,11 @@ class EngineProcess:
 
     def resume(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
+
+    def resume_at_rest(self) -> None:
+        """Resume it, and wait: a stopped process did nothing that a server at rest does."""
+        self.resume()
+        time.sleep(_AT_REST_S)
 
     def close(self) -> None:
         """End the process and its children. A second call does nothing."""

@@ -36,7 +36,7 @@ class ModelShape:
     def weights(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the checkpoint's tensors."""
         config = self.config
-        hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+        hidden, head = config["hidden_size"], config["head_dim"]
         query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
         yield "model.embed_tokens.weight", (self.vocab_size, hidden)
         if not config["tie_word_embeddings"]:
@@ -46,16 +46,26 @@ class ModelShape:
             prefix = f"model.layers.{layer}"
             yield f"{prefix}.input_layernorm.weight", (hidden,)
             yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-            yield f"{prefix}.self_attn.q_proj.weight", (query, hidden)
-            yield f"{prefix}.self_attn.k_proj.weight", (key, hidden)
-            yield f"{prefix}.self_attn.v_proj.weight", (key, hidden)
-            yield f"{prefix}.self_attn.o_proj.weight", (hidden, query)
-            yield f"{prefix}.mlp.gate_proj.weight", (middle, hidden)
-            yield f"{prefix}.mlp.up_proj.weight", (middle, hidden)
-            yield f"{prefix}.mlp.down_proj.weight", (hidden, middle)
-            if config["model_type"] == "qwen3":
+            for name, outputs, inputs in (
+                ("q_proj", query, hidden),
+                ("k_proj", key, hidden),
+                ("v_proj", key, hidden),
+                ("o_proj", hidden, query),
+            ):
+                yield f"{prefix}.self_attn.{name}.weight", (outputs, inputs)
+                if config.get("attention_bias", False):
+                    yield f"{prefix}.self_attn.{name}.bias", (outputs,)
+            yield from self._more_weights(prefix)
+            if config["model_type"].startswith("qwen3"):
                 yield f"{prefix}.self_attn.q_norm.weight", (head,)
                 yield f"{prefix}.self_attn.k_norm.weight", (head,)
+
+    def _more_weights(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Weights of a layer beside its attention's projections and norms."""
+        hidden, middle = self.config["hidden_size"], self.config["intermediate_size"]
+        yield f"{prefix}.mlp.gate_proj.weight", (middle, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (middle, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, middle)
 
     @property
     def num_head_weights(self) -> int:

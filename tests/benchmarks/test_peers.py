@@ -164,6 +164,8 @@ class FakeProcess:
     def resume(self) -> None:
         self.is_awake = True
 
+    resume_at_rest = resume
+
     def close(self) -> None: ...
 
 

@@ -1,4 +1,4 @@
-"""What drivers of engines that embed share: the method that is timed, and batches of texts of similar length.
+"""Driver of an engine that embeds, with the method that is timed, and batches of texts of similar length.
 
 Runs in every engine's own environment, so it needs nothing but Python.
 """
