@@ -276,6 +276,7 @@ def test_capped_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch, mo
     _check(CpuPagedBackend, list(MIXED), soft_cap=3.0, window=3)
 
 
+@pytest.mark.slow
 def test_memory_for_capped_scores_does_not_grow_with_the_square_of_a_prompt() -> None:
     query_QHD, key_LKD = torch.randn(3000, 4, 16), torch.randn(3000, 2, 16)
     with TensorMemory() as memory:

@@ -114,6 +114,7 @@ def test_a_line_that_was_cut_off_is_answered_again(run: Run) -> None:
     assert [told(line) for line in answers(run.target)] == run.undisturbed()
 
 
+@pytest.mark.slow
 def test_several_killed_runs_add_up(run: Run) -> None:
     run.source.write_text(jsonl(*own(*LENGTHS)))
     run.end(signal.SIGKILL, 2)
@@ -148,6 +149,7 @@ def test_a_complete_file_stays_and_no_engine_starts(run: Run) -> None:
     assert "answered 0 of 2" in run.to_the_end("--resume", "--seed", "5", exit_code=1)
 
 
+@pytest.mark.slow
 def test_results_of_a_run_that_goes_on_are_left_to_it(run: Run) -> None:
     run.source.write_text(jsonl(*own(1, 40)))
     run.command.environment["FAKE_STEP_SECONDS"] = "0.1"

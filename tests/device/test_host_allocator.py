@@ -95,6 +95,7 @@ def test_what_a_step_frees_is_there_for_the_next_and_what_loading_frees_goes_bac
     assert abs(given_back - loaded) < 5
 
 
+@pytest.mark.slow
 def test_a_closed_device_leaves_no_more_kept_than_glibc_would() -> None:
     ((loaded,),), ((closed,),) = printed_by("loaded"), printed_by("closed")
     assert loaded > 180

@@ -69,7 +69,7 @@ assert process() == before
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1, 2])))
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_the_last_engine_that_ends_leaves_the_process_as_the_first_one_found_it(order: tuple[int, ...]) -> None:
     command = [sys.executable, "-c", TWO_ENGINES, *map(str, order)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout

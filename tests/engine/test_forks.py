@@ -186,6 +186,7 @@ def test_an_engine_with_a_thread_is_refused() -> None:
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_process_is_refused_and_its_process_lives_on() -> None:
     with closing(Session(EngineConfig.create("demo", enable_multiprocessing=True, **SMALL))) as session:
         assert_refused(in_fork(lambda: next(session.run([session.accept(PROMPT, PARAMS)]))))

@@ -44,6 +44,7 @@ def test_no_public_name_imports_torch_or_transformers(name: str) -> None:
     assert run_python(code) == "[]"
 
 
+@pytest.mark.slow
 def test_an_asynchronous_engine_has_imported_transformers_by_its_first_request() -> None:
     """The import would block the event loop for seconds in the first `get_tokenizer`; it runs while the core starts."""
     code = """

@@ -53,7 +53,7 @@ def run(tmp_path: Path, folder: Path, closed: tuple[int, ...], **options: object
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_the_answer_is_the_same_without_standard_streams(tmp_path: Path, folder: Path, num_ranks: int) -> None:
     options = {"tensor_parallel_size": num_ranks, "num_threads": 2}
     expected = run(tmp_path, folder, (), **options)

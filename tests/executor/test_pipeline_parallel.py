@@ -77,7 +77,7 @@ def test_stages_give_the_tokens_of_one_worker(
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}])
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_an_embedding_is_rounded_as_the_head_of_another_stage_that_is_tied_to_it(
     family: str, options: dict[str, str], tmp_path: Path
 ) -> None:
@@ -129,6 +129,7 @@ def test_so_many_drafts_that_a_channel_holds_those_of_no_request_are_refused() -
         EngineConfig.create("demo", pipeline_parallel_size=2, speculative_config=drafts)
 
 
+@pytest.mark.slow
 def test_constrained_requests_and_others_go_through_the_stages_together(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
     form = StructuredOutputsParams(regex="[a-f]{9,20}")

@@ -44,7 +44,7 @@ DECLARATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("declared", DECLARATIONS.values(), ids=DECLARATIONS)
 @pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_a_tokenizers_own_code_is_refused_by_name_and_never_asked_about(
     tmp_path: Path, load: str, declared: dict[str, Any]
 ) -> None:

@@ -374,6 +374,7 @@ def test_in_a_thread_of_the_engines_nothing_is_for_the_program(kind: str, when: 
     assert f"'quits' failed in {when}: {kind}: enough" in bad.error
 
 
+@pytest.mark.slow
 def test_in_a_process_of_the_engines_nothing_is_for_the_program() -> None:
     config = EngineConfig.create("demo", logits_processors=(QUITS,), enable_multiprocessing=True, **DEMO)
     with closing(Session(config)) as session:

@@ -94,7 +94,7 @@ def receive_buffer_of(worker: WorkerBase) -> int:
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("gpt2", 2)])
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: Path) -> None:
     save_checkpoint(tiny_model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 6}), tmp_path)
     options = {**PLANNED, "pipeline_layers": "4,2", "pipeline_parallel_size": 2, "tensor_parallel_size": ranks}

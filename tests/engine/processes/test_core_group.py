@@ -156,7 +156,7 @@ def test_an_abort_that_names_a_request_twice_ends_it_once(start: Callable[..., C
 
 @pytest.mark.parametrize("is_running", [True, False])
 @pytest.mark.parametrize("fields", [{"cache_salt": "\udc80"}, {"priority": 1 << 70}])
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_what_no_message_can_hold_is_refused_and_forgotten(
     start: Callable[..., CoreGroup], fields: dict[str, Any], is_running: bool
 ) -> None:
@@ -188,6 +188,7 @@ def test_statistics_are_of_all_cores_that_run(start: Callable[..., CoreGroup], n
     assert core.stats().num_blocks == 8 * (num_cores - 1)
 
 
+@pytest.mark.slow
 def test_errors_that_no_message_can_hold_arrive_nevertheless(start: Callable[..., CoreGroup]) -> None:
     core = start()
     first = core.process_ids
