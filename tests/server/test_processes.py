@@ -192,7 +192,10 @@ def test_sigterm_lets_streams_finish_and_exits_with_0(start: Callable[..., Serve
 
 @pytest.mark.slow
 def test_a_terminal_that_hangs_up_lets_streams_finish(start: Callable[..., ServerProcess]) -> None:
+    # A server goes on where its parent ignores SIGHUP, such as `nohup`.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     server = start("--max-num-seqs", "8")
+    signal.signal(signal.SIGHUP, before)
     undisturbed = asyncio.run(answers(server, 6, 400))
     processes = [psutil.Process(server.process.pid)]
     processes += processes[0].children(recursive=True)
