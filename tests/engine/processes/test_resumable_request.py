@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.contract import LogprobsLists, SamplingParams
 from penstock.engine.messages import EngineRequest
-from penstock.engine.processes.supervisor import ResumableRequest
+from penstock.engine.processes.resumable_request import ResumableRequest
 from penstock.scheduler.outputs import EngineCoreOutput
 
 _known = st.lists(st.integers(0, 99), max_size=3)

@@ -19,8 +19,9 @@ from penstock.engine.guards import OwningProcess
 from penstock.engine.messages import BrokerStatus, CoreMessage, EngineRequest
 from penstock.engine.processes.child_process import CoreHandle, start_core
 from penstock.engine.processes.core_server import ServedCore
+from penstock.engine.processes.heartbeat import LONGEST_WAIT_S
 from penstock.engine.processes.routing import Router
-from penstock.engine.processes.supervisor import LONGEST_WAIT_S, REFUSAL_TIMEOUT_S, Call, EngineSupervisor
+from penstock.engine.processes.supervisor import REFUSAL_TIMEOUT_S, Call, EngineSupervisor
 from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from penstock.engine.core.restarts import FailureCount, restart_backoff_s
 from penstock.engine.messages import CoreEnded, CoreMessage, CoreStarted, FrontStarted
 from penstock.engine.processes.child_process import ChildProcess
-from penstock.engine.processes.supervisor import LONGEST_WAIT_S, Heartbeat
+from penstock.engine.processes.heartbeat import LONGEST_WAIT_S, Heartbeat
 from penstock.errors import EngineDead, PenstockError, ProcessLost, WaitTimeout, error_from_data
 from penstock.executor.processes import describe_end, where_to_look
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import msgspec
-
 from penstock.config import EngineConfig
 from penstock.contract import encode
 from penstock.engine.core.restarts import FailureCount, Quarantine, restart_backoff_s
@@ -30,7 +28,9 @@ from penstock.engine.messages import (
     UtilityCall,
 )
 from penstock.engine.processes.child_process import CoreHandle
+from penstock.engine.processes.heartbeat import Heartbeat
 from penstock.engine.processes.kept_adapters import KeptAdapters
+from penstock.engine.processes.resumable_request import ResumableRequest
 from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import (
@@ -49,89 +49,12 @@ from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, FinishReason
 logger = logging.getLogger(__name__)
 # Longest wait of `add_request` for the core's refusal.
 REFUSAL_TIMEOUT_S = 1.0
-# Longest single wait for a message; the timers of all cores are handled after it.
-LONGEST_WAIT_S = 0.25
 # Start phases of workers in processes of their own, each of which has a timeout.
 _NUM_START_PHASES = 6
 
 
 # Starts a process with the core of a configuration; the number is the timeout of sending to it, in seconds.
 StartCore: TypeAlias = Callable[[EngineConfig, float], CoreHandle]
-
-
-class Heartbeat:
-    """Heartbeat timeout of a core with pending work.
-
-    Only time in which this process waited for messages counts, not time in which it was stopped or busy: messages of
-    the core may then be unread.
-
-    limit_s: timeout. silent_s: seconds without a message so far.
-    """
-
-    __slots__ = ("limit_s", "silent_s")
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self.silent_s = 0.0
-
-    def reset(self) -> None:
-        """Start over: the core has sent a message, or has no pending work."""
-        self.silent_s = 0.0
-
-    def add_silence(self, waited_s: float) -> bool:
-        """Count one more wait without a message, as `LONGEST_WAIT_S` at most. Returns whether the timeout is over."""
-        self.silent_s += min(waited_s, LONGEST_WAIT_S)
-        return self.silent_s > self.limit_s
-
-
-class ResumableRequest:
-    """A request and its outputs so far, from which a replacement core continues.
-
-    The reader sees one request: no token or log-probability comes twice, and its history goes on. The loss of a core
-    counts as a preemption.
-    """
-
-    __slots__ = ("_history", "_num_preemptions", "_num_preemptions_before", "_request", "_token_ids")
-
-    def __init__(self, request: EngineRequest) -> None:
-        self._request = request
-        self._token_ids: list[int] = []
-        # `num_cached_tokens` and `first_scheduled_time`, which stay as first reported.
-        self._history: tuple[int, float] | None = None
-        self._num_preemptions = 0
-        # In cores that are gone.
-        self._num_preemptions_before = 0
-
-    @property
-    def priority(self) -> int:
-        return self._request.priority
-
-    def take(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Note a step's output. Returns it as its reader gets it."""
-        self._token_ids += output.new_token_ids
-        if output.first_scheduled_time is None:
-            return output
-        if self._history is None:
-            self._history = output.num_cached_tokens, output.first_scheduled_time
-        self._num_preemptions = output.num_preemptions + self._num_preemptions_before
-        if not self._num_preemptions_before:
-            return output
-        num_cached_tokens, first_scheduled_time = self._history
-        return msgspec.structs.replace(
-            output,
-            num_cached_tokens=num_cached_tokens,
-            first_scheduled_time=first_scheduled_time,
-            num_preemptions=self._num_preemptions,
-        )
-
-    def resume(self) -> EngineRequest:
-        """Return the request for a replacement core, which continues after the tokens so far."""
-        if self._history is not None:
-            self._num_preemptions += 1
-            self._num_preemptions_before = self._num_preemptions
-        return msgspec.structs.replace(
-            self._request, output_token_ids=[*self._request.output_token_ids, *self._token_ids], is_admitted=True
-        )
 
 
 class _State(enum.Enum):
