@@ -291,7 +291,7 @@ REFUSED = [
     ({"timeout": 0}, "timeout"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"prompt": [10**6]}, "prompt"),
-    ({"prompt": [[5], []]}, "prompt"),
+    ({"prompt": [[5], []]}, "prompt[1]"),
     ({"top_k": 10**60}, "top_k"),
     ({"stop": ["\ud800"]}, "stop[0]"),
 ]
