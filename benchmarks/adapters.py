@@ -126,7 +126,7 @@ class Engine:
         return time.perf_counter() - begin
 
     def step_times(self, adapter: LoRARequest) -> tuple[float, float]:
-        """Median time of decode steps, and the longest time between two of them when a cold adapter's request comes."""
+        """Median time of decode steps, and the longest one when a request of an adapter comes."""
         for _ in range(_NUM_REQUESTS - 1):
             self.add(num_outputs=_STEPS_BEFORE + 3 * _STEPS_AFTER)
         times = []
@@ -233,16 +233,24 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
                     seconds = engine.seconds(used, arguments.outputs)
                     if turn:
                         times[name].append(seconds)
-            step_s, longest_s = adapted.step_times(cold)
+            step_s, cold_s = adapted.step_times(cold)
+            # It is loaded now.
+            _, warm_s = adapted.step_times(cold)
     rates = {name: _NUM_REQUESTS * arguments.outputs / statistics.median(seconds) for name, seconds in times.items()}
+
+    def ratio(name: str, base: str = _WITHOUT) -> float:
+        """Median, over the turns, of the speed relative to another run in the same turn."""
+        return round(statistics.median(b / a for a, b in zip(times[name], times[base], strict=True)), 3)
+
     return {
         "shape": shape,
         **{f"tok/s, {name}": round(rate, 1) for name, rate in rates.items()},
-        "ratio, none in use": round(rates[_UNUSED] / rates[_WITHOUT], 3),
-        "ratio, in use": round(rates[_IN_USE] / rates[_WITHOUT], 3),
-        **({"ratio, vLLM": round(rates[_VLLM_IN_USE] / rates[_VLLM_WITHOUT], 3)} if _VLLM_IN_USE in rates else {}),
+        "ratio, none in use": ratio(_UNUSED),
+        "ratio, in use": ratio(_IN_USE),
+        **({"ratio, vLLM": ratio(_VLLM_IN_USE, _VLLM_WITHOUT)} if _VLLM_IN_USE in rates else {}),
         "step (ms)": round(1e3 * step_s, 2),
-        "longest step with a cold adapter (ms)": round(1e3 * longest_s, 2),
+        "longest step with a cold adapter (ms)": round(1e3 * cold_s, 2),
+        "longest step with a loaded adapter (ms)": round(1e3 * warm_s, 2),
         **({"note": note} if note else {}),
     }
 

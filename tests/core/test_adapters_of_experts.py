@@ -65,6 +65,19 @@ def test_experts_and_routers_have_adapters(family: str, tmp_path: Path) -> None:
         check(model)
 
 
+@pytest.mark.one_path(reason="recorded programs belong to the fast paths")
+def test_steps_without_adapters_are_one_call(qwen: Adapted) -> None:
+    core = make_core(qwen.folder, **OPTIONS, enable_prefix_caching=False)
+    run(core, qwen, PROMPTS[:2], [0, 0])
+    programs = core._executor._wrapper.worker.runner.kv_cache.programs  # type: ignore[attr-defined, union-attr]
+    before = dict(programs._recorded)
+    assert before
+    assert all(program is not None and program.num_segments == 1 for program in before.values())
+    run(core, qwen, PROMPTS[:2], [1, 0])
+    assert {what: programs._recorded[what] for what in before} == before
+    core.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"max_num_batched_tokens": 16}],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -12,18 +14,20 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock import LLM, SamplingParams, StructuredOutputsParams
+from penstock import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
 from penstock.config.resolve import resolve_model_folder
 from penstock.contract.lora import LoRARequest
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
-from support.adapted_models import OPTIONS, PROMPTS, Adapted, adapted, assert_same, in_memory, run
+from support.adapted_models import OPTIONS, PROMPTS, Adapted, adapted, assert_same, in_memory, masked_greedy, run
 from support.adapters import ALL_LINEAR, VARIANTS, make_adapters, parts_of, request_of, with_adapter
-from support.checkpoints import oracle_logits, save_checkpoint, tiny_checkpoint, tiny_model
-from support.constraints import END, allowed_tokens, encode, matcher_for
+from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
+from support.constraints import END, encode
 from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import Result, add, finish, make_core
+from support.slow_adapters import LOADING
+from support.waiting import until
 
 # Adapters of all linear layers, of the LM head with the embedding, and of the embedding.
 _VARIANTS = [VARIANTS[1], VARIANTS[6], VARIANTS[4]]
@@ -98,18 +102,6 @@ DEMO: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_loras": 2,
 GRAMMARS: list[dict[str, Any]] = [{"regex": "[A-Z]{2}-[0-9]{3,5} (yes|no)"}, {"json": {"enum": [["a", 1], "b", None]}}]
 
 
-def masked(model: Any, prompt: Sequence[int], grammar: dict[str, Any]) -> list[int]:
-    """Greedy tokens of a model, of those that a grammar allows."""
-    matcher, tokens = matcher_for(**grammar), list(prompt)
-    while tokens[-1] != END:
-        allowed = allowed_tokens(matcher)
-        logits = oracle_logits(model, tokens)[-1]
-        tokens.append(max(allowed, key=lambda token: float(logits[token])))
-        if tokens[-1] != END:
-            assert matcher.accept(tokens[-1:]) == 1
-    return tokens[len(prompt) :]
-
-
 @pytest.mark.parametrize("drafts", [None, NGRAM], ids=["no drafts", "ngram"])
 @pytest.mark.one_case_quick
 @pytest.mark.one_path(reason=_BOTH)
@@ -132,7 +124,7 @@ def test_structured_output_is_that_of_the_adapted_model(
         model = demo if number == 0 else with_adapter(demo, folders[number - 1])
         for index, (of_case, grammar) in enumerate(cases):
             if of_case == number:
-                assert results[f"r{index}"].tokens == masked(model, prompt, grammar)
+                assert results[f"r{index}"].tokens == masked_greedy(model, prompt, grammar)
         if number:
             model.unload()
 
@@ -190,3 +182,48 @@ def test_adapters_are_loaded_again_in_the_core_that_replaces_a_killed_one(folder
         (known,) = session.collective_rpc("known_loras", None, (), None)
         assert sorted(adapter.lora_int_id for adapter in known) == [1, 2, 4]
     assert [tokens[accepted.request.req_id] for accepted in requests] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_request", [True, False], ids=["for a request", "by add_lora"])
+@pytest.mark.one_path(reason="what outlives a core is no matter of how it makes its steps")
+def test_an_adapter_whose_core_is_killed_while_it_loads_is_loaded_by_the_next(
+    is_request: bool, folders: list[Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(folders[0], folder)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    options = {**DEMO, "device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": "32MiB"}
+    with LLM("demo", **options) as llm:
+        outputs = llm.generate(
+            ["ROMEO:", "KING"], params, lora_request=[None, request_of(1, folders[0])], use_tqdm=False
+        )
+        expected = [output.outputs[0].token_ids for output in outputs]
+
+    async def serve() -> list[Sequence[int]]:
+        engine = AsyncEngine("demo", worker_extension_cls="support.slow_adapters.SlowLoading", **options)
+        core = engine._dispatcher.core
+        assert isinstance(core, CoreGroup)
+        (first,) = core.process_ids
+        adapter = request_of(1, folder)
+
+        async def tokens(prompt: str, of: LoRARequest | None) -> Sequence[int]:
+            async for output in engine.generate(prompt, params, lora_request=of):
+                found = output.outputs[0].token_ids
+            return found
+
+        async def adapted() -> Sequence[int]:
+            if not is_request:
+                assert await engine.add_lora(adapter)
+            return await tokens("KING", adapter if is_request else adapter.reference)
+
+        waiting = asyncio.create_task(adapted())
+        await until((folder / LOADING).exists, "the adapter is being loaded")
+        others = await tokens("ROMEO:", None)
+        assert not waiting.done()
+        os.kill(first, signal.SIGKILL)
+        found = [others, await asyncio.wait_for(waiting, 120)]
+        engine.shutdown()
+        return found
+
+    assert asyncio.run(serve()) == expected

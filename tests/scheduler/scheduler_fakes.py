@@ -259,7 +259,11 @@ class FakeWorker:
             new.num_computed_tokens,
             tables,
             self.salts[new.req_id],
-            min(self.max_model_len, len(new.prompt_token_ids) + (new.sampling_params.max_tokens or self.max_model_len)),
+            min(
+                # A single token is never computed.
+                self.max_model_len + (new.sampling_params.max_tokens == 1),
+                len(new.prompt_token_ids) + (new.sampling_params.max_tokens or self.max_model_len),
+            ),
             wants_logprobs=new.sampling_params.logprobs is not None,
         )
 

@@ -279,6 +279,15 @@ def test_a_prompt_without_room_for_an_answer_is_refused(length: int) -> None:
     assert driver.scheduler.num_waiting == 1
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_prompt_that_fills_the_context_has_one_token(async_scheduling: bool) -> None:
+    driver = Driver(max_model_len=16, async_scheduling=async_scheduling)
+    driver.add("full", [1] * 16, max_tokens=1)
+    driver.add("other", [1] * 15, max_tokens=5)
+    driver.drain()
+    assert [len(driver.tokens[name]) for name in ("full", "other")] == [1, 1]
+
+
 def test_a_request_that_outgrows_the_cache_is_refused_with_what_would_fit() -> None:
     driver = Driver(cache_config(6), max_model_len=64)
     driver.add("fits", [1] * 10, max_tokens=10)

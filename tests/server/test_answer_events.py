@@ -91,6 +91,16 @@ def test_an_answer_of_calls_only_has_no_content(client: OpenAI, monkeypatch: pyt
     assert len(message.tool_calls) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "finish_reason"), [("1", "stop"), ("</f>", "tool_calls")])
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_called(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch, stop: str, finish_reason: str, stream: bool
+) -> None:
+    answer = ask(client, monkeypatch, 'x <f>{"a":1}</f>', stop=stop, stream=stream)
+    choice = list(answer)[-1].choices[0] if stream else answer.choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == (finish_reason, stop)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_usage_has_the_reasoning_of_all_samples(client: OpenAI, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     usage = ask(client, monkeypatch, n=n).usage

@@ -118,6 +118,19 @@ def test_streamed_log_probabilities_add_up_to_the_whole(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echo_scores_a_prompt_that_fills_the_context(client: OpenAI, llm: LLM, max_tokens: int) -> None:
+    length = llm.config.model.longest_context
+    ids = (llm.get_tokenizer().encode(PROMPT) * length)[:length]
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0, "logprobs": 0, "echo": True}
+    shorter = complete(client, ids[:-1], **fields).choices[0].logprobs.token_logprobs
+    choice = complete(client, ids, **fields).choices[0]
+    assert choice.logprobs.token_logprobs[1 : length - 1] == pytest.approx(shorter[1 : length - 1])
+    assert len(choice.logprobs.token_logprobs) == length + max_tokens
+    with pytest.raises(BadRequestError, match=f"has {length + 1:,} tokens"):
+        complete(client, [*ids, 5], **fields)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_scores_a_prompt_as_lm_eval_asks(client: OpenAI, llm: LLM, max_tokens: int) -> None:
     ids = llm.get_tokenizer().encode(PROMPT)
     expected = generated(llm, {"prompt_token_ids": ids}, temperature=0, max_tokens=1, prompt_logprobs=1)
@@ -278,7 +291,7 @@ REFUSED = [
     ({"timeout": 0}, "timeout"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"prompt": [10**6]}, "prompt"),
-    ({"prompt": [[5], []]}, "prompt"),
+    ({"prompt": [[5], []]}, "prompt[1]"),
     ({"top_k": 10**60}, "top_k"),
     ({"stop": ["\ud800"]}, "stop[0]"),
 ]

@@ -89,6 +89,22 @@ def test_an_adapter_is_replaced_by_another_of_its_name(server: Served, folders: 
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "third"}, **ADMIN).status == 200
 
 
+def test_streams_of_an_unloaded_adapter_go_on(server: Served, folders: list[Path]) -> None:
+    body = {"lora_name": "brief", "lora_path": str(folders[1])}
+    assert server.post("/v1/load_lora_adapter", body, **ADMIN).status == 200
+    asked: dict[str, Any] = {"model": "brief", "prompt": "The king", "temperature": 0, "max_tokens": 200}
+    client = server.client()
+    expected = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
+    streams = [client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) for _ in range(3)]
+    found = [next(stream).choices[0].text for stream in streams]
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "brief"}, **ADMIN).status == 200
+    with pytest.raises(NotFoundError, match="'brief' is not served"):
+        text_of(server, "brief")
+    for index, stream in enumerate(streams):
+        found[index] += "".join(chunk.choices[0].text for chunk in stream)
+    assert found == [expected] * len(streams)
+
+
 def test_an_adapter_that_the_engine_holds_in_memory_is_served(
     server: Served, folders: list[Path], texts: list[str]
 ) -> None:

@@ -17,6 +17,7 @@ from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
 from support.adapters import VARIANTS, make_adapters, parts_of, request_of, with_adapter
 from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
+from support.constraints import END, allowed_tokens, matcher_for
 from support.engines import Result, add, finish, greedy, random_prompts
 
 NUM_TOKENS = 10
@@ -79,6 +80,18 @@ def assert_same(results: Sequence[Result], expected: Sequence[tuple[list[int], l
         for logprobs, row in zip(result.logprobs, rows, strict=True):
             for token, logprob in logprobs.items():
                 assert abs(logprob - float(row[token])) < 1e-4
+
+
+def masked_greedy(model: Any, prompt: Sequence[int], grammar: dict[str, Any]) -> list[int]:
+    """Greedy tokens of a model with the demo's tokenizer, of those that a grammar allows."""
+    matcher, tokens = matcher_for(**grammar), list(prompt)
+    while tokens[-1] != END:
+        allowed = allowed_tokens(matcher)
+        logits = oracle_logits(model, tokens)[-1]
+        tokens.append(max(allowed, key=lambda token: float(logits[token])))
+        if tokens[-1] != END:
+            assert matcher.accept(tokens[-1:]) == 1
+    return tokens[len(prompt) :]
 
 
 def in_memory(number: int, folder: Path, **fields: Any) -> LoRARequest:

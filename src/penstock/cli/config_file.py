@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.cli.failures import file_named, readable_errors
 from penstock.cli.flags import with_dashes
@@ -14,24 +14,32 @@ from penstock.errors import ConfigError
 _FLAG = "--config"
 
 
-def with_config_file(args: Sequence[str]) -> list[str]:
-    """Insert the flags of the file that `--config` names before the others, which override them.
+class ConfigFile(NamedTuple):
+    """Flags of a configuration file, and the arguments beside them. path: None without a file."""
+
+    path: Path | None
+    flags: list[str]
+    others: list[str]
+
+
+def read_config_file(args: Sequence[str]) -> ConfigFile:
+    """Read the flags of the file that `--config` names; those of the command line are to follow and override them.
 
     An entry `max-model-len: 4096` is the flag `--max-model-len 4096`; true and false are `--flag` and `--no-flag`; a
     list repeats the flag; a dictionary is JSON; `model` is the positional argument. Errors end the command.
     """
-    rest, path = _without_config(args)
+    others, path = _without_config(args)
     if path is None:
-        return rest
+        return ConfigFile(None, [], others)
     with readable_errors():
         entries = _read(path)
         model = entries.pop("model", None)
         flags = [flag for name, value in entries.items() for flag in _flags(name, value)]
     # The command line's model comes first, and a second one would be an error.
-    has_model = any(arg in ("--model", "-m") or arg.startswith("--model=") for arg in rest) or (
-        bool(rest) and not rest[0].startswith("-")
+    has_model = any(arg in ("--model", "-m") or arg.startswith("--model=") for arg in others) or (
+        bool(others) and not others[0].startswith("-")
     )
-    return [*flags, *rest] if model is None or has_model else [*flags, "--model", str(model), *rest]
+    return ConfigFile(path, flags if model is None or has_model else [*flags, "--model", str(model)], others)
 
 
 def _without_config(args: Sequence[str]) -> tuple[list[str], Path | None]:

@@ -107,22 +107,24 @@ class EngineCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        from penstock.cli.config_file import with_config_file
+        from penstock.cli.config_file import read_config_file
 
-        args = with_config_file(args)
+        file = read_config_file(args)
         own: dict[str, bool] = {}
         for parameter in self.params:
             is_option = parameter.param_type_name == "option"
             takes_value = is_option and not getattr(parameter, "is_flag", False)
             own |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts] if is_option else [], takes_value)
         own |= dict.fromkeys(ctx.help_option_names, False)
-        return super().parse_args(ctx, read_engine_flags(ctx, args, own))
+        given = read_engine_flags(ctx, file.flags, own, where=f"--config {file.path}: ")
+        return super().parse_args(ctx, given + read_engine_flags(ctx, file.others, own))
 
 
-def read_engine_flags(ctx: Any, args: list[str], own: dict[str, bool]) -> list[str]:
+def read_engine_flags(ctx: Any, args: list[str], own: dict[str, bool], where: str = "") -> list[str]:
     """Rewrite flags of engine options to `--option NAME=VALUE`.
 
-    own: the command's own options, and whether each takes a value; they are kept with their values.
+    own: the command's own options, and whether each takes a value; they are kept with their values. where: begin of the
+    error about an unknown flag.
     """
     rewritten = []
     rest = iter(args)
@@ -136,7 +138,7 @@ def read_engine_flags(ctx: Any, args: list[str], own: dict[str, bool]) -> list[s
             rewritten.extend([arg, *rest])
         elif (option := _engine_option(flag)) is None:
             if flag.startswith("--"):
-                _refuse(ctx, flag, own)
+                _refuse(ctx, flag, own, where)
             rewritten.append(arg)
         else:
             name, implied = option
@@ -159,7 +161,7 @@ def _engine_option(flag: str) -> tuple[str, str | None] | None:
     return name, "true" if is_flag else None
 
 
-def _refuse(ctx: Any, flag: str, own: dict[str, bool]) -> None:
+def _refuse(ctx: Any, flag: str, own: dict[str, bool], where: str) -> None:
     from penstock.config import vllm
     from penstock.config.checks import did_you_mean
     from penstock.config.engine import option_names
@@ -170,7 +172,7 @@ def _refuse(ctx: Any, flag: str, own: dict[str, bool]) -> None:
     else:
         flags = [name for name in _CONSTRAINT_FLAGS if name in own] or ["`penstock generate --help`"]
         hint = f" It is the parameter {parameter} of a request: see {', '.join(flags)}."
-    ctx.fail(f"No such option: {flag}.{hint} docs/options.md explains all options.")
+    ctx.fail(f"{where}No such option: {flag}.{hint} docs/options.md explains all options.")
 
 
 def _as_option(name: str, value: str | None) -> list[str]:

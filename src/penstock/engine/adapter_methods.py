@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +15,9 @@ from penstock.contract import Parts
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.engine.inputs.prompts import Prompt, TextPair, as_list
 from penstock.engine.session import Session
-from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
+from penstock.errors import InvalidParameter, InvalidRequest, ProcessLost, UnsupportedParameter
+
+logger = logging.getLogger(__name__)
 
 # Poll interval while an adapter is loaded.
 _LOADING_POLL_S = 0.005
@@ -74,7 +77,18 @@ class AsyncAdapterMethods(ABC):
         """As `AsyncEngine`."""
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLM.add_lora`, while requests run: folders are read in a thread, and steps go on."""
+        """As `LLM.add_lora`, while requests run: folders are read in a thread, and steps go on.
+
+        A core that is lost meanwhile is replaced, and the new one loads the adapter.
+        """
+        while True:
+            try:
+                return await self._add(lora_request)
+            except ProcessLost as error:
+                # It ends with EngineDead where cores are not replaced any more.
+                logger.warning("The adapter %s is loaded again: %s", lora_request.lora_name, error)
+
+    async def _add(self, lora_request: LoRARequest) -> bool:
         is_new = all(adapter.lora_int_id != lora_request.lora_int_id for adapter in await self.known_loras())
         request = replace(lora_request, load_inplace=False) if is_new else lora_request
         if request.lora_path:

@@ -19,7 +19,7 @@ from penstock.kernels.experts import ExpertWeights, GroupedExperts
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
 from penstock.kernels.rows import sum_rows
-from penstock.layers.adapters import AdapterRouting
+from penstock.layers.adapters import ADAPTER_SLOTS, AdapterRouting
 from penstock.layers.linear import LinearLayer, PlainMethod
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState
@@ -292,7 +292,7 @@ class MoE(nn.Module):
     def _recorded(self, hidden_TD: Tensor) -> Tensor | None:
         """`_partial` in a recorded program; None outside of one, and where kernels for it are missing."""
         is_gated = self.shared_expert is not None and self.shared_expert.gate is not None
-        if NATIVE is None or self.adapters is not None or is_gated:
+        if NATIVE is None or self._routed is not None or is_gated:
             return None
         gate = self.gate
         mlps = cast("list[Callable[[Tensor], Tensor]]", [mlp.partial for mlp in self.experts])
@@ -302,6 +302,11 @@ class MoE(nn.Module):
             return part_TD
         return sum_rows(part_TD, self.shared_expert.partial(hidden_TD))
 
+    @property
+    def _routed(self) -> AdapterRouting | None:
+        """Routing of a pass in which a request has an adapter; None otherwise."""
+        return self.adapters if self.adapters is not None and self.adapters.is_routed(ADAPTER_SLOTS) else None
+
     def _partial(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor]:
         # A recorded program calls this outside of the model's forward pass.
         last_rows = None if context.last is None else context.last.rows
@@ -310,7 +315,7 @@ class MoE(nn.Module):
             if self.load_E is not None and context.sequences is not None:
                 experts = experts_TK[: context.sequences.num_actual_tokens].flatten()
                 self.load_E += torch.bincount(experts, minlength=len(self.load_E))
-            part_TD = self.experts.partial(hidden_TD, experts_TK, weights_TK, self.adapters)
+            part_TD = self.experts.partial(hidden_TD, experts_TK, weights_TK, self._routed)
             if self.shared_expert is not None:
                 part_TD += self.shared_expert.partial(hidden_TD)
         return [part_TD]

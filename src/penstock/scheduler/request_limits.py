@@ -12,17 +12,17 @@ from penstock.scheduler.request import Request
 def check_prompt(request: Request, max_model_len: int) -> None:
     """Raise InvalidRequest for an empty prompt, and ContextTooLong for one without room for an output token.
 
-    A pooling request needs no room for output.
+    A pooling request needs no room for output, nor does a single token, which is never computed.
     """
     if request.num_prompt_tokens == 0:
         raise InvalidRequest(
             f"The prompt of request {request.req_id!r} has no tokens. Send at least one; most models begin a text "
             "with a token of their own."
         )
-    num_output_tokens = 0 if request.pools else 1
+    num_output_tokens = 0 if request.pools or request.sampling_params.max_tokens == 1 else 1
     longest = max_model_len - num_output_tokens
     if request.num_prompt_tokens > longest:
-        reserved = "" if request.pools else ", of which one at least is the answer's"
+        reserved = "" if not num_output_tokens else ", of which one at least is the answer's"
         raise ContextTooLong(
             f"The prompt has {request.num_prompt_tokens:,} tokens, but this engine was started for a context of "
             f"{max_model_len:,}{reserved}. Shorten the prompt to {longest:,} tokens, or start with max_model_len="
@@ -42,7 +42,7 @@ def check_chunks(request: Request, max_num_batched_tokens: int) -> None:
 
 def check_unfinished(request: Request) -> None:
     """Raise InvalidRequest for a resumed request that is complete already."""
-    if not request.pools and request.num_tokens >= request.length_limit:
+    if not request.pools and request.num_output_tokens and request.num_tokens >= request.length_limit:
         limit = request.length_limit - request.num_prompt_tokens
         raise InvalidRequest(
             f"Request {request.req_id!r} comes with {request.num_output_tokens:,} generated tokens, but ends at "

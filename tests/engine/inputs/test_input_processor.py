@@ -148,6 +148,13 @@ def test_a_prompt_needs_room_for_one_token(processor: InputProcessor) -> None:
     )
 
 
+def test_a_single_token_needs_no_room(processor: InputProcessor) -> None:
+    one = SamplingParams(max_tokens=1)
+    assert processor.process([5] * MAX_MODEL_LEN, one)
+    with pytest.raises(ContextTooLong, match="has 17 tokens"):
+        processor.process([5] * (MAX_MODEL_LEN + 1), one)
+
+
 def test_advice_goes_no_further_than_the_model(processor: InputProcessor) -> None:
     with pytest.raises(ContextTooLong, match=r"max_model_len=64\.$"):
         processor.process([5] * 60, SamplingParams(max_tokens=30))

@@ -81,6 +81,15 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     except BaseException:
         executor.shutdown()
         raise
+    _log_kv_cache(config, kv_cache_config, max_model_len)
+    _log_times("Ready", begin, executor, config)
+    return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs)
+
+
+def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+    if not kv_cache_config.groups:
+        logger.info("KV cache: none, since the model needs none; texts of up to %s tokens", f"{max_model_len:,}")
+        return
     concurrency = max_concurrency(
         kv_cache_config,
         max_model_len=max_model_len,
@@ -94,8 +103,6 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         concurrency,
         f"{max_model_len:,}",
     )
-    _log_times("Ready", begin, executor, config)
-    return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs)
 
 
 def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig) -> None:

@@ -212,7 +212,10 @@ class InputProcessor:
             }
         )
         if given_token_ids is None:
-            prompt_token_ids = self._prompts.encode(text or "", add_special_tokens=not is_rendered, is_cut=is_cut)
+            max_tokens = getattr(sampling_params, "max_tokens", None)
+            prompt_token_ids = self._prompts.encode(
+                text or "", add_special_tokens=not is_rendered, max_tokens=max_tokens, is_cut=is_cut
+            )
         else:
             prompt_token_ids = given_token_ids
         self._prompts.check_token_ids(prompt_token_ids)

@@ -38,7 +38,8 @@ class PoolingInputs:
         for column in params.returned_token_ids or ():
             if column >= len(pooling.labels):
                 raise InvalidParameter(
-                    f"returned_token_ids has {column}, but the model has {len(pooling.labels)} classes."
+                    f"returned_token_ids has {column}, but the model has {len(pooling.labels)} classes. Allowed: 0 to "
+                    f"{len(pooling.labels) - 1}."
                 )
         skips = params.skip_reading_prefix_cache
         reads = pooling.reads_prefix_cache and task not in TOKEN_TASKS

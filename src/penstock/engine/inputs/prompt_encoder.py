@@ -25,26 +25,28 @@ class PromptEncoder:
         self._vocab_size = vocab_size
         self._has_warned_of_second_bos = False
 
-    def encode(self, text: str, *, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None, is_cut: bool = False
+    ) -> list[int]:
         """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""
         if is_cut:
             token_ids = self._tokenizer.encode(text, add_special_tokens)
         else:
-            token_ids = self._encode_limited(text, add_special_tokens)
+            token_ids = self._encode_limited(text, add_special_tokens, self._longest(max_tokens))
         bos_token_id = self._tokenizer.bos_token_id
         if add_special_tokens and bos_token_id is not None and token_ids[:2] == [bos_token_id] * 2:
             self._warn_of_second_bos(bos_token_id)
         return token_ids
 
-    def _encode_limited(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_limited(self, text: str, add_special_tokens: bool, limit: int) -> list[int]:
         # A token has about four characters, so a shorter text may fit.
         longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
-        if longest is not None and len(text) >= longest * self._max_model_len:
+        if longest is not None and len(text) > longest * limit:
             raise ContextTooLong(
                 f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
                 f"{self._limit(len(text) // longest)}"
             )
-        token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, self._max_model_len - 1)
+        token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, limit)
         if isinstance(token_ids, int):
             raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")
         return token_ids
@@ -91,12 +93,16 @@ class PromptEncoder:
         return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Raise ContextTooLong unless the context has room for one token; `max_tokens` may exceed it."""
-        if num_prompt_tokens < self._max_model_len:
+        """Raise ContextTooLong unless the context has room for the prompt and one token; `max_tokens` may exceed it."""
+        if num_prompt_tokens <= self._longest(max_tokens):
             return
         asked = "" if max_tokens is None else f" and asks for {max_tokens:,} more"
         limit = self._limit(num_prompt_tokens, max_tokens)
         raise ContextTooLong(f"The prompt has {num_prompt_tokens:,} tokens{asked}, but {limit}")
+
+    def _longest(self, max_tokens: int | None) -> int:
+        """Longest prompt: the context less one token, which the single token of an answer does not need."""
+        return self._max_model_len - (max_tokens != 1)
 
     def _limit(self, num_prompt_tokens: int, max_tokens: int | None = None) -> str:
         """Text of an error about a prompt that is too long: the limit, and options that raise it."""

@@ -19,7 +19,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.stream_dispatcher import AdmittedRequest
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.server.http.errors import ApiError
 from penstock.server.tracing import NoTracing, RequestTrace
 
@@ -31,12 +31,13 @@ _SUBMITTED_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One prompt for the engine. request_id: its name there."""
+    """One prompt for the engine. request_id: its name there. where: its name in errors, such as "prompt[3]"."""
 
     prompt: Prompt
     params: SamplingParams
     request_id: str
     priority: int = 0
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class PoolingSubmission:
     params: PoolingParams
     request_id: str
     priority: int = 0
+    where: str = ""
 
 
 class Generation:
@@ -166,13 +168,21 @@ class Generation:
         params: SamplingParams | PoolingParams = submission.params
         if isinstance(params, SamplingParams):
             params = msgspec.structs.replace(params, output_kind=self._kind)
-        self._admitted[index] = await self._engine.submit(
-            submission.prompt,
-            params,
-            submission.request_id,
-            lora_request=self._lora_request,
-            priority=submission.priority,
-        )
+        try:
+            self._admitted[index] = await self._engine.submit(
+                submission.prompt,
+                params,
+                submission.request_id,
+                lora_request=self._lora_request,
+                priority=submission.priority,
+            )
+        except InvalidParameter:
+            # It is a parameter of all prompts.
+            raise
+        except InvalidRequest as error:
+            if not submission.where:
+                raise
+            raise type(error)(f"{submission.where}: {error}") from error
 
     async def _one(self) -> AsyncGenerator[Numbered, None]:
         async for output in self._admitted[0]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.requests.answer import (
     AnswerEvent,
@@ -58,7 +60,8 @@ class AnswerSample:
     """One sample of an answer: its parser, and what has come of it.
 
     token_ids: so far. reasons: whether it has reasoning.
-    finish_reason: as chat completions have it, "tool_calls" if the answer calls tools; None while it goes on.
+    finish_reason: as chat completions have it, "tool_calls" if the answer calls tools; None while it goes on. It stays
+    "stop" where a stop string or stop token cuts the last call's arguments, which nothing should be called with.
     """
 
     def __init__(self, index: int, parser: AnswerParser) -> None:
@@ -67,7 +70,8 @@ class AnswerSample:
         self.token_ids: list[int] = []
         self.reasons = False
         self._parser = parser
-        self._calls_tools = False
+        # Arguments of the last call, in pieces; None without a call.
+        self._arguments: list[str] | None = None
 
     def push(self, completion: CompletionOutput) -> list[AnswerEvent]:
         """Events of the sample's next output, a delta or the whole one."""
@@ -76,11 +80,25 @@ class AnswerSample:
         if completion.finish_reason is not None:
             events = [*events, *self._parser.finish()]
         self.reasons = self.reasons or any(isinstance(event, ReasoningDelta) for event in events)
-        self._calls_tools = self._calls_tools or any(isinstance(event, ToolCallStart) for event in events)
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self._arguments = []
+            elif isinstance(event, ToolCallArguments) and self._arguments is not None:
+                self._arguments.append(event.text)
         if completion.finish_reason is not None:
-            is_call = self._calls_tools and completion.finish_reason == "stop"
-            self.finish_reason = "tool_calls" if is_call else completion.finish_reason
+            self.finish_reason = completion.finish_reason
+            if completion.finish_reason == "stop" and self._arguments is not None:
+                is_cut = completion.stop_reason is not None and not _is_json("".join(self._arguments))
+                self.finish_reason = "stop" if is_cut else "tool_calls"
         return events
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return False
+    return True
 
 
 class SamplePart(NamedTuple):

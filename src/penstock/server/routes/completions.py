@@ -35,7 +35,13 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
     with refusals(type(request).model_fields, client_names(request)):
         params = _params(request, model.default_params)
         submissions = [
-            Submission(_prompt(given, request), params, _name(id, index, request), request.priority)
+            Submission(
+                _prompt(given, request),
+                params,
+                _name(id, index, request),
+                request.priority,
+                where=f"prompt[{index}]" if len(request.prompt) > 1 else "",
+            )
             for index, given in enumerate(request.prompt)
         ]
         choices = _Choices(model, request, params, id)

@@ -124,16 +124,27 @@ def _prompts(request: protocol.EmbeddingRequest | protocol.PoolingRequest | prot
 
 
 async def _run(
-    http: Request, request: protocol.PoolingFields, kind: str, prompts: Sequence[Prompt], *params: PoolingParams
+    http: Request,
+    request: protocol.PoolingFields,
+    kind: str,
+    prompts: Sequence[Prompt],
+    *params: PoolingParams,
+    field: str = "input",
 ) -> tuple[str, list[RequestOutput]]:
-    """Name of the response, and the prompts' outputs. params: one for all, or one each.
+    """Name of the response, and the prompts' outputs. params: one for all, or one each. field: of the prompts.
 
     Raises ApiError for a request that failed.
     """
     id = response_id(kind, request)
     of_each = params if len(params) > 1 else params * len(prompts)
     submissions = [
-        PoolingSubmission(prompt, one, id if len(prompts) == 1 else f"{id}-{index}", request.priority)
+        PoolingSubmission(
+            prompt,
+            one,
+            id if len(prompts) == 1 else f"{id}-{index}",
+            request.priority,
+            where=f"{field}[{index}]" if field and len(prompts) > 1 else "",
+        )
         for index, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))
     ]
     model = await served_model(http).named(request.model)
@@ -154,16 +165,19 @@ async def _scores(
     """Name of the response, score of each pair, and the engine's outputs."""
     pooling = await _pooling(http, request, "score", "embed", "token_embed")
     model = served_model(http)
+    field = "documents" if isinstance(request, protocol.RerankRequest) else "text_2"
+    if len(pairs) > protocol.MOST_TEXTS:
+        raise InvalidRequest(f"{field} has {len(pairs):,} texts. Allowed: {protocol.MOST_TEXTS:,} at most.")
     if template is not None and not model.options.trust_request_chat_template:
         message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
         raise ApiError(400, message, param="chat_template")
     if "score" in pooling.tasks:
         prompts = score_prompts(model.tokenizer, pairs, template)
-        id, outputs = await _run(http, request, kind, prompts, _params(request, "score"))
+        id, outputs = await _run(http, request, kind, prompts, _params(request, "score"), field=field)
         return id, [float(pooled_array(one)[0]) for one in outputs], outputs
     task = PairScores.task(pooling)
     of_pairs = PairScores(pooling, model.tokenizer, pairs, _params(request, task))
-    id, outputs = await _run(http, request, kind, of_pairs.prompts, *of_pairs.params)
+    id, outputs = await _run(http, request, kind, of_pairs.prompts, *of_pairs.params, field="")
     return id, [one.outputs.score for one in of_pairs.scores(outputs)], outputs
 
 
