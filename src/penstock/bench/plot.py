@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.bench.picture import Panel, Scale, curve, number, text
+from penstock.bench.picture import Panel, Scale, curve, dot, number, text
 from penstock.bench.picture import page as picture
 from penstock.bench.report import figures, title
 from penstock.bench.workloads import Settings
@@ -59,8 +59,7 @@ def _panel(words: str, unit: str, lines: dict[str, _Line]) -> Panel:
         x, y = scale.at(*line[-1])
         middle = sorted(line)[len(line) // 2][1]
         drawn.append(curve(scale, line, kind))
-        drawn += [
-            f'<circle class="mark" cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in (scale.at(*p) for p in line)
-        ]
-        drawn.append(text(f"{label} {number(middle)}".strip(), x - 6, y - 8, "right"))
+        drawn += [dot(scale, point) for point in line]
+        # Above the first line and below the second one, which may be close to it.
+        drawn.append(text(f"{label} {number(middle)}".strip(), x - 6, y + (18 if index % 2 else -8), "right"))
     return [*scale.frame(words, unit), *drawn]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.failures import file_named
+from penstock.cli.failures import check_writable, file_named
 from penstock.cli.plots import check_plot, write_plot
 from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError
@@ -45,7 +45,7 @@ def bench(
     expert_stats: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Tokens per expert and layer, .svg or .json")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the figures")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures, .svg or .png")] = None,
     model: options.Model = "demo",
     *,
     engine: dict[str, Any],
@@ -73,7 +73,7 @@ def bench(
     _check_expert_stats(expert_stats, settings)
     for name, path in (("--output-json", output_json), ("--expert-stats", expert_stats)):
         if path is not None:
-            _check_writable(name, path)
+            check_writable(name, path)
     check_plot(plot)
     results, tokens_per_expert = _measure(settings, model, engine, config, counts_experts=expert_stats is not None)
     _show(settings, results, tokens_per_expert)
@@ -144,12 +144,6 @@ def _show(settings: Settings, results: Any, tokens_per_expert: dict[int, list[in
         if tokens_per_expert:
             console.print(expert_stats.table(tokens_per_expert))
     write(out, capture.get())
-
-
-def _check_writable(option: str, path: Path) -> None:
-    """Refuse a path that cannot be written, before the measurement."""
-    with file_named(option, path), path.open("a"):
-        pass
 
 
 def _check_expert_stats(path: Path | None, settings: Settings) -> None:
