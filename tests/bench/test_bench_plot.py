@@ -9,7 +9,8 @@ import pytest
 
 from penstock.bench.plot import as_svg
 from penstock.bench.statistics import summary
-from penstock.bench.workloads import make_settings
+from penstock.bench.workloads import make_settings, make_sweep
+from penstock.errors import ConfigError
 
 SVG = "{http://www.w3.org/2000/svg}"
 FIGURES = {
@@ -23,7 +24,7 @@ FIGURES = {
 
 def panels(workload: str, results: Any, model: str = "demo") -> dict[str, ElementTree.Element]:
     """Panels by title."""
-    svg = ElementTree.fromstring(as_svg(model, make_settings(workload, 0), results))
+    svg = ElementTree.fromstring(as_svg(model, [make_settings(workload, 0)], [results]))
     return {str(one.findtext(f"{SVG}text")): one for one in svg.iter(f"{SVG}g") if one.get("class") == "panel"}
 
 
@@ -85,6 +86,25 @@ def test_long_contexts_have_a_line_per_batch_size() -> None:
     steps = lines(drawn["decode step, ms"])
     assert [len(line) for line in steps] == [2, 2]
     assert steps[0][0][1] > steps[0][1][1], "a longer context takes longer"
+
+
+def test_several_runs_have_their_medians_by_the_setting_that_differs() -> None:
+    sweep = make_sweep("throughput", 0, num_prompts="1,16,4", input_len="8")
+    assert [one.num_prompts for one in sweep] == [1, 4, 16]
+    results = [{**FIGURES, "output_tokens_per_s": summary([10.0 * (one.num_prompts or 0)])} for one in sweep]
+    svg = ElementTree.fromstring(as_svg("demo", sweep, results))
+    assert svg.findtext(f"{SVG}title") == "demo: throughput by num prompts"
+    drawn = {str(one.findtext(f"{SVG}text")): one for one in svg.iter(f"{SVG}g") if one.get("class") == "panel"}
+    ((first, second, third),) = lines(drawn["output, tok/s"])
+    assert second[0] - first[0] == pytest.approx((third[0] - first[0]) / 5, abs=0.2)
+    assert first[1] - second[1] == pytest.approx((first[1] - third[1]) / 5, abs=0.2)
+
+
+def test_only_one_setting_may_have_several_values() -> None:
+    with pytest.raises(ConfigError, match="--batch-size and --input-len have several values|--input-len and --batch"):
+        make_sweep("latency", 0, batch_size="1,2", input_len="1,2")
+    with pytest.raises(ConfigError, match="--batch-size 1,x is not valid. Allowed: a number, or several as 1,4,16"):
+        make_sweep("latency", 0, batch_size="1,x")
 
 
 def test_names_are_escaped() -> None:

@@ -58,6 +58,18 @@ def test_latency_counts_every_token_of_every_run(tmp_path: Path) -> None:
     assert "latency, 3 requests at once, 20 in, 5 out" in table
 
 
+@pytest.mark.slow
+def test_a_size_with_several_values_is_measured_once_per_value(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    arguments = ("--batch-size=1,3", "--input-len=4", "--output-len=2", f"--plot={plot}")
+    report, table = figures(tmp_path, "latency", *arguments)
+    assert [run["settings"]["batch_size"] for run in report["runs"]] == [1, 3]
+    assert [run["results"]["output_tokens_per_run"] for run in report["runs"]] == [2, 6]
+    assert "latency, 1 requests at once" in table
+    assert "latency, 3 requests at once" in table
+    assert "latency by batch size" in plot.read_text()
+
+
 def test_weights_may_be_random(tmp_path: Path) -> None:
     report, _ = figures(tmp_path, "throughput", "--load-format=dummy", "--num-prompts=2", "--output-len=2")
     assert report["engine"]["load_format"] == "dummy"

@@ -196,7 +196,7 @@ def test_the_command_is_light() -> None:
 
 def test_a_plot_is_drawn_and_another_format_is_refused_before_the_run(tmp_path: Path) -> None:
     with serving_in_a_thread() as server:
-        output = invoke(server, "--model", "demo", "--plot", str(tmp_path / "run.png"), exit_code=2)
+        output = invoke(server, "--model", "demo", "--plot", str(tmp_path / "run.pdf"), exit_code=2)
         assert "Allowed: a name that ends in .svg" in output
         assert not bodies(server)
         invoke(server, "--model", "demo", "--plot", str(tmp_path / "run.svg"))

@@ -80,7 +80,7 @@ def test_another_model_may_be_the_reference(text: Path) -> None:
     ("arguments", "message"),
     [
         (("--quantization=int8,int3",), "--quantization 'int8,int3' is not valid. Allowed: each of stored, float32,"),
-        (("--plot=picture.png",), "--plot picture.png is not valid. Allowed: a name that ends in .svg"),
+        (("--plot=picture.pdf",), "--plot picture.pdf is not valid. Allowed: a name that ends in .svg"),
         (("--window=4000",), "and a window has 4,000. Give a longer text, or a smaller --window."),
     ],
 )

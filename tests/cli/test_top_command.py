@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -147,6 +148,36 @@ def test_a_url_without_a_server_or_without_the_route_is_refused(url: str) -> Non
     assert "has no route /live" in invoke("--url", f"{url}/other", "--once", exit_code=2)
     assert "--once" in invoke("--url", url, exit_code=2)
     assert "--interval 0.0" in invoke("--url", url, "--interval", "0", exit_code=2)
+
+
+@pytest.mark.parametrize("answer", [b"[1]", b"{}", b"<html>", b'{"time": "now"}'])
+def test_an_answer_that_is_no_live_view_is_refused(answer: bytes) -> None:
+    with listening() as (listener, url):
+        thread = threading.Thread(target=answer_once, args=(listener, b"HTTP/1.0 200 OK\r\n\r\n" + answer))
+        thread.start()
+        assert "answers at /live, but not with the live view of Penstock" in invoke("--url", url, "--once", exit_code=2)
+        thread.join()
+
+
+def test_a_server_of_another_protocol_is_refused() -> None:
+    with listening() as (listener, url):
+        thread = threading.Thread(target=answer_once, args=(listener, b"220 mail.example.org ready\r\n"))
+        thread.start()
+        assert "cannot be read" in invoke("--url", url, "--once", exit_code=2)
+        thread.join()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[socket.socket, str]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener, f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def answer_once(listener: socket.socket, data: bytes) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(1000)
+        connection.sendall(data)
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:

@@ -8,8 +8,10 @@ from xml.sax.saxutils import escape
 
 _PANEL_WIDTH, _PANEL_HEIGHT, _GAP, _MARGIN = 340, 200, 28, 20
 _HEAD, _LEFT, _FOOT, _TITLE = 56, 56, 34, 24
+# Common fonts of desktops by name, since programs that convert an SVG may not know the generic ones.
+FONTS = "system-ui, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
 _STYLE = """
-  text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
+  text { font: 12px FONTS; fill: #1f2328 }
   .page { fill: #ffffff; stroke: #d1d9e0 }
   .head { font-size: 16px; font-weight: 600 } .title { font-weight: 600 }
   .quiet { fill: #59636e } .right { text-anchor: end } .middle { text-anchor: middle }
@@ -36,7 +38,7 @@ def page(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'role="img" aria-labelledby="title">',
         f'<title id="title">{escape(title)}</title>',
-        f"<style>{_STYLE}</style>",
+        f"<style>{_STYLE.replace('FONTS', FONTS)}</style>",
         f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
         text(title, _MARGIN, 28, "head"),
         text(subtitle, _MARGIN, 46, "quiet"),
@@ -74,8 +76,8 @@ class Scale:
             lines.append(text(number(share * self._end_y), left - 6, y + 4, "quiet right"))
             x, bottom = self.at(share * self._end_x, 0.0)
             place = "quiet" if share == 0 else "quiet right" if share == 1 else "quiet middle"
-            label = f"{number(share * self._end_x)} {unit}" if share == 1 else number(share * self._end_x)
-            lines.append(text(label, x, bottom + 18, place))
+            lines.append(text(number(share * self._end_x), x, bottom + 16, place))
+        lines.append(text(unit, self.at(self._end_x, 0.0)[0], bottom + 31, "quiet right"))
         return lines
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from penstock.bench.picture import Panel, Scale, curve, number, text
+from penstock.bench.picture import Panel, Scale, curve, dot, number, text
 from penstock.bench.picture import page as picture
 from penstock.bench.report import figures, title
-from penstock.bench.workloads import Settings
+from penstock.bench.workloads import Settings, swept_setting
 
 # Figures of long contexts, with their titles and factors.
 _OF_CONTEXTS = (
@@ -18,27 +19,58 @@ _OF_CONTEXTS = (
 _Line = list[tuple[float, float]]
 
 
-def as_svg(model: str, settings: Settings, results: Any) -> str:
-    """Picture of a workload's results.
+def as_svg(model: str, sweep: Sequence[Settings], results: Sequence[Any]) -> str:
+    """Picture of a workload's results; one per run of the sweep.
 
-    Each figure's panel has the 10th to 90th percentile of its values; for "prefix" of new and of known prefixes; for
-    "long-context" the medians by context, of each batch size.
+    Of one run, each figure's panel has the 10th to 90th percentile of its values; of several, the medians by the
+    setting that differs. "prefix" has a line for new and one for known prefixes. "long-context" has the medians by
+    context, with a line per batch size.
     """
-    if settings.workload == "long-context":
-        panels = [_by_context(results, *figure) for figure in _OF_CONTEXTS]
+    if sweep[0].workload == "long-context":
+        rows = [row for its_rows in results for row in its_rows]
+        panels = [_by_context(rows, *figure) for figure in _OF_CONTEXTS]
         return picture(f"{model}: long-context", "medians by context length", panels)
+    swept = swept_setting(sweep)
+    if swept is None:
+        return picture(f"{model}: {title(sweep[0])}", "values in ascending order", _by_percentile(sweep[0], results[0]))
+    words = swept.replace("_", " ").replace(" len", " length")
+    return picture(f"{model}: {sweep[0].workload} by {words}", "medians", _by_setting(sweep, results, swept, words))
+
+
+def _by_percentile(settings: Settings, results: Any) -> list[Panel]:
+    panels = []
+    for words, summaries in _figures(settings, results):
+        lines = {
+            label: [(float(at), factor * value) for at, value in summary["percentiles"].items() if at != "99"]
+            for label, (summary, factor) in summaries.items()
+        }
+        panels.append(_panel(words, "percent of the values", lines, len(next(iter(lines.values()))) // 2))
+    return panels
+
+
+def _by_setting(sweep: Sequence[Settings], results: Sequence[Any], swept: str, words: str) -> list[Panel]:
+    found = [_figures(settings, its_results) for settings, its_results in zip(sweep, results, strict=True)]
+    panels = []
+    for figure in zip(*found, strict=True):
+        lines: dict[str, _Line] = {}
+        for settings, (_, summaries) in zip(sweep, figure, strict=True):
+            for label, (summary, factor) in summaries.items():
+                lines.setdefault(label, []).append((float(getattr(settings, swept)), factor * summary["median"]))
+        panels.append(_panel(figure[0][0], words, lines))
+    return panels
+
+
+def _figures(settings: Settings, results: Any) -> list[tuple[str, dict[str, tuple[dict[str, Any], float]]]]:
+    """Title of each figure, and its summaries with their factors by label."""
     if settings.workload == "prefix":
         named = {"new": results["new_prefix"], "known": results["known_prefix"]}
     else:
         named = {"": results}
-    rows = {label: figures(settings, one) for label, one in named.items()}
-    panels = []
-    for row in zip(*rows.values(), strict=False):
-        (name, _, factor, unit), lines = row[0], {}
-        for label, (_, summary, _, _) in zip(rows, row, strict=True):
-            lines[label] = [(float(at), factor * value) for at, value in summary["percentiles"].items() if at != "99"]
-        panels.append(_panel(f"{name}, {unit}", "percent of the values", lines))
-    return picture(f"{model}: {title(settings)}", "values in ascending order", panels)
+    rows = zip(*(figures(settings, one) for one in named.values()), strict=True)
+    return [
+        (f"{row[0][0]}, {row[0][3]}", {label: (one[1], one[2]) for label, one in zip(named, row, strict=True)})
+        for row in rows
+    ]
 
 
 def _by_context(rows: list[dict[str, Any]], name: str, words: str, factor: float) -> Panel:
@@ -49,18 +81,16 @@ def _by_context(rows: list[dict[str, Any]], name: str, words: str, factor: float
     return _panel(words, "tokens of context", lines)
 
 
-def _panel(words: str, unit: str, lines: dict[str, _Line]) -> Panel:
-    """Panel of lines by label, each with its last value."""
+def _panel(words: str, unit: str, lines: dict[str, _Line], labelled: int = -1) -> Panel:
+    """Panel of lines by label. labelled: index of the point whose value is written."""
     points = [point for line in lines.values() for point in line]
     scale = Scale(max(x for x, _ in points), max(y for _, y in points))
     drawn = []
     for index, (label, line) in enumerate(lines.items()):
-        kind = "curve second" if index % 2 else "curve"
-        x, y = scale.at(*line[-1])
-        middle = sorted(line)[len(line) // 2][1]
-        drawn.append(curve(scale, line, kind))
-        drawn += [
-            f'<circle class="mark" cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in (scale.at(*p) for p in line)
-        ]
-        drawn.append(text(f"{label} {number(middle)}".strip(), x - 6, y - 8, "right"))
+        x, y = scale.at(*line[labelled])
+        drawn.append(curve(scale, line, "curve second" if index % 2 else "curve"))
+        drawn += [dot(scale, point) for point in line]
+        # Above the first line and below the second one, which may be close to it.
+        value = f"{label} {number(line[labelled][1])}".strip()
+        drawn.append(text(value, x - 6, y + (18 if index % 2 else -8), "right"))
     return [*scale.frame(words, unit), *drawn]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.config import vllm
@@ -77,6 +78,35 @@ def make_settings(workload: str, seed: int, **given: int | None) -> Settings:
         raise ConfigError(f"--seed {seed} is not valid. Allowed: 0 or more.")
     absent = dict.fromkeys(("input_len", "output_len", "prefix_len", "batch_size", "num_prompts"))
     return Settings(workload=workload, seed=seed, **{**absent, **settings})
+
+
+def make_sweep(workload: str, seed: int, **given: str | int | None) -> list[Settings]:
+    """Return the settings of each run of a workload: one of the given values may be a list, such as "1,4,16".
+
+    Raises ConfigError as `make_settings`, and for a text that is no list of numbers, or several lists.
+    """
+    lists = {name: _numbers(name, value) for name, value in given.items() if value is not None}
+    swept = [name for name, values in lists.items() if len(values) > 1]
+    if len(swept) > 1:
+        raise ConfigError(f"{' and '.join(map(option, swept))} have several values. Give one of them one value.")
+    num_runs = max((len(values) for values in lists.values()), default=1)
+    return [
+        make_settings(workload, seed, **{name: values[min(index, len(values) - 1)] for name, values in lists.items()})
+        for index in range(num_runs)
+    ]
+
+
+def swept_setting(sweep: Sequence[Settings]) -> str | None:
+    """Name of the setting that differs between the runs; None where there is only one run."""
+    first = asdict(sweep[0])
+    return next((name for one in sweep for name, value in asdict(one).items() if value != first[name]), None)
+
+
+def _numbers(name: str, value: str | int) -> list[int]:
+    try:
+        return sorted({int(part) for part in str(value).split(",")})
+    except ValueError as error:
+        raise ConfigError(f"{option(name)} {value} is not valid. Allowed: a number, or several as 1,4,16.") from error
 
 
 def option(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.failures import file_named
+from penstock.cli.failures import check_writable, file_named
 from penstock.cli.plots import check_plot, write_plot
 from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError
@@ -27,17 +28,17 @@ _NAMES = "latency, throughput, prefill, prefix, startup, long-context"
 def bench(
     workload: Annotated[str, typer.Argument(help=_NAMES, metavar="WORKLOAD")],
     input_len: Annotated[
-        int | None, typer.Option("--input-len", "--random-input-len", help="Prompt length in tokens")
+        str | None, typer.Option("--input-len", "--random-input-len", help="Prompt length in tokens")
     ] = None,
     output_len: Annotated[
-        int | None, typer.Option("--output-len", "--random-output-len", help="Output length in tokens")
+        str | None, typer.Option("--output-len", "--random-output-len", help="Output length in tokens")
     ] = None,
     prefix_len: Annotated[
-        int | None,
+        str | None,
         typer.Option("--prefix-len", "--random-prefix-len", help="Length of the shared prefix in tokens (prefix)"),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Batch size (latency, long-context)")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="Number of prompts (other workloads)")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="Batch size (latency, long-context)")] = None,
+    num_prompts: Annotated[str | None, typer.Option(help="Number of prompts (other workloads)")] = None,
     num_iters: Annotated[int | None, typer.Option(help="Measured iterations")] = None,
     num_iters_warmup: Annotated[int | None, typer.Option(help="Warm-up iterations")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts")] = 0,
@@ -45,20 +46,20 @@ def bench(
     expert_stats: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Tokens per expert and layer, .svg or .json")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the figures")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures, .svg or .png")] = None,
     model: options.Model = "demo",
     *,
     engine: dict[str, Any],
 ) -> None:
     """Measure how fast a model runs: random token ids in, a fixed number of tokens out.
 
-    Every workload has defaults of its own. A table is printed; --output-json has every figure, the options and the
-    machine. `penstock bench serve` measures a server: see its own --help.
+    One size may have several values (--batch-size 1,4,16). A table is printed; --output-json has every figure, the
+    options and the machine. `penstock bench serve` measures a server.
     """
-    from penstock.bench.workloads import make_settings
+    from penstock.bench.workloads import make_sweep
     from penstock.config import EngineConfig
 
-    settings = make_settings(
+    sweep = make_sweep(
         workload,
         seed,
         input_len=input_len,
@@ -70,51 +71,54 @@ def bench(
         num_iters_warmup=num_iters_warmup,
     )
     config = EngineConfig.create(model, **engine)
-    _check_expert_stats(expert_stats, settings)
+    _check_expert_stats(expert_stats, workload)
     for name, path in (("--output-json", output_json), ("--expert-stats", expert_stats)):
         if path is not None:
-            _check_writable(name, path)
+            check_writable(name, path)
     check_plot(plot)
-    results, tokens_per_expert = _measure(settings, model, engine, config, counts_experts=expert_stats is not None)
-    _show(settings, results, tokens_per_expert)
+    results, tokens_per_expert = _measure(sweep, model, engine, config, counts_experts=expert_stats is not None)
+    _show(sweep, results, tokens_per_expert)
     if expert_stats is not None:
         _write_expert_stats(expert_stats, f"{Path(model).name}, {workload}", tokens_per_expert)
     if output_json is not None:
-        _write(output_json, settings, model, engine, results)
+        _write(output_json, sweep, model, engine, results)
     if plot is not None:
         from penstock.bench.plot import as_svg
 
-        write_plot(plot, as_svg(model, settings, results))
+        write_plot(plot, as_svg(model, sweep, results))
 
 
 def _measure(
-    settings: Settings, model: str, engine: dict[str, Any], config: EngineConfig, *, counts_experts: bool
-) -> tuple[Any, dict[int, list[int]]]:
-    """Results of the workload, and the tokens per expert by layer, if they are counted."""
+    sweep: Sequence[Settings], model: str, engine: dict[str, Any], config: EngineConfig, *, counts_experts: bool
+) -> tuple[list[Any], dict[int, list[int]]]:
+    """Results of each run of the workload, and the tokens per expert by layer, if they are counted."""
     from penstock.bench import long_context, offline, startup
     from penstock.bench.runs import Prompts
     from penstock.observability.progress_bar import progress_bar
 
-    prompts = Prompts(config.model.vocab_size, settings.seed)
-    num_runs = settings.num_iters_warmup + settings.num_iters
-    if settings.workload == "startup":
+    workload = sweep[0].workload
+    prompts = Prompts(config.model.vocab_size, sweep[0].seed)
+    num_runs = len(sweep) * (sweep[0].num_iters_warmup + sweep[0].num_iters)
+    if workload == "startup":
         with progress_bar(num_runs) as bar:
-            return startup.measure(model, engine, prompts, settings, bar.update), {}
+            return [startup.measure(model, engine, prompts, settings, bar.update) for settings in sweep], {}
     from penstock.engine.session import Session
     from penstock.engine.statistics.expert_load import sum_of_workers
 
-    step_bytes = _step_bytes(model, engine) if settings.workload == "long-context" else None
+    step_bytes = _step_bytes(model, engine) if workload == "long-context" else None
     with closing(Session(config)) as session:
         begin_collection()
         if counts_experts:
             session.collective_rpc("start_expert_stats", None, (), None)
-        if settings.workload == "long-context":
-            num_runs *= len(long_context.cases(settings, session.max_model_len))
+        if workload == "long-context":
+            num_runs *= len(long_context.cases(sweep[0], session.max_model_len))
         with progress_bar(num_runs) as bar:
-            if settings.workload == "long-context":
-                results: Any = long_context.measure(session, prompts, settings, step_bytes, bar.update)
+            if workload == "long-context":
+                results: list[Any] = [
+                    long_context.measure(session, prompts, settings, step_bytes, bar.update) for settings in sweep
+                ]
             else:
-                results = offline.measure(session, prompts, settings, bar.update)
+                results = [offline.measure(session, prompts, settings, bar.update) for settings in sweep]
         answers = session.collective_rpc("get_expert_stats", None, (), None) if counts_experts else []
         return results, sum_of_workers(answers)
 
@@ -128,7 +132,7 @@ def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
     return StepBytes(weights=planned.weights - planned.lookup_bytes, kv_per_token=planned.kv_bytes_per_token)
 
 
-def _show(settings: Settings, results: Any, tokens_per_expert: dict[int, list[int]]) -> None:
+def _show(sweep: Sequence[Settings], results: Sequence[Any], tokens_per_expert: dict[int, list[int]]) -> None:
     from rich.console import Console
 
     from penstock.bench import expert_stats
@@ -139,26 +143,21 @@ def _show(settings: Settings, results: Any, tokens_per_expert: dict[int, list[in
     console = Console(file=out, highlight=False)
     # `write` prints the text, since rich exits in its own way when the pipe is closed.
     with console.capture() as capture:
-        for table in tables(settings, results):
-            console.print(table)
+        for settings, its_results in zip(sweep, results, strict=True):
+            for table in tables(settings, its_results):
+                console.print(table)
         if tokens_per_expert:
             console.print(expert_stats.table(tokens_per_expert))
     write(out, capture.get())
 
 
-def _check_writable(option: str, path: Path) -> None:
-    """Refuse a path that cannot be written, before the measurement."""
-    with file_named(option, path), path.open("a"):
-        pass
-
-
-def _check_expert_stats(path: Path | None, settings: Settings) -> None:
+def _check_expert_stats(path: Path | None, workload: str) -> None:
     from penstock.bench.expert_stats import check_suffix
 
     if path is None:
         return
     check_suffix(path)
-    if settings.workload == "startup":
+    if workload == "startup":
         raise ConfigError("--expert-stats is not valid with startup, which ends after the first token. Leave it out.")
 
 
@@ -169,17 +168,24 @@ def _write_expert_stats(path: Path, title: str, tokens_per_expert: dict[int, lis
         path.write_text(as_text(path, title, tokens_per_expert), encoding="utf-8")
 
 
-def _write(path: Path, settings: Settings, model: str, engine: dict[str, Any], results: Any) -> None:
+def _write(path: Path, sweep: Sequence[Settings], model: str, engine: dict[str, Any], results: Sequence[Any]) -> None:
+    """Write the figures; several runs are a list, each with its settings."""
     import dataclasses
 
     from penstock.cli.env import collect
 
+    runs = [
+        {
+            "settings": {name: value for name, value in dataclasses.asdict(settings).items() if value is not None},
+            "results": its_results,
+        }
+        for settings, its_results in zip(sweep, results, strict=True)
+    ]
     report = {
-        "workload": settings.workload,
+        "workload": sweep[0].workload,
         "model": model,
-        "settings": {name: value for name, value in dataclasses.asdict(settings).items() if value is not None},
+        **(runs[0] if len(runs) == 1 else {"runs": runs}),
         "engine": {name: value for name, value in engine.items() if value is not None},
-        "results": results,
         "environment": collect(),
     }
     with file_named("--output-json", path):

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.cli import options
-from penstock.cli.failures import EXIT_FAILURE, file_named, readable_errors
+from penstock.cli.failures import EXIT_FAILURE, check_writable, file_named, readable_errors
 from penstock.cli.plots import check_plot, write_plot
 from penstock.errors import ConfigError
 
@@ -101,7 +101,7 @@ def bench_serve(
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE ...", help="More fields of the results")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the latencies")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the latencies, .svg or .png")] = None,
     disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="No progress bar")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks")] = False,
 ) -> None:
@@ -269,6 +269,5 @@ def _result_path(settings: ServeSettings, folder: Path, name: str | None, label:
     path = folder / name
     with file_named("--result-dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with file_named("--result-filename", path), path.open("a"):
-        pass
+    check_writable("--result-filename", path)
     return path

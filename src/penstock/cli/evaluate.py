@@ -34,7 +34,7 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text that are read")] = 4096,
     window: Annotated[int, typer.Option(min=2, help="Tokens that are read at once, without those before them")] = 256,
     json: Annotated[bool, typer.Option("--json", help="Write JSON: losses in nats, sizes in bytes")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw quality against size")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw quality against size, .svg or .png")] = None,
     *,
     engine: dict[str, Any],
 ) -> None:

@@ -102,6 +102,15 @@ def file_named(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option} {path} cannot be opened: {error.strerror}. Give another file.") from error
 
 
+def check_writable(option: str, path: Path) -> None:
+    """Raise ConfigError for a file that cannot be written, before the work for it. Leaves no new file."""
+    is_new = not path.exists()
+    with file_named(option, path), path.open("a"):
+        pass
+    if is_new:
+        path.resolve().unlink()
+
+
 def _fail(error: BaseException, flags: Flags | None, *, show_traceback: bool) -> NoReturn:
     if show_traceback:
         traceback.print_exception(error)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.failures import file_named, readable_errors
+from penstock.cli.failures import check_writable, file_named, readable_errors
 from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError
 
@@ -48,8 +48,7 @@ def profile(
     for name in ("profiler", "profiler_dir", "profiler_use_gzip"):
         if name in engine:
             raise ConfigError(f"{name}={engine[name]!r} is not an option of penstock profile. Give --output FILE.")
-    with file_named("--output", output), output.open("a"):
-        pass
+    check_writable("--output", output)
     with tempfile.TemporaryDirectory() as folder:
         is_compressed = output.suffix == ".gz"
         traced = {"profiler": "steps", "profiler_dir": folder, "profiler_use_gzip": is_compressed}

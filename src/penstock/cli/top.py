@@ -11,12 +11,14 @@ import urllib.request
 from contextlib import suppress
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from penstock.cli.failures import readable_errors
 from penstock.cli.top_screen import History, Sample, screen
 from penstock.config import env
 from penstock.errors import ConfigError
+from penstock.version import __version__
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
@@ -68,14 +70,22 @@ class _Server:
 
     def read(self, after: float) -> Sample:
         """Numbers now, with the steps after a time. Raises ConfigError where there are none."""
+        from penstock.engine.live.live_view import Live
+
         try:
             request = urllib.request.Request(f"{self._url}/live?after={after!r}", headers=self._headers)
             with self._opener.open(request, timeout=_TIMEOUT_S) as response:
-                sample: Sample = json.load(response)
-                return sample
+                body = response.read()
+            msgspec.json.decode(body, type=Live)
+            sample: Sample = json.loads(body)
+            return sample
         except urllib.error.HTTPError as error:
             raise ConfigError(self._refusal(error.code)) from error
-        except (OSError, ValueError) as error:
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"{self._option} answers at /live, but not with the live view of Penstock {__version__}: {error}."
+            ) from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ConfigError(
                 f"{self._option} cannot be read: {reason}. Start it with penstock serve, or with LLM(live_view=PATH)."

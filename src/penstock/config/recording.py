@@ -34,9 +34,14 @@ class RecordingConfig:
             if self.record_prompts:
                 raise ConfigError("record_prompts=True has no meaning without record. Give record a file's name.")
             return
-        folder = Path(self.record).expanduser().absolute().parent
-        if not folder.is_dir():
-            raise ConfigError(f"record={os.fspath(self.record)!r} is not valid: {folder} is not a folder. Create it.")
+        path = self.file(None)
+        named = f"record={os.fspath(self.record)!r} is not valid"
+        if not path.parent.is_dir():
+            raise ConfigError(f"{named}: {path.parent} is not a folder. Create it.")
+        if not os.access(path.parent, os.W_OK):
+            raise ConfigError(f"{named}: {path.parent} cannot be written to. Give another folder.")
+        if os.path.lexists(path) and not path.is_file():
+            raise ConfigError(f"{named}: it is a folder, or a device. Allowed: the name of a file.")
 
     def file(self, engine: int | None) -> Path:
         """File of one engine; engine: its data-parallel rank, None if there is only one. Not without `record`."""

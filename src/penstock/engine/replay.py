@@ -96,6 +96,11 @@ def replay(path: Path, model: str | None = None, **overrides: Any) -> ReplayRepo
     start = recording.start
     options = {name: value for name, value in start.options.items() if name not in _NOT_REPLAYED}
     config = EngineConfig.create(model or start.model, **{"max_model_len": start.max_model_len, **options, **overrides})
+    if config.model.vocab_size != start.vocab_size:
+        raise InvalidRecording(
+            f"The recorded model has {start.vocab_size:,} tokens in its vocabulary, but {config.model.model} has "
+            f"{config.model.vocab_size:,}. Replay with the recorded model."
+        )
     executor = create_executor(config)
     try:
         _allocate(executor, config, start)

@@ -44,6 +44,7 @@ def test_each_metric_has_a_curve_of_its_sorted_values() -> None:
     assert list(found) == [
         "Time to first token, ms",
         "Time per output token, ms",
+        "End-to-end latency by requests at once, ms",
         "Time to first token by length of the prompt, ms",
     ]
     curve = places(found["Time to first token, ms"])
@@ -55,6 +56,17 @@ def test_each_metric_has_a_curve_of_its_sorted_values() -> None:
     texts = [one.text for one in found["Time to first token, ms"].iter(f"{SVG}text")]
     assert "500" in texts
     assert "p50 300 ms" in texts
+
+
+def test_latencies_are_drawn_by_the_requests_under_way() -> None:
+    # The second request begins during the first one and a failed one, and the third one when all have ended.
+    starts = [1.0, 1.2, 3.0]
+    outcomes = [Outcome(start=at, end=at + 0.5, prompt_len=8, status=Status.COMPLETED) for at in starts]
+    failed = Outcome(start=1.1, end=1.3, prompt_len=8, status=Status.FAILED)
+    panel = panels(as_svg("a", "b", [*outcomes, failed], []))["End-to-end latency by requests at once, ms"]
+    dots = [float(dot.attrib["cx"]) for dot in panel.findall(f"{SVG}circle")]
+    left, right = 56, 340
+    assert [5 * (x - left) / (right - left) for x in dots] == pytest.approx([1, 3, 1], abs=0.01)
 
 
 def test_first_tokens_are_drawn_by_length_of_the_prompt() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ from penstock.cli.top import _Server
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.live import live_server
 from penstock.engine.session import Session
 from penstock.errors import ConfigError
 from support.fake_engine import FakeCore, write_model
@@ -145,6 +147,26 @@ def test_a_wrong_request_and_a_silent_client_leave_it_working(tmp_path: Path) ->
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(path))
     assert read(path)["requests"]["unfinished"] == 0
+    session.close()
+
+
+def test_a_client_that_never_ends_its_request_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_server, "_CLIENT_TIMEOUT_S", 0.1)
+    path, was_read = tmp_path / "live.sock", threading.Event()
+    session = session_of(tmp_path, FakeCore())
+
+    def trickle(client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not was_read.wait(0.02):
+                client.sendall(b"x")
+
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(str(path))
+        thread = threading.Thread(target=trickle, args=(slow,))
+        thread.start()
+        assert read(path)["requests"]["unfinished"] == 0
+        was_read.set()
+        thread.join()
     session.close()
 
 

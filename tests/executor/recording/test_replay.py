@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from penstock.contract import SamplingParams
 from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.engine.replay import ReplayReport, replay
 from penstock.errors import ConfigError, InvalidRecording
-from penstock.executor.recording.entries import Executed, read_recording
+from penstock.executor.recording.entries import Entry, Executed, RecordingFile, read_recording
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, make_core
 
@@ -210,6 +211,50 @@ def test_files_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
         read_recording(file)
 
 
+def test_damaged_recordings_are_refused_and_cut_ones_read_to_their_last_entry(tmp_path: Path) -> None:
+    file = recorded(tmp_path, rounds=1)
+    data, whole = file.read_bytes(), read_recording(file)
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(InvalidRecording, match="is damaged at byte"):
+        read_recording(file)
+    file.write_bytes(data[:-1])
+    cut = read_recording(file)
+    assert cut.is_cut
+    assert len(cut.entries) == len(whole.entries) - 1
+    file.write_bytes(data[:200])
+    with pytest.raises(InvalidRecording, match="has no beginning"):
+        read_recording(file)
+
+
+def test_a_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    file = recorded(tmp_path, rounds=1)
+    tiny_checkpoint(tmp_path / "other", "llama", vocab_size=VOCAB_SIZE - 1)
+    with pytest.raises(InvalidRecording, match="has 99 tokens in its vocabulary, but .*other has 98"):
+        replay(file, str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("num_writes", [0, 20])
+def test_an_engine_goes_on_without_a_recording_when_the_disk_is_full(
+    num_writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, written = RecordingFile.write, []
+
+    def write_or_fail(file: RecordingFile, entry: Entry) -> None:
+        if len(written) >= num_writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(entry)
+        write(file, entry)
+
+    monkeypatch.setattr(RecordingFile, "write", write_or_fail)
+    file = recorded(tmp_path, rounds=1, record_window_s=0.01)
+    (message,) = [record.message for record in caplog.records if "cannot be written" in record.message]
+    assert message.endswith("No space left on device")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file() and num_writes == 0) == []
+    assert num_writes == 0 or read_recording(file).entries
+
+
 def test_a_process_that_is_killed_leaves_its_steps(tmp_path: Path) -> None:
     file = tmp_path / "steps.rec"
     source = f"""
@@ -246,6 +291,8 @@ def test_options_come_back_from_a_configuration() -> None:
     [
         ({"record": 3}, "record=3 is not valid. Allowed: the name of a file"),
         ({"record": "/nowhere/file"}, "/nowhere is not a folder"),
+        ({"record": "/dev/null"}, "record='/dev/null' is not valid: it is a folder, or a device"),
+        ({"record": "/tmp"}, "record='/tmp' is not valid: it is a folder"),
         ({"record_prompts": True}, "record_prompts=True has no meaning without record"),
         ({"record": "f", "record_window_s": 0}, "record_window_s=0 is not valid"),
         (

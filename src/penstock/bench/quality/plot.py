@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from penstock.bench.picture import FONTS
 from penstock.bench.quality.run import Quality
 
 _WIDTH, _HEIGHT = 640, 400
@@ -20,7 +21,7 @@ def svg(title: str, results: Sequence[Quality]) -> str:
     top = max(change for _, change, _ in points) * 1.1 or 1.0
     place = _Place(right, top)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="{FONTS}" '
         'font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         _text(_LEFT, _TOP - 16, title, size=14),

@@ -1,7 +1,8 @@
-"""Picture of a server benchmark as SVG: distributions of the latencies, and first tokens by length of the prompt."""
+"""Picture of a server benchmark as SVG: latencies, also by load, and first tokens by length of the prompt."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from penstock.bench.picture import Panel, Point, Scale, curve, dot, number, page, text
@@ -20,6 +21,8 @@ def as_svg(title: str, subtitle: str, outcomes: Sequence[Outcome], metrics: Sequ
     """
     completed = [outcome for outcome in outcomes if outcome.status is Status.COMPLETED]
     panels = [_distribution(name, values) for name in metrics if (values := sorted(metric_values(completed, name)))]
+    if completed:
+        panels.append(_dots("End-to-end latency by requests at once", "requests", _latencies_by_load(outcomes)))
     firsts = [(float(one.prompt_len), 1000 * one.ttft_s) for one in completed if one.prompt_len and one.ttft_s]
     if firsts:
         panels.append(_dots(METRICS["ttft"] + " by length of the prompt", "prompt tokens", firsts))
@@ -44,6 +47,16 @@ def _distribution(metric: str, values_s: Sequence[float]) -> Panel:
         *scale.frame(f"{METRICS[metric]}, ms", "percent of the values"),
         curve(scale, points),
         *marks,
+    ]
+
+
+def _latencies_by_load(outcomes: Sequence[Outcome]) -> list[Point]:
+    """Latency of each completed request in ms, over the requests under way when it began, itself included."""
+    starts, ends = (sorted(getattr(one, name) for one in outcomes) for name in ("start", "end"))
+    return [
+        (float(bisect_right(starts, one.start) - bisect_right(ends, one.start)), 1000 * one.latency_s)
+        for one in outcomes
+        if one.status is Status.COMPLETED
     ]
 
 

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
@@ -19,8 +21,9 @@ from penstock.observability.unix_socket import listen_on_path
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 16
-# Longest wait for a client that sends no request, or takes no answer.
+# Longest time for the request of a client, and for its answer: there is one thread for all.
 _CLIENT_TIMEOUT_S = 2.0
+_MOST_REQUEST_BYTES = 16 << 10
 
 
 class LiveServer:
@@ -73,12 +76,33 @@ def _serve(listener: socket.socket, view: LiveView) -> None:
                 logger.exception("The live view could not answer")
 
 
+def _request_head(connection: socket.socket) -> bytes:
+    """Bytes of a request up to its empty line. Raises TimeoutError where it does not arrive in time."""
+    deadline, head = time.monotonic() + _CLIENT_TIMEOUT_S, b""
+    while b"\r\n\r\n" not in head and len(head) < _MOST_REQUEST_BYTES:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        data = connection.recv(_MOST_REQUEST_BYTES)
+        if not data:
+            break
+        head += data
+    return head
+
+
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _CLIENT_TIMEOUT_S
+    """Answer to one request, from its bytes in `rfile` to those in `wfile`."""
 
     def __init__(self, connection: socket.socket, view: LiveView) -> None:
         self._view = view
         super().__init__(connection, "", cast(Any, None))
+
+    def setup(self) -> None:
+        self.rfile, self._answer = BytesIO(_request_head(self.request)), BytesIO()
+        self.wfile = self._answer
+
+    def finish(self) -> None:
+        # The timeout is of the whole call.
+        self.request.settimeout(_CLIENT_TIMEOUT_S)
+        self.request.sendall(self._answer.getvalue())
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)

@@ -1,12 +1,15 @@
 """Entries of a recording, and their file format.
 
-A file is one line of JSON with the format's version, then entries: the length in 4 bytes, little-endian, and msgpack.
+A file is one line of JSON with the format's version, then entries: the length and the CRC-32 in 4 bytes each,
+little-endian, and msgpack.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import time
+import zlib
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +24,8 @@ from penstock.contract.parts import read_custom
 from penstock.errors import InvalidParameter, InvalidRecording
 
 # Version of the entries below; messages inside them have `CONTRACT_VERSION`.
-FORMAT_VERSION = 1
-_LENGTH_BYTES = 4
+FORMAT_VERSION = 2
+_HEAD = struct.Struct("<II")
 _KIND = "penstock recording"
 
 
@@ -38,6 +41,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     options: dict[str, Any]
     kv_cache_config: KVCacheConfig
     max_model_len: int
+    vocab_size: int
     is_redacted: bool
     requests: list[NewRequestData] = []
     adapters: list[LoRARequest] = []
@@ -117,7 +121,7 @@ class RecordingFile:
     def write(self, entry: Entry) -> None:
         """Append an entry; it survives the end of this process."""
         data = self._encoder.encode(entry)
-        self._file.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        self._file.write(_HEAD.pack(len(data), zlib.crc32(data)) + data)
         self._file.flush()
 
     def close(self) -> None:
@@ -135,11 +139,14 @@ def read_recording(path: Path) -> Recording:
     decoder = msgspec.msgpack.Decoder(Entry, dec_hook=read_custom)
     entries: list[Entry] = []
     position = len(line) + 1
-    while position + _LENGTH_BYTES <= len(data):
-        begin = position + _LENGTH_BYTES
-        end = begin + int.from_bytes(data[position:begin], "little")
+    while position + _HEAD.size <= len(data):
+        begin = position + _HEAD.size
+        length, checksum = _HEAD.unpack_from(data, position)
+        end = begin + length
         if end > len(data):
             break
+        if zlib.crc32(data[begin:end]) != checksum:
+            raise InvalidRecording(f"{path} is damaged at byte {begin:,}: the entry has another checksum.")
         try:
             entries.append(decoder.decode(data[begin:end]))
         except (msgspec.MsgspecError, InvalidParameter) as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from penstock.executor.recording.redaction import (
     redacted_step,
 )
 
+logger = logging.getLogger(__name__)
 _LOADS_ADAPTER = ("add_lora", "prefetch_lora")
 _REMOVES_ADAPTER = "remove_lora"
 # Calls that give the workers other weights.
@@ -57,7 +59,8 @@ class Recorder:
     """Writes entries to a file, and begins it anew after each window.
 
     A new file begins with the requests that the workers hold. The old one is written until the state of these is exact,
-    so that a crash always leaves a whole recording.
+    so that a crash always leaves a whole recording. The recording ends with a warning where its file can no longer be
+    written, as on a full disk; the engine goes on.
     """
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
@@ -70,19 +73,22 @@ class Recorder:
             options=config.options(),
             kv_cache_config=kv_cache_config,
             max_model_len=max_model_len,
+            vocab_size=config.model.vocab_size,
             is_redacted=self._is_redacted,
         )
         self._held = HeldRequests()
         self._steps: dict[int, SchedulerOutput] = {}
         self._adapters: dict[int, LoRARequest] = {}
         self._next: _Window | None = None
-        self._file = self._open()
+        self._file: RecordingFile | None = None
+        with self._or_end():
+            self._file = self._open()
         self._begun_at = self._launched_s = now_s()
 
     def executed(self, step: SchedulerOutput, is_constrained: bool) -> None:
         """Record a step before its launch, which may end this process."""
         begin_s = now_s()
-        if self._next is None and begin_s - self._begun_at >= self._window_s:
+        if self._file is not None and self._next is None and begin_s - self._begun_at >= self._window_s:
             self._next = _Window(self._held.copy(), set(self._steps))
             self._begin_if_exact()
         self._held.launch(step)
@@ -127,12 +133,28 @@ class Recorder:
         self._write(Failed(reason=f"{type(error).__name__}: {error}", at_s=now_s()))
 
     def close(self) -> None:
-        self._file.close()
+        """End the recording."""
+        file, self._file, self._next = self._file, None, None
+        # What cannot be written is lost.
+        with suppress(OSError):
+            if file is not None:
+                file.close()
 
     def _write(self, entry: Entry) -> None:
-        self._file.write(entry)
+        with self._or_end():
+            if self._file is not None:
+                self._file.write(entry)
         if self._next is not None:
             self._next.entries.append(entry)
+
+    @contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """End the recording where its file cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("The recording %s ends, since it cannot be written: %s", self._path, error.strerror)
+            self.close()
 
     def _begin_if_exact(self) -> None:
         """Begin the next file, if the state at its beginning is known."""
@@ -146,21 +168,29 @@ class Recorder:
             requests=[redacted_request(request) for request in requests] if self._is_redacted else requests,
             adapters=[one for one in map(_without_tensors, self._adapters.values()) if one is not None],
         )
-        self._file.close()
-        self._file = self._open()
+        self.close()
+        with self._or_end():
+            self._file = self._open()
+            for entry in window.entries:
+                self._file.write(entry)
         self._begun_at = now_s()
-        for entry in window.entries:
-            self._file.write(entry)
 
     def _open(self) -> RecordingFile:
         """Create a file that begins with `_start`; keep the one before it as FILE.previous."""
         path = self._path
         unfinished = path.with_name(f"{path.name}.next")
         file = RecordingFile(unfinished)
-        file.write(msgspec.structs.replace(self._start, created_at=time.time()))
-        if path.exists():
-            os.replace(path, path.with_name(f"{path.name}.previous"))
-        os.replace(unfinished, path)
+        try:
+            file.write(msgspec.structs.replace(self._start, created_at=time.time()))
+            if path.exists():
+                os.replace(path, path.with_name(f"{path.name}.previous"))
+            os.replace(unfinished, path)
+        except OSError:
+            with suppress(OSError):
+                file.close()
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
         return file
 
 
