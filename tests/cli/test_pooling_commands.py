@@ -67,6 +67,31 @@ def test_a_wrong_line_is_named(folders: dict[str, Path], tmp_path: Path) -> None
     assert "Line 2 is" in result.output
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    given = write_lines(tmp_path / "texts.jsonl", [TEXTS[0]])
+    output = tmp_path / "none" / "out.npy"
+    command = ["embed", "-i", str(given), "-m", str(tmp_path / "no model"), "-o", str(output)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert f"--output {output} cannot be opened" in result.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "has no lines. Give a text per line, as JSON"),
+        (b'"ba"\n{"text": "be"\n', "Line 2 is not JSON"),
+        (b'\xff"ba"\n', "is not UTF-8"),
+        (b'\xef\xbb\xbf"ba"\n5\n', "Line 2 is 5. Allowed: a text, or an object"),
+    ],
+)
+def test_broken_files_are_refused_by_their_line(text: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_bytes(text)
+    result = CliRunner().invoke(app, ["embed", "-i", str(tmp_path / "texts.jsonl"), "-m", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("command", "model", "options", "message"),
     [

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.cli.app import app
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
@@ -41,6 +43,13 @@ def test_an_option_that_does_not_fit_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_start(ServerOptions(served_model_name=("demo",), **fields), config)
+
+
+def test_an_adapter_without_a_folder_is_named(tmp_path: Path) -> None:
+    options = ["--enable-lora", "--lora-modules", f"mine={tmp_path}"]
+    result = CliRunner().invoke(app, ["serve", "demo", *options])
+    assert result.exit_code == 1
+    assert f"The adapter 'mine' has no adapter_config.json in {tmp_path}" in result.output.replace("\n", "")
 
 
 def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:

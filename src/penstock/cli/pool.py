@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -143,26 +144,27 @@ def _run(
         refuse_same_file(input, output, is_standard_input=str(input) == _STANDARD_INPUT)
     lines = _read(input, num_texts)
     engine.setdefault("runner", "pooling")
-    with LLM(model, **engine) as llm:
-        begin_collection()
-        results = run(llm, lines)
-    written = [{"index": index, "id": lines[index].id, **result} for index, result in enumerate(results)]
-    if output is None:
-        out = standard_output(as_json=True)
-        for line in written:
-            write(out, json.dumps(line, ensure_ascii=False) + "\n")
-        return
-    with output_file(output) as file:
-        if isinstance(file, PartialFile) and not is_array:
+    # An output that cannot be written is found before the model is loaded.
+    with nullcontext() if output is None else output_file(output) as file:
+        with LLM(model, **engine) as llm:
+            begin_collection()
+            results = run(llm, lines)
+        written = [{"index": index, "id": lines[index].id, **result} for index, result in enumerate(results)]
+        if file is None:
+            out = standard_output(as_json=True)
+            for line in written:
+                write(out, json.dumps(line, ensure_ascii=False) + "\n")
+        elif isinstance(file, PartialFile) and not is_array:
             for line in written:
                 file.put(line["index"], json.dumps(line, ensure_ascii=False) + "\n")
-            return
-        data = _as_array(results, key) if is_array else _as_lines(written)
-        if isinstance(file, PartialFile):
-            file.put_bytes(data)
         else:
-            file.write(data)
-    print(f"penstock: {len(written):,} results in {output}", file=sys.stderr)
+            data = _as_array(results, key) if is_array else _as_lines(written)
+            if isinstance(file, PartialFile):
+                file.put_bytes(data)
+            else:
+                file.write(data)
+    if output is not None:
+        print(f"penstock: {len(written):,} results in {output}", file=sys.stderr)
 
 
 def _as_lines(results: Sequence[dict[str, Any]]) -> bytes:
@@ -189,7 +191,7 @@ def _read(input: Path, num_texts: int) -> list[_Line]:
         with file_named("--input", input):
             content = input.read_bytes()
     try:
-        texts = content.decode("utf-8").split("\n")
+        texts = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"--input {input} is not UTF-8: {error}.") from error
     lines = [_line(text, number, num_texts) for number, text in enumerate(texts, start=1) if text.strip()]

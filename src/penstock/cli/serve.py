@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -58,10 +59,13 @@ def serve(
 
         check_packages()
     from penstock.config import EngineConfig
+    from penstock.lora.peft_config import PeftConfig, read_fields
     from penstock.server.processes.launcher import Launcher
 
     began = time.monotonic()
     config = EngineConfig.create(name, **engine)
+    for adapter in server_options.adapters:
+        PeftConfig.read(adapter.lora_name, read_fields(adapter.lora_name, Path(adapter.lora_path).expanduser()))
     Launcher(config, server_options, network_options, limits, began=began).run()
 
 

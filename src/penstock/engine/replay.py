@@ -83,7 +83,7 @@ class ReplayReport:
         return {**asdict(self), "is_equal": self.is_equal}
 
 
-def replay(path: Path, model: str | None = None, **overrides: Any) -> ReplayReport:
+def replay(path: Path | str, model: str | None = None, **overrides: Any) -> ReplayReport:
     """Run a recording in new workers.
 
     model: name of the model here; None for that of the recording. overrides: engine options that replace the recorded
@@ -91,6 +91,7 @@ def replay(path: Path, model: str | None = None, **overrides: Any) -> ReplayRepo
 
     Raises InvalidRecording for a file that cannot be replayed, OutOfMemory where its KV cache does not fit.
     """
+    path = Path(path)
     recording = read_recording(path)
     check_replayable(recording, path)
     start = recording.start

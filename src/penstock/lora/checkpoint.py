@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.json_file import read_json_object
 from penstock.contract.lora import LoRARequest
 from penstock.errors import CheckpointError
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
 from penstock.loader.safetensors import iterate_safetensors
 from penstock.loader.weight_files import WeightFiles
 from penstock.lora.low_rank import LowRank, check_rank
-from penstock.lora.peft_config import PeftConfig
+from penstock.lora.peft_config import PeftConfig, read_fields
 from penstock.lora.stacked import NO_STACKED_PARAMETERS, StackedParameters
 
 _WEIGHTS = "adapter_model.safetensors"
 _OLD_WEIGHTS = "adapter_model.bin"
-_CONFIG = "adapter_config.json"
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\."
     r"(?:lora_(?P<matrix>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<base>base_layer)\.weight)"
@@ -62,11 +60,7 @@ def read_adapter(
 
 
 def _read_folder(name: str, folder: Path) -> tuple[Mapping[str, Any], Iterable[tuple[str, Tensor]]]:
-    if not (folder / _CONFIG).is_file():
-        raise CheckpointError(
-            f"The adapter {name!r} has no {_CONFIG} in {folder}. lora_path must be a folder in PEFT's format."
-        )
-    fields = read_json_object(folder / _CONFIG, CheckpointError)
+    fields = read_fields(name, folder)
     if (folder / _WEIGHTS).is_file():
         return fields, iterate_safetensors(WeightFiles((folder / _WEIGHTS,)))
     if (folder / _OLD_WEIGHTS).is_file():

@@ -6,10 +6,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from penstock.config.json_file import read_json_object
 from penstock.errors import CheckpointError, UnsupportedFeature
 
+_FILE = "adapter_config.json"
 # Fields that decide which modules a new adapter gets and how it is trained; its tensors show the result.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -98,6 +101,15 @@ class PeftConfig:
         alpha = float(self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.alpha))
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.uses_rslora else alpha / rank
+
+
+def read_fields(name: str, folder: Path) -> Mapping[str, Any]:
+    """Read `adapter_config.json` of an adapter's folder. Raises CheckpointError for a missing or damaged one."""
+    if not (folder / _FILE).is_file():
+        raise CheckpointError(
+            f"The adapter {name!r} has no {_FILE} in {folder}. lora_path must be a folder in PEFT's format."
+        )
+    return read_json_object(folder / _FILE, CheckpointError)
 
 
 def _check_field(name: str, field: str, value: Any) -> None:

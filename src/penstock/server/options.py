@@ -104,7 +104,10 @@ class ServerOptions:
         if not all(self.api_keys):
             raise ConfigError("api_keys has an empty key, which every client could send. Leave it out.")
         if self.enable_admin and not self.admin_api_key:
-            raise ConfigError("enable_admin needs admin_api_key, the key of those who may change the engine.")
+            raise ConfigError(
+                "enable_admin needs admin_api_key, the key of those who may change the engine. Give one "
+                "(--admin-api-key KEY)."
+            )
         if self.max_request_bytes < 1:
             raise ConfigError(f"max_request_bytes={self.max_request_bytes} is not valid. Allowed: at least 1.")
         check_seconds("request_read_timeout_s", self.request_read_timeout_s)
