@@ -47,6 +47,13 @@ def test_what_cannot_be_done_is_refused_before_the_model_is_loaded(tmp_path: Pat
     assert "is not an option of penstock profile" in invoke(*where, "--profiler", "torch", exit_code=2)
 
 
+def test_a_profile_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    output = invoke("--output", str(path), "--threads", "1", "--kv-cache-memory-bytes", "1kB", exit_code=1)
+    assert "OutOfMemory" in output
+    assert not path.exists()
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Served]:
     traces: dict[str, Any] = {"profiler": "steps", "profiler_dir": tmp_path / "traces"}
@@ -58,6 +65,8 @@ def server(tmp_path: Path) -> Iterator[Served]:
 def test_a_server_writes_a_trace_for_its_admin_alone(server: Served, tmp_path: Path) -> None:
     url, key = ("--url", server.url), ("--admin-api-key", "boss")
     assert "needs its admin key" in invoke("serve", *url, "--seconds", "0.1", exit_code=2)
+    refusal = invoke("serve", *url, "--admin-api-key", "user", "--seconds", "0.1", exit_code=2)
+    assert "does not accept the admin key" in refusal
     output = invoke("serve", *url, *key, "--seconds", "0.1", "--prefix", "mine")
     (path,) = (tmp_path / "traces").iterdir()
     assert path.name.startswith("mine_steps.")

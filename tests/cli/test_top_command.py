@@ -117,6 +117,13 @@ def test_a_frame_has_the_numbers_of_the_server(url: str) -> None:
     assert "started again: nothing" in output
 
 
+def test_a_figure_is_not_broken_in_a_narrow_terminal(url: str) -> None:
+    result = COMMAND_LINE.invoke(app, ["top", "--url", url, "--once"], env={"COLUMNS": "60"})
+    lines = [line.rstrip() for line in result.output.splitlines()]
+    assert "first token 250.0 ms   between tokens 5.0 ms" in lines
+    assert "prefix hits 25 %   drafts accepted 75 %   preemptions 3" in lines
+
+
 def test_bars_are_as_long_as_their_shares(url: str) -> None:
     bar = row(invoke("--url", url, "--once"), "KV cache")
     lengths = [bar.count(sign) for sign in "█▒░"]
@@ -127,13 +134,14 @@ def test_recoveries_are_shown(url: str) -> None:
     lost = {"cores": LiveCores(all=2, recovering=1), "restarts": {"core": 1, "workers": 2}}
     Handler.states = [live(1.0), live(2.0, **lost)]
     output = invoke("--url", url, "--once")
-    assert "● 1 of 2 cores are being replaced" in output
+    assert "● 1 of 2 cores recover from a lost process" in output
     assert "started again: core 1, workers 2" in output
 
 
 def test_the_key_is_sent_and_a_missing_one_is_named(url: str) -> None:
     Handler.key = "secret"
     assert "needs an API key. Give --api-key" in invoke("--url", url, "--once", exit_code=2)
+    assert "does not accept the API key" in invoke("--url", url, "--once", "--api-key", "other", exit_code=2)
     assert "demo" in invoke("--url", url, "--once", "--api-key", "secret")
     Handler.states = [live(10.0), live(12.0)]
     result = COMMAND_LINE.invoke(app, ["top", "--url", url, "--once"], env={"PENSTOCK_API_KEY": "secret"})

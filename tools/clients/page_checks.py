@@ -316,6 +316,7 @@ def check_killed_worker(tab: Tab) -> None:
         workers = [one for one in psutil.Process(tab_pid()).children(recursive=True) if _is_worker(one)]
         assert len(workers) == 2
         workers[0].kill()
+        page.wait_for_selector("#events li:has-text('1 of 1 cores recover from a lost process')")
         page.wait_for_selector("#events li:has-text('workers: started again')")
         num_before = len(lengths)
         wait_until(lambda: len(lengths) > num_before + 6, "answers after the loss")

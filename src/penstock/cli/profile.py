@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import tempfile
@@ -110,13 +111,15 @@ def _call(url: str, route: str, fields: dict[str, Any], key: str | None) -> dict
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:
-        raise ConfigError(_refusal(url, error)) from error
-    except (OSError, ValueError) as error:
+        raise ConfigError(_refusal(url, error, has_key=key is not None)) from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(f"--url {url} cannot be read: {reason}. Start it with penstock serve.") from error
 
 
-def _refusal(url: str, error: urllib.error.HTTPError) -> str:
+def _refusal(url: str, error: urllib.error.HTTPError, *, has_key: bool) -> str:
+    if error.code == 401 and has_key:
+        return f"--url {url} does not accept the admin key. Give another --admin-api-key."
     if error.code == 401:
         return f"--url {url} needs its admin key. Give --admin-api-key."
     if error.code == 404:

@@ -93,6 +93,8 @@ class _Server:
 
     def _refusal(self, status: int) -> str:
         if status == 401:
+            if self._headers:
+                return f"{self._option} does not accept the API key. Give another --api-key."
             return f"{self._option} needs an API key. Give --api-key, or set PENSTOCK_API_KEY."
         if status == 404:
             return f"{self._option} has no route /live. Give the address of a server that runs penstock serve."

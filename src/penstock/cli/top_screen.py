@@ -78,7 +78,7 @@ def screen(history: History, url: str, width: int) -> RenderableType:
         "",
         _blocks(sample["kv_cache"], room),
         "",
-        _foot(history),
+        _foot(history, width),
     )
 
 
@@ -95,7 +95,7 @@ def _head(sample: Sample, url: str) -> Text:
 
     cores, state = sample["cores"], sample["not_ready"]
     if state is None and cores["recovering"]:
-        state = f"{cores['recovering']} of {cores['all']} cores are being replaced"
+        state = f"{cores['recovering']} of {cores['all']} cores recover from a lost process"
     elif state is None and cores["stalled_s"] > _STALLED_S:
         state = "a core computes no tokens"
     text = Text.assemble((sample["model"], "bold"), "  ")
@@ -142,7 +142,7 @@ def _blocks(kv_cache: dict[str, int], room: int) -> Table:
     return _rows([("KV cache", bar, f"{100 * used / number:.0f} %"), ("", [(legend, "bright_black")], "")])
 
 
-def _foot(history: History) -> Text:
+def _foot(history: History, width: int) -> Text:
     from rich.text import Text
 
     sample = history.samples[-1]
@@ -155,7 +155,11 @@ def _foot(history: History) -> Text:
         f"preemptions {counters['preemptions']}",
     ]
     again = ", ".join(f"{kind} {number}" for kind, number in restarts.items() if number)
-    text = Text("   ".join(parts))
+    lines = [parts[0]]
+    for part in parts[1:]:
+        joined = f"{lines[-1]}   {part}"
+        lines[-1:] = [joined] if len(joined) <= width else [lines[-1], part]
+    text = Text("\n".join(lines))
     return text.append(f"\nstarted again: {again or 'nothing'}", "red" if again else "bright_black")
 
 

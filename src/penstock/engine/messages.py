@@ -11,7 +11,7 @@ from penstock.contract import Parts, PoolingParams, SamplingParams
 from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import ErrorData
-from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
+from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, SchedulerStats
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +81,16 @@ class CloseCore(_Message, frozen=True, kw_only=True, tag="close"):
 
 
 class CoreStarted(_Message, frozen=True, kw_only=True, tag="started"):
-    """The core is ready. kv_cache_bytes: size of the KV cache per worker. stage_s: seconds of its start by stage."""
+    """The core is ready. kv_cache_bytes: size of the KV cache per worker. stage_s: seconds of its start by stage.
+
+    stats: of the scheduler before its first step.
+    """
 
     max_model_len: int
     vocab_size: int
     kv_cache_bytes: int
     stage_s: dict[str, float] = {}
+    stats: SchedulerStats = NO_STATS
 
 
 class Drain(_Message, frozen=True, kw_only=True, tag="drain"):
@@ -106,7 +110,12 @@ class FrontEnded(_Message, frozen=True, kw_only=True, tag="drained"):
 
 
 class CoreBusy(_Message, frozen=True, kw_only=True, tag="busy"):
-    """Heartbeat of a core that runs no steps because of a call or a recovery."""
+    """Heartbeat of a core that runs no steps because of a call or a recovery.
+
+    is_recovering: whether its workers are being replaced.
+    """
+
+    is_recovering: bool = False
 
 
 class StepOutputs(_Message, frozen=True, kw_only=True, tag="step"):
@@ -136,16 +145,18 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     """Heartbeat of a broker, several times a second; and state of an engine without one, which has no queue.
 
     stats: of all cores together, after their last steps. num_engines: cores. num_recovering: cores that are being
-    replaced. num_restarts: replaced cores so far. num_worker_restarts: replacements of a core's workers so far.
-    stalled_s: longest time since a core with unfinished requests has computed a token. num_requests: unfinished
-    requests. num_queued_requests, num_queued_tokens: those that no core could run at once, and their prompt tokens.
-    num_refused: requests refused so far since the queue was full. steps: of all cores so far. recent_steps: by core,
-    those of its `StepLog` since the last heartbeat.
+    replaced. num_recovering_workers: cores whose workers are. num_restarts: replaced cores so far.
+    num_worker_restarts: replacements of a core's workers so far. stalled_s: longest time since a core with
+    unfinished requests has computed a token. num_requests: unfinished requests. num_queued_requests,
+    num_queued_tokens: those that no core could run at once, and their prompt tokens. num_refused: requests refused
+    so far since the queue was full. steps: of all cores so far. recent_steps: by core, those of its `StepLog` since
+    the last heartbeat.
     """
 
     stats: SchedulerStats
     num_engines: int
     num_recovering: int
+    num_recovering_workers: int = 0
     num_restarts: int = 0
     num_worker_restarts: int = 0
     stalled_s: float = 0.0

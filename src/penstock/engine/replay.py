@@ -97,17 +97,35 @@ def replay(path: Path | str, model: str | None = None, **overrides: Any) -> Repl
     start = recording.start
     options = {name: value for name, value in start.options.items() if name not in _NOT_REPLAYED}
     config = EngineConfig.create(model or start.model, **{"max_model_len": start.max_model_len, **options, **overrides})
-    if config.model.vocab_size != start.vocab_size:
-        raise InvalidRecording(
-            f"The recorded model has {start.vocab_size:,} tokens in its vocabulary, but {config.model.model} has "
-            f"{config.model.vocab_size:,}. Replay with the recorded model."
-        )
+    _check_fits(config, recording)
     executor = create_executor(config)
     try:
         _allocate(executor, config, start)
         return _Replay(recording, executor, config).run()
     finally:
         executor.shutdown()
+
+
+def _check_fits(config: EngineConfig, recording: Recording) -> None:
+    """Raise InvalidRecording for a model or limits that the recorded steps do not fit into."""
+    start = recording.start
+    steps = [entry.step for entry in recording.entries if isinstance(entry, Executed)]
+    if config.model.vocab_size != start.vocab_size:
+        raise InvalidRecording(
+            f"The recorded model has {start.vocab_size:,} tokens in its vocabulary, but {config.model.model} has "
+            f"{config.model.vocab_size:,}. Replay with the recorded model."
+        )
+    most_tokens = max((step.total_num_scheduled_tokens for step in steps), default=0)
+    most_requests = max((len(step.num_scheduled_tokens) for step in steps), default=0)
+    for name, found, needed in (
+        ("max_model_len", config.model.max_model_len, start.max_model_len),
+        ("max_num_batched_tokens", config.scheduler.max_num_batched_tokens, most_tokens),
+        ("max_num_seqs", config.scheduler.max_num_seqs, most_requests),
+    ):
+        if isinstance(found, int) and found < needed:
+            raise InvalidRecording(
+                f"{name}={found:,} is too small for the recorded steps, which need {needed:,}. Leave the option out."
+            )
 
 
 def check_replayable(recording: Recording, path: Path) -> None:

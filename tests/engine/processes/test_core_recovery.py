@@ -252,8 +252,20 @@ def test_requests_go_on_whatever_ends_their_core_in_a_step(
 
 def test_a_core_that_replaces_its_workers_is_not_taken_for_one_that_hangs(start: Callable[..., CoreGroup]) -> None:
     core = start(recovering, step_timeout_s=1.5)
-    first = core.process_ids
+    assert core.status().stats.num_blocks == 8, "an idle core shows its blocks"
+    first, numbers, has_ended = core.process_ids, set[int](), threading.Event()
+
+    def poll() -> None:
+        while not has_ended.wait(0.05):
+            numbers.add(core.status().num_recovering_workers)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
     assert Reader(core).finish().everything() == undisturbed()
+    has_ended.set()
+    poller.join()
+    assert numbers == {0, 1}
+    assert core.status().num_recovering_workers == 0
     assert core.process_ids == first
     (engine,) = core.engines
     assert (engine.num_restarts, engine.num_worker_restarts) == (0, 1)

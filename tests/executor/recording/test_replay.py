@@ -228,11 +228,14 @@ def test_damaged_recordings_are_refused_and_cut_ones_read_to_their_last_entry(tm
         read_recording(file)
 
 
-def test_a_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_another_vocabulary_and_lower_limits_are_refused(tmp_path: Path) -> None:
     file = recorded(tmp_path, rounds=1)
     tiny_checkpoint(tmp_path / "other", "llama", vocab_size=VOCAB_SIZE - 1)
     with pytest.raises(InvalidRecording, match="has 99 tokens in its vocabulary, but .*other has 98"):
         replay(file, str(tmp_path / "other"))
+    for name, value in (("max_model_len", 32), ("max_num_batched_tokens", 2), ("max_num_seqs", 1)):
+        with pytest.raises(InvalidRecording, match=f"{name}={value} is too small for the recorded steps"):
+            replay(file, **{name: value})
 
 
 @pytest.mark.parametrize("num_writes", [0, 20])

@@ -62,7 +62,10 @@ class LiveSeconds:
 
 @dataclass(slots=True)
 class LiveCores:
-    """Cores now. stalled_s: longest time since a core with unfinished requests has computed a token."""
+    """Cores now. recovering: cores that are being replaced, or whose workers are.
+
+    stalled_s: longest time since a core with unfinished requests has computed a token.
+    """
 
     all: int = 0
     recovering: int = 0
@@ -178,7 +181,8 @@ class LiveView:
             num_blocks=stats.num_blocks, used=stats.num_used_blocks, cached=stats.num_cached_blocks
         )
         live.counters.computed_tokens = stats.num_computed_tokens
-        live.cores = LiveCores(all=status.num_engines, recovering=status.num_recovering, stalled_s=status.stalled_s)
+        recovering = status.num_recovering + status.num_recovering_workers
+        live.cores = LiveCores(all=status.num_engines, recovering=recovering, stalled_s=status.stalled_s)
 
 
 def _step_of(core: int, step: StepRecord) -> LiveStep:

@@ -438,6 +438,7 @@ def status_of(engines: Sequence[EngineSupervisor], num_engines: int) -> BrokerSt
         stats=summed_stats([NO_STATS, *(engine.stats for engine in engines)]),
         num_engines=num_engines,
         num_recovering=num_engines - sum(engine.is_running for engine in engines),
+        num_recovering_workers=sum(engine.is_recovering for engine in engines),
         num_restarts=sum(engine.num_restarts for engine in engines),
         num_worker_restarts=sum(engine.num_worker_restarts for engine in engines),
         stalled_s=max((engine.stalled_s for engine in engines), default=0.0),

@@ -73,6 +73,7 @@ def serve_core(argument: tuple[Callable[[EngineConfig], ServedCore], EngineConfi
                 vocab_size=core.vocab_size,
                 kv_cache_bytes=core.kv_cache_bytes,
                 stage_s=core.start_stage_s,
+                stats=core.stats(),
             )
         )
         _Server(core, parent).run()
@@ -142,9 +143,10 @@ class _Server:
 
     def _send_heartbeats(self, ended: threading.Event) -> None:
         while not ended.wait(_HEARTBEAT_S):
-            if self._is_answering or self._core.is_recovering:
+            is_recovering = self._core.is_recovering
+            if self._is_answering or is_recovering:
                 try:
-                    self._parent.send(CoreBusy())
+                    self._parent.send(CoreBusy(is_recovering=is_recovering))
                 except OSError:
                     return
 

@@ -19,6 +19,7 @@ from penstock.engine.messages import (
     AddRequest,
     Answer,
     CloseCore,
+    CoreBusy,
     CoreEnded,
     CoreMessage,
     CoreStarted,
@@ -99,7 +100,8 @@ class EngineSupervisor:
     It keeps what a replacement process needs: the requests with their tokens, and the changes of the weights. Requests
     that repeatedly run when cores are lost are quarantined (`Quarantine`).
 
-    stats: counts of the core's scheduler after its last step; zeros before. steps: of all its processes so far.
+    stats: counts of the core's scheduler after its last step; zeros while there is no core. is_recovering: whether its
+    workers are being replaced. steps: of all its processes so far.
     num_restarts: replaced processes so far. num_worker_restarts: replacements of the workers by all its processes.
     name: name of the core in errors and logs.
     start: starts a process with the core of a configuration; the process delivers its messages in a reader thread.
@@ -125,6 +127,7 @@ class EngineSupervisor:
         self._start_core = start
         self._blames_requests = blames_requests
         self.stats = NO_STATS
+        self.is_recovering = False
         self.steps = StepTotals()
         self._recent_steps: list[StepRecord] = []
         self.num_restarts = 0
@@ -224,6 +227,7 @@ class EngineSupervisor:
     def handle(self, message: CoreMessage | None) -> list[EngineCoreOutput] | None:
         """Handle a message of the process, or its end (None). Returns the outputs of a step, if the message has any."""
         self._heartbeat.reset()
+        self.is_recovering = isinstance(message, CoreBusy) and message.is_recovering
         if message is None:
             return self._handle_exit()
         if isinstance(message, StepOutputs):
@@ -314,6 +318,7 @@ class EngineSupervisor:
         """Submit the kept requests and weight changes to a core that has started."""
         self._state = _State.RUNNING
         self._last_progress = time.monotonic()
+        self.stats = started.stats
         self._failures.note_start()
         self._heartbeat = Heartbeat(self._step_timeout_s)
         if self.started is None:
