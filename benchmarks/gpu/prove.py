@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What was never run on a GPU comes first, and alone: batch invariance, verification, latents, experts, FP8 products.
-_NEW = ("split_attention", "invariant_linear", "latents", "experts", "float8_products")
+# What was never run on a GPU comes first, and alone: batch invariance, verification, latents, experts, FP8 and MXFP4.
+_NEW = ("split_attention", "invariant_linear", "latents", "experts", "float8_products", "quantized")
 TESTS = {
     "new": [
         *(f"tests/kernels/triton_kernels/test_triton_{name}.py" for name in _NEW),
