@@ -143,8 +143,8 @@ class Experts(nn.ModuleList):
     """Gated MLPs, each over the rows of its tokens.
 
     Each expert's products run over all of its rows at once, and threads share their outputs; on a GPU all experts'
-    products are one launch, in the formats of `StoredWeight`. A token's results are added in the order of the experts'
-    numbers, so that they do not depend on other tokens.
+    products are one launch, in the formats of `StoredWeight`, if `are_grouped`. A token's results are added in the
+    order of the experts' numbers, so that they do not depend on other tokens.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class Experts(nn.ModuleList):
             for _ in range(num_experts)
         )
         self._activation = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.are_grouped = True
         self._grouped: GroupedExperts | None = None
         # The first and the last weight of these products, which others replace when weights are loaded anew.
         self._ends: list[tuple[Callable[[], Tensor | None], int]] = [(lambda: None, 0)] * 2
@@ -195,7 +196,7 @@ class Experts(nn.ModuleList):
 
     def _grouped_for(self, hidden_TD: Tensor) -> GroupedExperts | None:
         """Grouped products of these experts; None where there are none for their device, weights or activation."""
-        if not GroupedExperts.runs(hidden_TD, self._activation):
+        if not self.are_grouped or not GroupedExperts.runs(hidden_TD, self._activation):
             return None
         first, last = cast("GatedMLP", self[0]).gate_up_proj, cast("GatedMLP", self[-1]).down_proj
         held = held_weight(first), held_weight(last)

@@ -134,6 +134,8 @@ def test_a_layer_takes_them_and_notices_new_weights() -> None:
         weights = [m.gate_up_proj.weight for m in mlps], [m.down_proj.weight for m in mlps]
         torch.testing.assert_close(found, mixture_reference(hidden_TD, *chosen, *weights, silu_and_mul))
     assert layer.experts._grouped is not None
+    layer.experts.are_grouped = False
+    torch.testing.assert_close(layer.experts.partial(hidden_TD, *chosen), found)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
