@@ -46,6 +46,10 @@ A GPU of another compute capability takes the row before its own. Only H200s wer
 """
 _TAIL = """\
 
+Products of experts are one Triton launch on all of them, for weights of any format; with `moe_backend="torch"` they run
+expert by expert in cuBLAS, and steps with experts are no CUDA graphs. Prefill attention has as many stages as the
+shared memory of the GPU allows. None of this paragraph was run on a GPU.
+
 ## What depends on sizes and contents
 
 Refused by name as well, where a model's sizes or a checkpoint's contents are known:

@@ -29,7 +29,7 @@ from penstock.config import EngineConfig
 from penstock.contract import Parts
 from penstock.errors import ConfigError, PenstockError, UnsupportedArgument, UnsupportedModel
 from penstock.worker.capabilities import check_options
-from support import arrangements, draft_heads, transformers_models, tried_features
+from support import arrangements, draft_heads, mxfp4_checkpoints, transformers_models, tried_features
 from support.checkpoints import FAMILIES, save_checkpoint, tiny_checkpoint, tiny_model
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, run
@@ -133,6 +133,17 @@ def _float8(bench: Bench, name: str) -> str:
         config.folder.rename(folder)
 
     return _family(bench, save)
+
+
+def _mxfp4(bench: Bench) -> str:
+    """A checkpoint with MXFP4 experts, whose products on the CPU round activations: the float twin's results there."""
+    stored, floats = mxfp4_checkpoints.write_mxfp4(bench.folder)
+    results, note = [], ""
+    for device, config in zip(bench.devices, (stored, floats), strict=True):
+        with bench.core(config.folder, device) as core:
+            results.append(run(core, PROMPTS, greedy(20, logprobs=3)))
+            note = note or graphs_of(core)
+    return " ".join(filter(None, [note, assert_same_results(*results)]))
 
 
 def _with_drafts(bench: Bench, method: str, rule: str = "exact", **options: Any) -> str:
@@ -504,6 +515,7 @@ def cases() -> dict[str, Case]:
             ways[f"way {name}, {model}"] = functools.partial(_way, name=model, **options)
     for name in ("fp8 tensor", "fp8 blocks", "compressed channel"):
         ways[f"way {name} checkpoints"] = functools.partial(_float8, name=name)
+    ways["way MXFP4 checkpoints"] = _mxfp4
     for name in (
         "int8 weights",
         "int4 weights",

@@ -17,10 +17,14 @@ from benchmarks.gpu.attention import time_in_a_graph
 from penstock.kernels.activation import silu_and_mul
 from penstock.kernels.experts import ExpertWeights, GroupedExperts
 from penstock.kernels.gpu_float8 import Float8Weight, float8_linear
+from penstock.kernels.gpu_quantized import GpuQuantizedProducts, stored_weight
+from penstock.kernels.quantized import QuantizedWeight
+from penstock.kernels.stored_weight import StoredWeight
 from penstock.kernels.triton.invariant_linear import invariant_linear
 from penstock.kernels.triton.latent_attention import latent_attention
 from penstock.kernels.triton.paged_attention import prefill_attention
 from penstock.kernels.triton.split_attention import split_attention
+from penstock.layers.quantization.quantize import quantize_int4, quantize_int8, round_to_e2m1
 
 Add = Callable[..., None]
 _BLOCK_SIZE = 16
@@ -103,32 +107,65 @@ def _latents(add: Add, bandwidth: float) -> None:
 def _experts(add: Add, bandwidth: float) -> None:
     """A layer of Qwen3-30B-A3B: 128 experts, of which each token takes 8."""
     num_experts, top_k, hidden, size = 128, 8, 2048, 768
-    weights = ExpertWeights(
+    weights = ExpertWeights.plain(
         [_random(2 * size, hidden) / hidden**0.5 for _ in range(num_experts)],
         [_random(hidden, size) / size**0.5 for _ in range(num_experts)],
     )
-    grouped = GroupedExperts(weights, silu_and_mul, is_invariant=False)
-    invariant = GroupedExperts(weights, silu_and_mul, is_invariant=True)
+    floats = [[one.values for one in of] for of in (weights.gate_up, weights.down)]
+    stored = {name: _quantised(weights, quantize) for name, quantize in _QUANTIZERS.items()}
+    grouped = {name: GroupedExperts(of, silu_and_mul, is_invariant=False) for name, of in stored.items()}
+    grouped["plain"] = GroupedExperts(weights, silu_and_mul, is_invariant=False)
+    grouped["invariant"] = GroupedExperts(weights, silu_and_mul, is_invariant=True)
     for num_tokens in (1, 16, 64, 256, 2048):
         hidden_TD = _random(num_tokens, hidden)
         scores, experts_TK = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k)
         experts_TK = experts_TK.sort(-1).values
         step = hidden_TD, experts_TK, scores.float()
         first = sum(
-            scores[0, place]
-            * F.linear(silu_and_mul(F.linear(hidden_TD[:1], weights.gate_up[expert])), weights.down[expert])
+            scores[0, place] * F.linear(silu_and_mul(F.linear(hidden_TD[:1], floats[0][expert])), floats[1][expert])
             for place, expert in enumerate(experts_TK[0].tolist())
         )
         num_read = len(experts_TK.unique())
         add(
             measured="experts",
             num_tokens=num_tokens,
-            us=time_in_a_graph(partial(grouped.mixture, *step), 10),
-            invariant_us=time_in_a_graph(partial(invariant.mixture, *step), 10),
+            us={name: round(time_in_a_graph(partial(of.mixture, *step), 10), 2) for name, of in grouped.items()},
             bound_us=num_read * 3 * size * hidden * 2 / bandwidth * 1e6,
             tflop_per_s_at_bound=2 * 3 * size * hidden * num_tokens * top_k / 1e12,
-            error=_error(grouped.mixture(*step)[:1], first),  # type: ignore[arg-type]
+            error={name: _error(of.mixture(*step)[:1], first) for name, of in grouped.items()},  # type: ignore[arg-type]
         )
+
+
+def _quantised(weights: ExpertWeights, quantize: Callable[[Tensor], StoredWeight]) -> ExpertWeights:
+    return ExpertWeights(*([quantize(one.values) for one in of] for of in (weights.gate_up, weights.down)))
+
+
+def _integers(quantize: Callable[[Tensor], QuantizedWeight], weight_OI: Tensor) -> StoredWeight:
+    weight = quantize(weight_OI)
+    return stored_weight(GpuQuantizedProducts().pack(weight), weight.shape)
+
+
+def _powers_of_two(weight_OI: Tensor) -> QuantizedWeight:
+    """MXFP4 by the nearest integers that are codes of E2M1, twice the numbers."""
+    groups_OGS = weight_OI.float().unflatten(1, (-1, 32))
+    scales_OG = groups_OGS.abs().amax(2).div(12).log2().ceil().exp2()
+    integers = (groups_OGS / scales_OG.unsqueeze(2)).round()
+    integers = torch.where(integers.abs() > 4, (integers / 2).round() * 2, integers)
+    integers = torch.where(integers.abs() == 10, integers.sign() * 8, integers)
+    return round_to_e2m1((integers * scales_OG.unsqueeze(2)).flatten(1), scales_OG, 32)
+
+
+def _float8_blocks(weight_OI: Tensor) -> StoredWeight:
+    scales_OC = weight_OI.float().unflatten(1, (-1, 128)).abs().amax(2) / 448
+    return Float8Weight.of(weight_OI.float(), scales_OC, 128).stored
+
+
+_QUANTIZERS: dict[str, Callable[[Tensor], StoredWeight]] = {
+    "int8": partial(_integers, quantize_int8),
+    "int4": partial(_integers, quantize_int4),
+    "mxfp4": partial(_integers, _powers_of_two),
+    "fp8 blocks": _float8_blocks,
+}
 
 
 def _products(add: Add, bandwidth: float) -> None:

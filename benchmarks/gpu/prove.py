@@ -3,7 +3,8 @@
     PYTHONPATH=src:. python -m benchmarks.gpu.prove --out FOLDER [--only PART ...] [--skip PART ...] [--seconds 420]
 
 Correctness comes first, figures second. Each part is a process of its own with a time limit: one that fails is
-reported, and the rest goes on. Results are appended to FOLDER/results.jsonl as they come, and printed at the end.
+reported, and the rest goes on; without a GPU every part is reported as not run. Results are appended to
+FOLDER/results.jsonl as they come, and printed at the end.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What was never run on a GPU comes first, and alone: batch invariance, verification, latents, experts, FP8 products.
-_NEW = ("split_attention", "invariant_linear", "latents", "experts", "float8_products")
+# What was never run on a GPU comes first, and alone: batch invariance, verification, latents, experts, FP8 and MXFP4.
+_NEW = ("split_attention", "invariant_linear", "latents", "experts", "float8_products", "quantized")
 TESTS = {
     "new": [
         *(f"tests/kernels/triton_kernels/test_triton_{name}.py" for name in _NEW),
@@ -81,6 +82,12 @@ def main() -> int:
         if (not arguments.only or part.name in arguments.only) and part.name not in arguments.skip
     ]
     results = arguments.out / "results.jsonl"
+    why_not = _why_no_gpu()
+    if why_not is not None:
+        for part in chosen:
+            _write(results, {"part": part.name, "not run": why_not})
+        print(f"{len(chosen)} parts not run: {why_not}")
+        return 0
     failures = 0
     for batch in _batches(chosen):
         left = deadline - time.monotonic()
@@ -97,6 +104,15 @@ def main() -> int:
                 print(f"---- {part.name} ended with {status}:\n{log[-_LOG_TAIL.get(part.name, 2500) :]}", flush=True)
     print("\n".join(results.read_text().splitlines()))
     return failures
+
+
+def _why_no_gpu() -> str | None:
+    """Return why no part can run; None with a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return f"torch {torch.__version__} sees no CUDA device"
 
 
 def _batches(parts: list[Part]) -> list[list[Part]]:

@@ -342,14 +342,13 @@ def test_more_dimensions_than_two_are_kept(products: QuantizedProducts) -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (random_weight(8, 20, 64, 32), "8 bits with groups of 32 of 64 inputs"),
+        (random_weight(8, 20, 64, 32, has_minimums=True), "8 bits whose groups have minimums"),
         (
             replace(random_weight(4, 20, 64, 32), minimums_OG=torch.rand(20, 2)),
             "minimums instead of integer zero points",
         ),
-        (random_e2m1(20, 64), "4-bit floats"),
     ],
-    ids=["int8 in groups", "minimums", "floats of 4 bits"],
+    ids=["int8 with minimums", "minimums"],
 )
 def test_formats_that_the_kernels_of_a_gpu_do_not_have_are_refused_by_name(
     weight: QuantizedWeight, message: str

@@ -186,6 +186,7 @@ WAYS = {
     "int8 KV cache": Way(always(kv_cache_dtype="int8"), off_by=0.01),
     "KV cache of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), off_by=0.01),
     "FP8 KV cache": Way(always(kv_cache_dtype="fp8"), off_by=0.1),
+    "torch's products of experts": Way(always(moe_backend="torch")),
     "batch invariance": Way(always(batch_invariant=True)),
     "n-gram drafts": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
     "suffix decoding": Way(drafting("suffix")),
@@ -195,7 +196,10 @@ WAYS = {
     "adaptive draft lengths": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
 }
 # Options of those that no CPU has.
-WAYS_ON_GPUS: dict[str, dict[str, Any]] = {"FP8 KV cache": {"kv_cache_dtype": "fp8"}}
+WAYS_ON_GPUS: dict[str, dict[str, Any]] = {
+    "FP8 KV cache": {"kv_cache_dtype": "fp8"},
+    "torch's products of experts": {"moe_backend": "torch"},
+}
 # Those that are tried in one engine, where none of them is refused.
 SETS = (
     ("int8 weights", "int8 KV cache", "adaptive draft lengths"),

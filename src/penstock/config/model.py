@@ -28,6 +28,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Built-in output head.
 GENERATE = "generate"
 CPU_ARITHMETICS = ("auto", "float32", "bfloat16")
+MOE_BACKENDS = ("auto", "torch")
 MODEL_IMPLS = ("auto", "penstock", "transformers")
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = ("int8", "int4", NO_QUANTIZATION)
@@ -64,6 +65,8 @@ class ModelConfig:
     instructions for it.
     batch_invariant: on a GPU, products and attention whose results for a request depend on no other request and on no
     chunk size, which cost speed; on the CPU they never do.
+    moe_backend: products of experts on a GPU: "auto" has one Triton launch for those of all experts, where its kernels
+    have the weights' format; "torch" runs expert by expert, and reads the numbers of their rows on the host.
     max_model_len: longest context in tokens; None takes the model's, "auto" what fits into memory.
     seed: base of the seeds of requests without one.
     model_impl: implementation of the model; "auto" takes Penstock's if the architecture has one, else Transformers'.
@@ -93,6 +96,7 @@ class ModelConfig:
     dtype: str = "auto"
     cpu_arithmetic: str = "auto"
     batch_invariant: bool = False
+    moe_backend: str = "auto"
     max_model_len: int | str | None = None
     seed: int = 0
     model_impl: str = "auto"
@@ -111,6 +115,7 @@ class ModelConfig:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("cpu_arithmetic", self.cpu_arithmetic, CPU_ARITHMETICS)
         check_flag("batch_invariant", self.batch_invariant)
+        check_choice("moe_backend", self.moe_backend, MOE_BACKENDS)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         if not isinstance(self.output_head, str):
             raise ConfigError(f"output_head={self.output_head!r} is not valid. Allowed: a name, such as {GENERATE!r}.")

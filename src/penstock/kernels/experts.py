@@ -20,6 +20,7 @@ from penstock.kernels.activation import (
     gelu_tanh_and_mul,
     silu_and_mul,
 )
+from penstock.kernels.stored_weight import PLAIN, StoredWeight
 from penstock.kernels.triton import triton_runs
 
 _NAMES: dict[Any, str] = {silu_and_mul: "silu", gelu_and_mul: "gelu", gelu_tanh_and_mul: "gelu_tanh"}
@@ -33,38 +34,54 @@ class ExpertWeights:
     gate_up: [2 * I, D] of each expert, the gate first. down: [D, I]. Biases: [2 * I] and [D], or None for none.
     """
 
-    gate_up: Sequence[Tensor]
-    down: Sequence[Tensor]
+    gate_up: Sequence[StoredWeight]
+    down: Sequence[StoredWeight]
     gate_up_bias: Sequence[Tensor] | None = None
     down_bias: Sequence[Tensor] | None = None
 
-    @property
-    def address(self) -> tuple[int, int]:
-        """Addresses of the first and the last weight, which change when the weights are loaded anew."""
-        return self.gate_up[0].data_ptr(), self.down[-1].data_ptr()
+    @classmethod
+    def plain(
+        cls,
+        gate_up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        gate_up_bias: Sequence[Tensor] | None = None,
+        down_bias: Sequence[Tensor] | None = None,
+    ) -> ExpertWeights:
+        """Weights of floats."""
+        stored = [[StoredWeight.plain(weight) for weight in weights] for weights in (gate_up, down)]
+        return cls(stored[0], stored[1], gate_up_bias, down_bias)
 
 
 def mixture_reference(
-    hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights, activation: GatedActivation
+    hidden_TD: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Sequence[Tensor],
+    down: Sequence[Tensor],
+    activation: GatedActivation,
+    gate_up_bias: Sequence[Tensor] | None = None,
+    down_bias: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Weighted sum of each token's experts, in the order of K, in float32, rounded to the hidden states' dtype."""
+    """Weighted sum of each token's experts, in the order of K, in float32, rounded to the hidden states' dtype.
+
+    The weights are those of `ExpertWeights`, dequantised.
+    """
     sum_TD = torch.zeros_like(hidden_TD, dtype=torch.float32)
     for token, (chosen, weights) in enumerate(zip(experts_TK.tolist(), weights_TK.float(), strict=True)):
         for expert, weight in zip(chosen, weights, strict=True):
-            biases = [None if of is None else of[expert].float() for of in (experts.gate_up_bias, experts.down_bias)]
-            gate_up = F.linear(hidden_TD[token : token + 1].float(), experts.gate_up[expert].float(), biases[0])
-            made = F.linear(activation(gate_up), experts.down[expert].float(), biases[1])
+            biases = [None if of is None else of[expert].float() for of in (gate_up_bias, down_bias)]
+            given = F.linear(hidden_TD[token : token + 1].float(), gate_up[expert].float(), biases[0])
+            made = F.linear(activation(given), down[expert].float(), biases[1])
             sum_TD[token] += weight * made[0]
     return sum_TD.to(hidden_TD.dtype)
 
 
 class GroupedExperts:
-    """Mixture of experts in Triton, for the weights that it was made with."""
+    """Mixture of experts in Triton, for the weights that it was made with, which it does not keep."""
 
     def __init__(self, experts: ExpertWeights, activation: GatedActivation, *, is_invariant: bool) -> None:
         from penstock.kernels.triton.experts import ExpertTable
 
-        self.address = experts.address
         self._table = ExpertTable(experts)
         if isinstance(activation, ClampedSwiglu):
             self._activation = "clamped_swiglu", activation.alpha, activation.limit
@@ -73,13 +90,19 @@ class GroupedExperts:
         self._is_invariant = is_invariant
 
     @staticmethod
-    def takes(hidden_TD: Tensor, weight: Tensor, activation: GatedActivation) -> bool:
-        """Whether Triton runs for these hidden states, this weight of an expert and this activation."""
+    def runs(hidden_TD: Tensor, activation: GatedActivation) -> bool:
+        """Whether Triton runs for these hidden states and this activation."""
+        is_known = isinstance(activation, ClampedSwiglu) or activation in _NAMES
+        return is_known and hidden_TD.dtype in _DTYPES and triton_runs(hidden_TD)
+
+    @staticmethod
+    def takes(experts: ExpertWeights, dtype: torch.dtype) -> bool:
+        """Whether one launch can multiply all of these weights: they have one layout, and floats are of this dtype."""
+        biases = [*(experts.gate_up_bias or ()), *(experts.down_bias or ())]
         return (
-            triton_runs(hidden_TD)
-            and hidden_TD.dtype in _DTYPES
-            and weight.dtype is hidden_TD.dtype
-            and (isinstance(activation, ClampedSwiglu) or activation in _NAMES)
+            all(len({weight.layout for weight in weights}) == 1 for weights in (experts.gate_up, experts.down))
+            and all(one.form != PLAIN or one.values.dtype is dtype for one in (experts.gate_up[0], experts.down[0]))
+            and all(bias.dtype is dtype for bias in biases)
         )
 
     def mixture(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:

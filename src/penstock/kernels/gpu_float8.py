@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.device.capability import choices_of, gpu_capability
+from penstock.kernels.stored_weight import FLOAT8, StoredWeight
 from penstock.kernels.triton import triton_runs
 
 # Sizes of a product that cuBLASLt takes are multiples of this.
@@ -39,6 +40,11 @@ class Float8Weight:
         spread_OI = weight._spread()
         values_OI.copy_(weight_OI / torch.where(spread_OI == 0, 1.0, spread_OI))
         return weight
+
+    @property
+    def stored(self) -> StoredWeight:
+        """The weight as Triton's products read it."""
+        return StoredWeight(FLOAT8, self.values_OI, self.values_OI.shape[1], self.block_size, self.scales_OC)
 
     @property
     def has_row_scales(self) -> bool:
@@ -73,14 +79,14 @@ def float8_linear(x_TI: Tensor, weight: Float8Weight, bias_O: Tensor | None, *, 
     shape = (*x_TI.shape[:-1], weight.values_OI.shape[0])
     if x_TI.is_meta:
         return x_TI.new_empty(shape)
-    from penstock.kernels.triton import float8 as kernels
+    from penstock.kernels.triton.float8 import quantize_rows
+    from penstock.kernels.triton.stored_weight import stored_linear
 
     flat_TI = x_TI.reshape(-1, x_TI.shape[-1]).contiguous()
     if len(flat_TI) and not is_invariant and _library_takes(flat_TI, weight):
-        result_TO = _scaled_product(*kernels.quantize_rows(flat_TI), weight, bias_O, x_TI.dtype)
+        result_TO = _scaled_product(*quantize_rows(flat_TI), weight, bias_O, x_TI.dtype)
         return result_TO.view(shape)
-    options = weight.values_OI, weight.scales_OC, weight.block_size, bias_O
-    return kernels.float8_linear(flat_TI, *options, is_invariant=is_invariant).view(shape)
+    return stored_linear(flat_TI, weight.stored, bias_O, is_invariant=is_invariant).view(shape)
 
 
 def _library_takes(x_TI: Tensor, weight: Float8Weight) -> bool:

@@ -5,6 +5,7 @@ Suffixes: T tokens, D hidden size, E experts, K experts of a token, N rows of on
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
 from penstock.kernels.rows import sum_rows
 from penstock.layers.adapters import ADAPTER_SLOTS, AdapterRouting
-from penstock.layers.linear import LinearLayer, PlainMethod
+from penstock.layers.linear import LinearLayer, held_weight
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
@@ -142,8 +143,8 @@ class Experts(nn.ModuleList):
     """Gated MLPs, each over the rows of its tokens.
 
     Each expert's products run over all of its rows at once, and threads share their outputs; on a GPU all experts'
-    products are one launch, unless weights are quantised. A token's results are added in the order of the experts'
-    numbers, so that they do not depend on other tokens.
+    products are one launch, in the formats of `StoredWeight`, if `are_grouped`. A token's results are added in the
+    order of the experts' numbers, so that they do not depend on other tokens.
     """
 
     def __init__(
@@ -161,7 +162,10 @@ class Experts(nn.ModuleList):
             for _ in range(num_experts)
         )
         self._activation = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        self.are_grouped = True
         self._grouped: GroupedExperts | None = None
+        # The first and the last weight of these products, which others replace when weights are loaded anew.
+        self._ends: list[tuple[Callable[[], Tensor | None], int]] = [(lambda: None, 0)] * 2
 
     def partial(
         self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, adapters: AdapterRouting | None = None
@@ -192,25 +196,29 @@ class Experts(nn.ModuleList):
 
     def _grouped_for(self, hidden_TD: Tensor) -> GroupedExperts | None:
         """Grouped products of these experts; None where there are none for their device, weights or activation."""
-        mlps = cast("list[GatedMLP]", list(self))
-        first, last = mlps[0], mlps[-1]
-        weight = first.gate_up_proj.weight
-        if not GroupedExperts.takes(hidden_TD, weight, self._activation) or not weight.numel():
+        if not self.are_grouped or not GroupedExperts.runs(hidden_TD, self._activation):
             return None
-        address = weight.data_ptr(), last.down_proj.weight.data_ptr()
-        if self._grouped is None or self._grouped.address != address:
-            layers = [layer for mlp in mlps for layer in (mlp.gate_up_proj, mlp.down_proj)]
-            if not all(isinstance(layer.method, PlainMethod) for layer in layers):
-                return None
-            biases = [layer.bias for layer in layers if layer.bias is not None]
-            weights = ExpertWeights(
-                [layer.weight for layer in layers[::2]],
-                [layer.weight for layer in layers[1::2]],
-                biases[::2] or None,
-                biases[1::2] or None,
-            )
-            self._grouped = GroupedExperts(weights, self._activation, is_invariant=first.gate_up_proj.batch_invariant)
+        first, last = cast("GatedMLP", self[0]).gate_up_proj, cast("GatedMLP", self[-1]).down_proj
+        held = held_weight(first), held_weight(last)
+        ends = [(of(), address) for of, address in self._ends]
+        if any(of is not now or address != now.data_ptr() for (of, address), now in zip(ends, held, strict=True)):
+            self._ends = [(weakref.ref(weight), weight.data_ptr()) for weight in held]
+            self._grouped = self._group(hidden_TD.dtype)
         return self._grouped
+
+    def _group(self, dtype: torch.dtype) -> GroupedExperts | None:
+        """Grouped products of the weights as they are now, for this dtype of hidden states."""
+        mlps = cast("list[GatedMLP]", list(self))
+        gate_up, down = [mlp.gate_up_proj for mlp in mlps], [mlp.down_proj for mlp in mlps]
+        weights = [[layer.method.stored_weight(layer) for layer in layers] for layers in (gate_up, down)]
+        stored = [[weight for weight in given if weight is not None and weight.values.numel()] for given in weights]
+        if any(len(given) < len(mlps) for given in stored):
+            return None
+        biases = [[layer.bias for layer in layers if layer.bias is not None] or None for layers in (gate_up, down)]
+        experts = ExpertWeights(stored[0], stored[1], biases[0], biases[1])
+        if not GroupedExperts.takes(experts, dtype):
+            return None
+        return GroupedExperts(experts, self._activation, is_invariant=gate_up[0].batch_invariant)
 
 
 class SharedExpert(GatedMLP):

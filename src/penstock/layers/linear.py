@@ -25,6 +25,7 @@ from penstock.kernels.linear import (
     unpack_weight,
 )
 from penstock.kernels.native import NATIVE, NativeKernels, describe_bfloat16_products
+from penstock.kernels.stored_weight import StoredWeight
 from penstock.kernels.triton import triton_runs
 from penstock.layers.adapters import LinearAdapters
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WeightSlot, empty_like_weight, new_parameter
@@ -74,6 +75,10 @@ class LinearMethod(ABC):
         """The layer's weight as it was loaded, [O, I]; None for a quantised one."""
         return layer.weight
 
+    def stored_weight(self, layer: LinearLayer) -> StoredWeight | None:
+        """The weight as a GPU's kernels read it; None where they cannot."""
+        return None
+
 
 class PlainMethod(LinearMethod):
     """Multiplies by the weight as loaded."""
@@ -85,6 +90,9 @@ class PlainMethod(LinearMethod):
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         product = batch_invariant_linear if layer.batch_invariant else linear
         return product(x_TI, layer.weight, layer.bias)
+
+    def stored_weight(self, layer: LinearLayer) -> StoredWeight:
+        return StoredWeight.plain(layer.weight)
 
     def argmax(
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
@@ -144,6 +152,12 @@ class PackedMethod(LinearMethod):
     def apply(self, layer: LinearLayer, x_TI: Tensor) -> Tensor:
         assert self.packed_OI is not None, "apply before process_weights_after_loading"
         return self.multiply(x_TI, self.packed_OI, layer.output_size, layer.bias)
+
+
+def held_weight(layer: LinearLayer) -> Tensor:
+    """The tensor that holds the layer's weight now, packed or as loaded."""
+    packed_OI = layer.method.packed_OI if isinstance(layer.method, PackedMethod) else None
+    return layer.weight if packed_OI is None else packed_OI
 
 
 class OneDnnMethod(PackedMethod):

@@ -19,6 +19,7 @@ from penstock.config.size_limits import describe_sizes
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, PenstockError
+from penstock.layers.experts import Experts
 from penstock.layers.linear import LinearLayer, NativeBfloat16Method, process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
@@ -148,6 +149,8 @@ def _fill(
     late = {} if rounding is None or runs_through_transformers(model_config) else linear_weights(model)
     materialise(model, device, dtype, weights_dtype, late)
     for layer in model.modules():
+        if isinstance(layer, Experts):
+            layer.are_grouped = model_config.moe_backend == "auto"
         if isinstance(layer, LinearLayer):
             layer.batch_invariant = model_config.batch_invariant
             if rounding is None or rounding.keeps_floats:

@@ -127,6 +127,10 @@ FLOAT8_CACHE = Option("FP8 KV cache", _float8_cache)
 BATCH_INVARIANT = Option(
     "batch invariance", lambda config: "batch_invariant=True" if config.model.batch_invariant else None
 )
+MOE_BACKEND = Option(
+    "torch's products of experts",
+    lambda config: None if config.model.moe_backend == "auto" else f"moe_backend={config.model.moe_backend!r}",
+)
 SUFFIX = _method("suffix decoding", "suffix")
 EAGLE3 = _method("EAGLE-3", "eagle3")
 ADAPTIVE = Option("adaptive draft lengths", _adaptive)
@@ -200,6 +204,7 @@ REFUSALS = (
         "Use kv_cache_dtype='auto' or 'fp8', or device='cpu'.",
         "cuda",
     ),
+    Refusal((MOE_BACKEND,), "its experts have the C++ kernels alone", "Leave moe_backend out.", "cpu"),
     Refusal((FLOAT8_CACHE,), "its kernels are written for GPUs", "Use kv_cache_dtype='int8'.", "cpu"),
     Refusal(
         (TRANSFORMERS, BATCH_INVARIANT),

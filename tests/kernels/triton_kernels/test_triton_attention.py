@@ -175,3 +175,37 @@ def test_the_kernels_compile_for_an_h100_once_per_number_of_heads() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     counts = ast.literal_eval(done.stdout)
     assert counts == {"_rotate_and_write_kernel": 2, "decode_kernel": 4, "merge_kernel": 1, "prefill_kernel": 2}
+
+
+_COMPILED_FOR_OTHERS = """
+import sys
+sys.path[:0] = {paths!r}
+import pytest, torch
+from triton.backends.compiler import GPUTarget
+from support.triton_compile import compile_only
+from penstock.device.capability import CHOICES
+from penstock.kernels.triton import paged_attention
+patch = pytest.MonkeyPatch()
+major, minor = {capability}
+patch.setattr(paged_attention, "gpu_capability", lambda: (major, minor))
+target = GPUTarget("cuda", 10 * major + minor, 32)
+counts = compile_only(patch, target, most_shared=CHOICES[major, minor].shared_kib << 10)
+for head_size in (64, 128, 256):
+    pages = torch.empty(4, 2, 2, 16, head_size, dtype=torch.bfloat16)
+    query, table = torch.empty(8, 8, head_size, dtype=torch.bfloat16), torch.zeros(8, 128, dtype=torch.int32)
+    lengths, starts = torch.zeros(8, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    keys, values = pages.transpose(0, 1).transpose(2, 3)
+    paged_attention.prefill_attention(query, keys, values, table, starts, lengths, 0.1)
+print(counts)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (12, 0)], ids=str)
+def test_prefill_attention_fits_into_the_shared_memory_of_other_gpus(capability: tuple[int, int]) -> None:
+    """In a process without the interpreter; no GPU is needed. Heads of 64, 128 and 256 dimensions."""
+    script = _COMPILED_FOR_OTHERS.format(paths=[str(Path(__file__).parents[2])], capability=capability)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ast.literal_eval(done.stdout) == {"prefill_kernel": 3}

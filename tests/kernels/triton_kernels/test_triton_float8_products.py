@@ -163,13 +163,15 @@ sys.path[:0] = {paths!r}
 import pytest, torch
 from triton.backends.compiler import GPUTarget
 from support.triton_compile import LEAST_SHARED, compile_only
-from penstock.kernels.triton.float8 import float8_linear, quantize_rows
+from support.stored_weights import empty_weight
+from penstock.kernels.triton.float8 import quantize_rows
+from penstock.kernels.triton.stored_weight import stored_linear
 counts = compile_only(pytest.MonkeyPatch(), GPUTarget("cuda", 89, 32), most_shared=LEAST_SHARED)
-values = torch.empty(512, 512, dtype=torch.float8_e4m3fn)
+weight = empty_weight("float8 blocks", 512, 512)
 for dtype in (torch.bfloat16, torch.float32):
     for num_rows in (1, 24, 64):
         x = torch.empty(num_rows, 512, dtype=dtype)
-        float8_linear(x, values, torch.empty(512, 4), 128)
+        stored_linear(x, weight)
     quantize_rows(x)
 print(counts)
 """

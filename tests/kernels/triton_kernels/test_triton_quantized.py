@@ -1,4 +1,4 @@
-"""Products with int8 and int4 weights in Triton against the dequantised weight in plain torch."""
+"""Products with int8, int4 and E2M1 weights in Triton against the dequantised weight in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import support.triton_interpreter  # noqa: F401 - repairs the interpreter
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts, weight_only_linear_reference
 from penstock.kernels.quantized import QuantizedWeight
-from penstock.layers.quantization.quantize import quantize_int4, quantize_int8
 from support.checkpoints import load_config, tiny_checkpoint
 from support.plain_attention import sequence_logits
 from support.quantized_checkpoints import (
@@ -29,21 +28,26 @@ from support.quantized_checkpoints import (
     torchao_int8_layer,
     write_quantized,
 )
+from support.stored_weights import as_on_gpu, quantized_as_on_gpu, random_e2m1
 from support.transformers_models import load
 from support.triton_device import DEVICE, needs_triton
 
 pytestmark = needs_triton
 PRODUCTS = GpuQuantizedProducts()
-# Bits, outputs, inputs, group size: whole tiles, parts of tiles, one group, groups that share a tile.
+# Format, outputs, inputs, group size: whole tiles, parts of tiles, one group, groups that share a tile.
 SIZES = [
-    (8, 32, 256, 256),
-    (8, 37, 72, 72),
-    (4, 32, 256, 128),
-    (4, 37, 296, 128),
-    (4, 40, 320, 32),
-    (4, 33, 512, 64),
-    (4, 16, 96, 96),
-    (4, 48, 600, 600),
+    ("int8", 32, 256, 256),
+    ("int8", 37, 72, 72),
+    ("int8", 24, 200, 128),
+    ("int8", 24, 200, 32),
+    ("int4", 32, 256, 128),
+    ("int4", 37, 296, 128),
+    ("int4", 40, 320, 32),
+    ("int4", 33, 512, 64),
+    ("int4", 16, 96, 96),
+    ("int4", 48, 600, 600),
+    ("mxfp4", 33, 320, 32),
+    ("e2m1", 16, 96, 16),
 ]
 
 
@@ -52,13 +56,15 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
-def _weight(bits: int, num_outputs: int, num_inputs: int, group_size: int) -> QuantizedWeight:
+def _weight(form: str, num_outputs: int, num_inputs: int, group_size: int) -> QuantizedWeight:
     weight_OI = _random(num_outputs, num_inputs)
-    return quantize_int8(weight_OI, weight_OI.shape[1]) if bits == 8 else quantize_int4(weight_OI, group_size)
+    if form in ("int8", "int4"):
+        return quantized_as_on_gpu(weight_OI, int(form[-1]), group_size)
+    return random_e2m1(weight_OI, group_size, has_powers=form == "mxfp4")
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_packed_weight_is_restored(sizes: tuple[int, int, int, int]) -> None:
+def test_a_packed_weight_is_restored(sizes: tuple[str, int, int, int]) -> None:
     weight = _weight(*sizes)
     found = PRODUCTS.unpack(PRODUCTS.pack(weight), weight.shape)
     assert torch.equal(found.values_OI, weight.values_OI)
@@ -71,7 +77,7 @@ def test_a_packed_weight_is_restored(sizes: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 3, 17, 40])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_products(sizes: tuple[int, int, int, int], num_rows: int, dtype: torch.dtype) -> None:
+def test_products(sizes: tuple[str, int, int, int], num_rows: int, dtype: torch.dtype) -> None:
     weight = _weight(*sizes)
     x_TI, bias_O = _random(num_rows, sizes[2], dtype=dtype), _random(sizes[1], dtype=dtype)
     for bias in (None, bias_O):
@@ -83,9 +89,9 @@ def test_products(sizes: tuple[int, int, int, int], num_rows: int, dtype: torch.
         torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[3], SIZES[4]], ids=str)
+@pytest.mark.parametrize("sizes", [SIZES[1], SIZES[3], SIZES[5], SIZES[6], SIZES[10]], ids=str)
 def test_products_of_many_rows_dequantise_parts_of_the_weight(
-    sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.kernels.gpu_quantized._MANY_ROWS", 4)
     monkeypatch.setattr("penstock.kernels.gpu_quantized._MAX_DEQUANTIZED", 10 * sizes[2])
@@ -96,7 +102,7 @@ def test_products_of_many_rows_dequantise_parts_of_the_weight(
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_rows_are_those_of_the_dequantised_weight(sizes: tuple[int, int, int, int]) -> None:
+def test_rows_are_those_of_the_dequantised_weight(sizes: tuple[str, int, int, int]) -> None:
     weight = _weight(*sizes)
     packed, ids_T = PRODUCTS.pack(weight), torch.tensor([3, 0, 15, 3], device=DEVICE)
     expected = weight.dequantize()[ids_T]
@@ -105,7 +111,7 @@ def test_rows_are_those_of_the_dequantised_weight(sizes: tuple[int, int, int, in
 
 
 def test_a_step_without_rows() -> None:
-    weight = _weight(4, 32, 256, 128)
+    weight = _weight("int4", 32, 256, 128)
     found = PRODUCTS.linear(_random(0, 256), PRODUCTS.pack(weight), weight.shape, None)
     assert found.shape == (0, 32)
 
@@ -138,6 +144,7 @@ def test_a_model_that_is_quantised_while_loading_is_near_its_float_weights(
 ) -> None:
     """With an embedding that reads the packed rows of the tied output projection."""
     monkeypatch.setattr("penstock.layers.quantization.method.PRODUCTS", PRODUCTS)
+    as_on_gpu(monkeypatch)
     config = tiny_checkpoint(tmp_path, tie_word_embeddings=True, hidden_size=64)
     ours, theirs = load(replace(config, quantization=option)), load(config)
     (found,), (expected,) = sequence_logits(ours, [[5, 9, 40, 22, 7]]), sequence_logits(theirs, [[5, 9, 40, 22, 7]])
@@ -150,21 +157,16 @@ import sys
 import pytest, torch
 sys.path[:0] = {paths!r}
 from support.triton_compile import LEAST_SHARED, compile_only
-from penstock.kernels.triton.quantized import dequantize, quantized_linear
+from support.stored_weights import NAMES, empty_weight
+from penstock.kernels.triton.stored_weight import dequantize, stored_linear
 counts = compile_only(pytest.MonkeyPatch(), most_shared=LEAST_SHARED)
-for num_outputs, num_inputs in [(28672, 4096)]:
-    for group_size in (128, 32, 0):
-        is_int4 = group_size > 0
-        values = torch.empty(num_outputs, num_inputs // (2 if is_int4 else 1), dtype=torch.uint8)
-        groups = num_inputs // group_size if is_int4 else 1
-        scales = torch.empty(num_outputs, groups)
-        zeros = torch.empty(num_outputs, groups, dtype=torch.uint8) if is_int4 else None
-        group_size = group_size or num_inputs
-        for num_rows in (1, 24, 64):
-            for dtype in (torch.bfloat16, torch.float32):
-                x = torch.empty(num_rows, num_inputs, dtype=dtype)
-                quantized_linear(x, values, scales, zeros, group_size)
-        dequantize(values, scales, zeros, group_size, num_inputs, torch.bfloat16)
+for name in NAMES:
+    weight = empty_weight(name, 28672, 4096)
+    for num_rows in (1, 24, 64):
+        stored_linear(torch.empty(num_rows, 4096, dtype=torch.bfloat16), weight)
+    if name == "int4 groups of 32":
+        stored_linear(torch.empty(64, 4096), weight)
+        dequantize(weight, torch.bfloat16)
 print(counts)
 """
 

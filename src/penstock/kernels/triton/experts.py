@@ -2,7 +2,8 @@
 
 Pairs of tokens and experts are sorted by expert, and tiles of rows belong to one expert each, whose weights are found
 through a table of addresses. The grid follows from the shapes, and nothing depends on values on the host, so that
-launches can be recorded. A row's sums have one order, whatever the other rows.
+launches can be recorded. A row's sums have one order, whatever the other rows. Weights have any of the formats of
+`penstock.kernels.triton.stored_weight`, which dequantises them in registers.
 
 Suffixes: T tokens, K experts of a token, N pairs of tokens and experts, D hidden size, I intermediate size, E experts.
 """
@@ -18,33 +19,59 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.experts import ExpertWeights
+from penstock.kernels.stored_weight import FLOAT8, PLAIN, StoredWeight
 from penstock.kernels.triton.activation import gated
+from penstock.kernels.triton.stored_weight import MANY_ROWS, Tiling, choose_tiling, product, sizes_of
 
 _SUM_BLOCK = 1024
-# Rows of a tile where no tiling may depend on the number of tokens.
-_INVARIANT_ROWS = 64
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class ExpertTable:
-    """Addresses of all experts' weights, int64 [E] each, with the sizes that they share. Keeps the weights."""
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """Addresses of all experts' weights of one layout, int64 [E] each. like: their layout, without tensors of values.
 
-    def __init__(self, experts: ExpertWeights) -> None:
-        self._experts = experts
-        self.num_experts = len(experts.gate_up)
-        gate_up, down = experts.gate_up[0], experts.down[0]
-        self.hidden_size, self.intermediate_size = down.shape
-        self.dtype = gate_up.dtype
-        for weight in (*experts.gate_up, *experts.down):
-            assert weight.is_contiguous(), "grouped products read contiguous weights"
-        self.gate_up, self.down = _addresses(experts.gate_up), _addresses(experts.down)
-        self.has_bias = experts.gate_up_bias is not None
-        self.gate_up_bias = self.down_bias = self.gate_up
-        if experts.gate_up_bias is not None and experts.down_bias is not None:
-            self.gate_up_bias, self.down_bias = _addresses(experts.gate_up_bias), _addresses(experts.down_bias)
+    values, scales, zeros, biases: addresses; those of what the weights do not have repeat the values'.
+    """
+
+    like: StoredWeight
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor
+    biases: Tensor
+    has_bias: bool
+
+    @classmethod
+    def of(cls, weights: Sequence[StoredWeight], biases: Sequence[Tensor] | None) -> WeightTable:
+        values = _addresses([weight.values for weight in weights])
+        scales = [weight.scales_OG for weight in weights if weight.scales_OG is not None]
+        zeros = [weight.zeros_OG for weight in weights if weight.zeros_OG is not None]
+        return cls(
+            weights[0].without_values(),
+            values,
+            _addresses(scales) if scales else values,
+            _addresses(zeros) if zeros else values,
+            _addresses(biases) if biases else values,
+            bool(biases),
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        return self.like.values.shape[0]
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    assert all(tensor.is_contiguous() for tensor in tensors), "grouped products read contiguous tensors"
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
+
+
+class ExpertTable:
+    """Tables of all experts' weights."""
+
+    def __init__(self, experts: ExpertWeights) -> None:
+        self.num_experts = len(experts.gate_up)
+        self.gate_up = WeightTable.of(experts.gate_up, experts.gate_up_bias)
+        self.down = WeightTable.of(experts.down, experts.down_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +87,7 @@ class ExpertTiles:
     tiles_E1: Tensor
     rows: int
     num_tiles: int
+    num_experts: int
 
     @classmethod
     def of(cls, experts_TK: Tensor, num_experts: int, rows: int) -> ExpertTiles:
@@ -70,30 +98,12 @@ class ExpertTiles:
         tiles_E1 = ((counts_E1 + rows - 1) // rows).cumsum(0).int()
         num_pairs = experts_TK.numel()
         num_tiles = min(num_pairs, num_pairs // rows + min(num_experts, num_pairs))
-        return cls(order_N, starts_E1, tiles_E1, rows, num_tiles)
+        return cls(order_N, starts_E1, tiles_E1, rows, num_tiles, num_experts)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Rows, output and input features of a tile, and the launch parameters of its program."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiling(num_pairs: int, num_experts: int, dtype: torch.dtype, *, is_invariant: bool = False) -> Tiling:
-    """Tiling for so many pairs, within 99 KiB of shared memory: tiles of rows that an average expert fills."""
-    rows = _INVARIANT_ROWS
-    if not is_invariant:
-        rows = min(max(16, int(triton.next_power_of_2(max(1, num_pairs // num_experts)))), 128)
-    if dtype is torch.float32:  # without tensor cores: operands take registers
-        return Tiling(min(rows, 32), 32, 32, num_warps=4, num_stages=2)
-    if rows == 128:
-        return Tiling(128, 64, 64, num_warps=8, num_stages=2)
-    return Tiling(rows, 64, 64, num_warps=4, num_stages=3)
+def choose_rows(num_pairs: int, num_experts: int, *, is_invariant: bool) -> int:
+    """Rows of an average expert, for `choose_tiling`."""
+    return MANY_ROWS if is_invariant else max(1, num_pairs // num_experts)
 
 
 def mixture(
@@ -111,51 +121,22 @@ def mixture(
     is_invariant: one tiling for any number of tokens.
     """
     num_tokens, top_k = experts_TK.shape
-    num_pairs, hidden_size, size = num_tokens * top_k, table.hidden_size, table.intermediate_size
+    hidden_size, size = table.down.num_outputs, table.down.like.num_inputs
     sum_TD = torch.empty_like(hidden_TD)
-    tiling = choose_tiling(num_pairs, table.num_experts, hidden_TD.dtype, is_invariant=is_invariant)
-    active_NI = hidden_TD.new_empty(num_pairs, size)
-    made_ND = hidden_TD.new_empty(num_pairs, hidden_size)
-    if num_pairs == 0:
+    if num_tokens == 0:
         return sum_TD
-    tiles = ExpertTiles.of(experts_TK, table.num_experts, tiling.rows)
-    name, alpha, limit = activation
-    shared = {
-        "ROWS": tiling.rows,
-        "OUTPUTS": tiling.outputs,
-        "INPUTS": tiling.inputs,
-        "HAS_BIAS": table.has_bias,
-        "num_warps": tiling.num_warps,
-        "num_stages": tiling.num_stages,
-    }
-    layout = tiles.order_N, tiles.starts_E1, tiles.tiles_E1
-    _gate_up_kernel[(triton.cdiv(size, tiling.outputs), tiles.num_tiles)](
-        hidden_TD,
-        hidden_TD.stride(0),
-        table.gate_up,
-        table.gate_up_bias,
-        active_NI,
-        *layout,
-        table.num_experts,
-        top_k,
-        hidden_size,
-        size,
-        alpha,
-        limit,
-        ACTIVATION=name,
-        **shared,
-    )
-    _down_kernel[(triton.cdiv(hidden_size, tiling.outputs), tiles.num_tiles)](
-        active_NI,
-        table.down,
-        table.down_bias,
-        made_ND,
-        *layout,
-        table.num_experts,
-        size,
-        hidden_size,
-        **shared,
-    )
+    num_rows = choose_rows(num_tokens * top_k, table.num_experts, is_invariant=is_invariant)
+    active_NI = hidden_TD.new_empty(num_tokens * top_k, size)
+    made_ND = hidden_TD.new_empty(num_tokens * top_k, hidden_size)
+    tiles: ExpertTiles | None = None
+    for weights, x, result, top in (
+        (table.gate_up, hidden_TD, active_NI, activation),
+        (table.down, active_NI, made_ND, ("", 0.0, 0.0)),
+    ):
+        tiling = choose_tiling(num_rows, hidden_TD.dtype, weights.like)
+        if tiles is None or tiles.rows != tiling.rows:
+            tiles = ExpertTiles.of(experts_TK, table.num_experts, tiling.rows)
+        _launch(x, weights, result, tiles, tiling, top, top_k)
     _sum_kernel[(num_tokens, triton.cdiv(hidden_size, _SUM_BLOCK))](
         made_ND,
         weights_TK,
@@ -167,6 +148,45 @@ def mixture(
         enable_fp_fusion=not is_invariant,
     )
     return sum_TD
+
+
+def _launch(
+    x: Tensor,
+    weights: WeightTable,
+    result: Tensor,
+    tiles: ExpertTiles,
+    tiling: Tiling,
+    activation: tuple[str, float, float],
+    top_k: int,
+) -> None:
+    """Products of all experts. With an activation x is by token, and the result by row; without one by row and pair."""
+    name, alpha, limit = activation
+    like = weights.like
+    scales = like.scales_OG
+    _grouped_kernel[(triton.cdiv(weights.num_outputs, tiling.outputs), tiles.num_tiles)](
+        x,
+        x.stride(0),
+        weights.values,
+        weights.scales,
+        weights.zeros,
+        weights.biases,
+        result,
+        tiles.order_N,
+        tiles.starts_E1,
+        tiles.tiles_E1,
+        tiles.num_experts,
+        top_k,
+        result.shape[1],
+        *sizes_of(like),
+        alpha,
+        limit,
+        ACTIVATION=name,
+        FORM=like.form,
+        VALUE=_TYPES[x.dtype] if like.form == PLAIN else tl.float8e4nv if like.form == FLOAT8 else tl.uint8,
+        SCALE=tl.uint8 if scales is not None and scales.dtype is torch.uint8 else tl.float32,
+        HAS_BIAS=weights.has_bias,
+        **tiling.options,
+    )
 
 
 @triton.jit
@@ -184,114 +204,93 @@ def _expert_of_tile(tiles, tile, num_experts):
 
 
 @triton.jit
-def _weight_of(addresses, expert, LIKE: tl.constexpr):
-    """Pointer to an expert's weight, whose allocation is aligned to 16 bytes."""
-    address = tl.load(addresses + expert)
-    return tl.multiple_of(address.to(tl.pointer_type(LIKE)), 16)
+def _pointer(addresses, expert, TYPE: tl.constexpr):
+    return tl.load(addresses + expert).to(tl.pointer_type(TYPE))
 
 
 @triton.jit(do_not_specialize=["num_experts", "top_k"])
-def _gate_up_kernel(
-    hidden,
-    hidden_stride,
-    weights,
+def _grouped_kernel(
+    x,
+    x_stride,
+    values,
+    scales,
+    zeros,
     biases,
-    active,
+    result,
     order,
     starts,
     tiles,
     num_experts,
     top_k,
+    num_results,
     num_inputs,
-    num_outputs,
+    row_size,
+    num_groups,
+    group_size,
     alpha,
     limit,
     ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr,
+    VALUE: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALING: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
-    """One tile of an expert's rows: activation(gate) * up of some intermediate features, in the order of rows."""
+    """One tile of an expert's rows and some of its output features.
+
+    With an activation: of tokens, activation(gate) * up, in the order of rows. A tile alternates between the outputs of
+    gate and up. Without: of the rows in their order, at the places of their pairs.
+    """
     tile = tl.program_id(1)
     expert = _expert_of_tile(tiles, tile, num_experts)
     if expert >= num_experts:
         return
-    begin = tl.load(starts + expert)
-    row = begin + (tile - tl.load(tiles + expert)) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(starts + expert) + (tile - tl.load(tiles + expert)) * ROWS + tl.arange(0, ROWS)
     is_row = row < tl.load(starts + expert + 1)
-    token = tl.load(order + row, mask=is_row, other=0) // top_k
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = output < num_outputs
-    column = tl.arange(0, INPUTS)
-    hidden_row = hidden + token[:, None] * hidden_stride
-    weight = _weight_of(weights, expert, hidden.dtype.element_ty)
-    gate_row = weight + output.to(tl.int64)[None, :] * num_inputs
-    up_row = gate_row + num_outputs.to(tl.int64) * num_inputs
-    gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    up = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in range(0, num_inputs, INPUTS):
-        place = start + column
-        is_input = place < num_inputs
-        is_weight = is_input[:, None] & is_output[None, :]
-        rows = tl.load(hidden_row + place[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-        gates = tl.load(gate_row + place[:, None], mask=is_weight, other=0.0)
-        ups = tl.load(up_row + place[:, None], mask=is_weight, other=0.0)
-        gate = tl.dot(rows, gates, gate, input_precision="ieee")
-        up = tl.dot(rows, ups, up, input_precision="ieee")
-    if HAS_BIAS:
-        bias = _weight_of(biases, expert, hidden.dtype.element_ty)
-        gate += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + num_outputs + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    dtype = active.dtype.element_ty
-    result = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), alpha, limit, dtype, ACTIVATION)
-    place = active + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    tl.store(place, result.to(dtype), mask=is_row[:, None] & is_output[None, :])
-
-
-@triton.jit(do_not_specialize=["num_experts"])
-def _down_kernel(
-    active,
-    weights,
-    biases,
-    made,
-    order,
-    starts,
-    tiles,
-    num_experts,
-    num_inputs,
-    num_outputs,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """One tile of an expert's rows: some output features, at the places of their pairs."""
-    tile = tl.program_id(1)
-    expert = _expert_of_tile(tiles, tile, num_experts)
-    if expert >= num_experts:
-        return
-    begin = tl.load(starts + expert)
-    row = begin + (tile - tl.load(tiles + expert)) * ROWS + tl.arange(0, ROWS)
-    is_row = row < tl.load(starts + expert + 1)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_output = output < num_outputs
-    column = tl.arange(0, INPUTS)
-    active_row = active + row.to(tl.int64)[:, None] * num_inputs
-    weight_row = _weight_of(weights, expert, active.dtype.element_ty) + output.to(tl.int64)[None, :] * num_inputs
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for start in range(0, num_inputs, INPUTS):
-        place = start + column
-        is_input = place < num_inputs
-        rows = tl.load(active_row + place[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-        downs = tl.load(weight_row + place[:, None], mask=is_input[:, None] & is_output[None, :], other=0.0)
-        total = tl.dot(rows, downs, total, input_precision="ieee")
-    if HAS_BIAS:
-        bias = _weight_of(biases, expert, active.dtype.element_ty)
-        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order + row, mask=is_row, other=0)
-    place = made + pair[:, None] * num_outputs + output[None, :]
-    tl.store(place, total.to(made.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+    column = tl.arange(0, OUTPUTS)
+    # Outputs beyond the last repeat the last, and are not stored.
+    if ACTIVATION != "":
+        source = pair // top_k
+        output = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        of_column = tl.program_id(0) * (OUTPUTS // 2) + column // 2
+        feature = tl.minimum(of_column, num_results - 1) + (column % 2) * num_results
+    else:
+        source = row.to(tl.int64)
+        output = tl.program_id(0) * OUTPUTS + column
+        feature = tl.minimum(output, num_results - 1)
+    total = product(
+        x + source[:, None] * x_stride,
+        is_row,
+        tl.multiple_of(_pointer(values, expert, VALUE), 16),  # allocations are aligned
+        _pointer(scales, expert, SCALE),
+        _pointer(zeros, expert, tl.uint8),
+        feature,
+        num_inputs,
+        row_size,
+        num_groups,
+        group_size,
+        FORM,
+        SCALING,
+        ROWS,
+        OUTPUTS,
+        INPUTS,
+    )
+    dtype = result.dtype.element_ty
+    if HAS_BIAS:
+        total += tl.load(_pointer(biases, expert, dtype) + feature).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        rounded = total.to(dtype).to(tl.float32)
+        gate, up = tl.split(tl.reshape(rounded, [ROWS, OUTPUTS // 2, 2]))
+        total = gated(gate, up, alpha, limit, dtype, ACTIVATION)
+        target = row.to(tl.int64)
+    else:
+        target = pair
+    place = result + target[:, None] * num_results + output[None, :]
+    tl.store(place, total.to(dtype), mask=is_row[:, None] & (output < num_results)[None, :])
 
 
 @triton.jit(do_not_specialize=["top_k"])

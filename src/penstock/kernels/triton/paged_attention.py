@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from penstock.device.capability import choices_of, gpu_capability
 from penstock.kernels.triton.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
 
 _LOG2_E = math.log2(math.e)
@@ -242,7 +243,10 @@ def _decode_tiling(head_size: int, dtype: torch.dtype) -> Tiling:
 
 
 def _prefill_tiling(head_size: int, dtype: torch.dtype, group_size: int) -> Tiling:
-    """As `_decode_tiling`; float32 has no tensor cores, so its operands take registers too."""
+    """As `_decode_tiling`, with as many stages as fit into the GPU's shared memory.
+
+    float32 has no tensor cores, so its operands take registers too.
+    """
     padded = padded_head(head_size)
     if dtype is torch.float32:
         rows, positions = (64, 32) if padded <= 64 else (32, 32) if padded <= 128 else (32, 16)
@@ -254,4 +258,9 @@ def _prefill_tiling(head_size: int, dtype: torch.dtype, group_size: int) -> Tili
     else:
         rows, positions, num_warps, num_stages = 128, 32, 8, 2
     # A tile has at least one token with all query heads of the group.
-    return Tiling(max(rows, int(triton.next_power_of_2(group_size))), positions, num_warps, num_stages)
+    rows = max(rows, int(triton.next_power_of_2(group_size)))
+    if dtype is not torch.float32:
+        # Queries, and in each stage keys and values, are in shared memory, in 16 bits.
+        shared_of_stages = (choices_of(gpu_capability()).shared_kib << 10) - 2 * rows * padded
+        num_stages = max(1, min(num_stages, shared_of_stages // (4 * positions * padded)))
+    return Tiling(rows, positions, num_warps, num_stages)

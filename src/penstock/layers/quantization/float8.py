@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.gpu_float8 import Float8Weight, float8_linear
+from penstock.kernels.stored_weight import StoredWeight
 from penstock.layers.linear import LinearLayer, PackedMethod, argmax_on_gpu
 
 
@@ -48,6 +49,9 @@ class Float8Method(PackedMethod):
 
     def loaded_weight(self, layer: LinearLayer) -> Tensor | None:
         return None
+
+    def stored_weight(self, layer: LinearLayer) -> StoredWeight | None:
+        return None if self.packed_OI is None else self._weight(self.packed_OI).stored
 
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         return float8_linear(x_TI, self._weight(packed_OI), bias_O, is_invariant=self._is_invariant)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.device.stand_in import is_on_cpu
 from penstock.errors import UnsupportedFeature
-from penstock.kernels.gpu_quantized import GpuQuantizedProducts
+from penstock.kernels.gpu_quantized import GpuQuantizedProducts, stored_weight
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.quantized import native_quantized_products
 from penstock.kernels.quantized import (
@@ -22,6 +22,7 @@ from penstock.kernels.quantized import (
     QuantizedWeight,
     TorchQuantizedProducts,
 )
+from penstock.kernels.stored_weight import StoredWeight
 from penstock.layers.linear import LinearLayer, LinearMethod, PackedMethod, argmax_on_gpu
 from penstock.layers.quantization.quantize import quantize_int4, quantize_int4_residual, quantize_int8
 from penstock.layers.weights import RowLookup
@@ -66,6 +67,11 @@ class QuantizedMethod(PackedMethod):
 
     def loaded_weight(self, layer: LinearLayer) -> Tensor | None:
         return None
+
+    def stored_weight(self, layer: LinearLayer) -> StoredWeight | None:
+        if self.packed_OI is None or self.shape is None or not isinstance(self._products, GpuQuantizedProducts):
+            return None
+        return stored_weight(self.packed_OI, self.shape)
 
     def row_lookup(self, packed_OI: Tensor) -> RowLookup:
         assert self.shape is not None, "row_lookup before pack"
@@ -139,6 +145,9 @@ class ReorderedMethod(QuantizedMethod):
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
         return super().unpack(packed_OI, output_size).index_select(1, self._places_I)
+
+    def stored_weight(self, layer: LinearLayer) -> None:
+        return None  # its kernels would have to reorder inputs
 
     def row_lookup(self, packed_OI: Tensor) -> RowLookup:
         return _ReorderedRows(super().row_lookup(packed_OI), self._places_I)

@@ -45,9 +45,10 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
             )
         if not checkpoint.is_float:
             return QuantizedTensors(checkpoint)
-        if checkpoint.method == MXFP4 and option is None and computes_blocks:
+        on_gpu = kind == "cuda" and has_triton() and not runs_through_transformers(model_config)
+        if checkpoint.method == MXFP4 and option is None and (computes_blocks or on_gpu):
             return Mxfp4Products(checkpoint)
-        if option is None and kind == "cuda" and checkpoint.method != MXFP4 and _keeps_float8(model_config):
+        if option is None and on_gpu and checkpoint.method != MXFP4 and choices_of(gpu_capability()).has_float8:
             return Float8Tensors(checkpoint)
         return DequantizedTensors(checkpoint, None if option in (None, NO_QUANTIZATION) else _rounding(option, kind))
     if option == NO_QUANTIZATION:
@@ -58,11 +59,6 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
         found = find_gguf(model_config.folder, load_config)
         return None if found is None or not found.quantized_names else GgufProducts(found)
     return _rounding(option, kind)
-
-
-def _keeps_float8(model_config: ModelConfig) -> bool:
-    has_kernels = has_triton() and choices_of(gpu_capability()).has_float8
-    return has_kernels and not runs_through_transformers(model_config)
 
 
 def _rounding(option: str, kind: str) -> OptionRounding:

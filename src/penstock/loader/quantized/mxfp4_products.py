@@ -1,4 +1,4 @@
-"""Products with MXFP4 weights as they are stored, for CPUs."""
+"""Products with MXFP4 weights as they are stored."""
 
 from __future__ import annotations
 
