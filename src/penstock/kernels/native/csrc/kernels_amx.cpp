@@ -70,12 +70,8 @@ Kernels amx_table() {
   return table;
 }
 
-// Rows from which on quantised weights are multiplied by tiles. Fewer are bound by memory, and products by vectors need
-// no sums of integers in memory.
-constexpr int64_t kFewestRowsOfTiles = 16;
-
 bool quantized_amx_linear(const QuantizedLinearArgs& a) {
-  if (a.rows < kFewestRowsOfTiles) return quantized_avx512vnni_kernels()->linear(a);
+  if (a.rows < tile_choices.fewest_quantized_rows) return quantized_avx512vnni_kernels()->linear(a);
   return quantized_amx::quantized_linear_by_tiles(a);
 }
 
