@@ -1,40 +1,33 @@
 """Matrix products of the C++ kernels by rows, shapes and weight dtypes, relative to the machine's ceilings.
 
     python -m benchmarks.kernels [--threads 2] [--rows 1,8,32] [--shapes 512x1536] [--dtypes float32,bfloat16]
+    python -m benchmarks.kernels --tiles [--shapes 1024x3072,1024x151936]
 
 Several copies of each weight take turns, so that none is in a cache, as in a model. Every case is timed in rounds that
 go over all dtypes, with the ceilings before each round; the best round counts, of the ceilings too, since what else the
 machine does can only slow them down. GB/s counts the weight alone.
+
+`--tiles`, on a processor with AMX, measures the sizes in `csrc/tile_choices.h` instead, and prints the best ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.ceilings import Ceilings
+from benchmarks.cold_products import BFLOAT16_ARITHMETIC, Product
 from benchmarks.machine import machine, save
-from penstock.kernels.native import NATIVE
+from benchmarks.tile_choices import best_choices
+from penstock.kernels.native import NATIVE, describe_kernels
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32, 64, 256)
 # Input x output features.
-# bfloat16 weights in bfloat16 arithmetic.
-_PAIRS = "bfloat16-arithmetic"
 SHAPES = ("512x1536", "1024x3072", "512x32000", "1024x151936")
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    _PAIRS: torch.bfloat16,
-}
 # Larger than any cache that could keep a weight between two calls.
 _COLD_BYTES = 128 << 20
 
@@ -53,42 +46,6 @@ class Case:
     gbytes: float
     of_read: float
     of_multiply_add: float
-
-
-class Product:
-    """One weight, in as many copies as it takes to be cold, and the time of a pass over them."""
-
-    def __init__(self, inputs: int, outputs: int, dtype: str, most_bytes: int) -> None:
-        weight_OI = torch.empty(outputs, inputs).uniform_(-1, 1).to(DTYPES.get(dtype, torch.float32))
-        self.inputs, self.outputs = inputs, outputs
-        self.num_bytes = weight_OI.numel() * weight_OI.element_size()
-        num_copies = max(1, -(-most_bytes // self.num_bytes))
-        self._is_torch = dtype == "torch"
-        if self._is_torch:
-            self._weights = [weight_OI.clone() for _ in range(num_copies)]
-        else:
-            assert NATIVE is not None
-            layout = NATIVE.bfloat16_layout if dtype == _PAIRS else None
-            self._weights = [NATIVE.pack_weight(weight_OI, bfloat16=layout) for _ in range(num_copies)]
-
-    def seconds(self, x_TI: Tensor, budget_s: float) -> float:
-        """Median of one product: a pass over all copies, or so many as fit into the budget."""
-        self._multiply(x_TI, self._weights[0])
-        times = []
-        for weight in self._weights:
-            begin = time.perf_counter()
-            self._multiply(x_TI, weight)
-            times.append(time.perf_counter() - begin)
-            if sum(times) > budget_s:
-                break
-        return statistics.median(times)
-
-    def _multiply(self, x_TI: Tensor, weight: Tensor) -> None:
-        if self._is_torch:
-            F.linear(x_TI, weight)
-        else:
-            assert NATIVE is not None
-            NATIVE.linear(x_TI, weight, self.outputs, None)
 
 
 def measure(shape: str, rows: list[int], dtypes: list[str], rounds: int, meter: Ceilings) -> list[Case]:
@@ -118,9 +75,10 @@ def _case(
     shape: str, rows: int, dtype: str, product: Product, seconds: list[float], ceilings: list[dict[str, float]]
 ) -> Case:
     best = min(seconds)
-    gflops = 2e-9 * rows * product.inputs * product.outputs / best
+    inputs, outputs = map(int, shape.split("x"))
+    gflops = 2e-9 * rows * inputs * outputs / best
     gbytes = 1e-9 * product.num_bytes / best
-    of_bfloat16 = ("tile_bfloat16_gflop_s_best", "bfloat16_gflop_s_best") if dtype == _PAIRS else ()
+    of_bfloat16 = ("tile_bfloat16_gflop_s_best", "bfloat16_gflop_s_best") if dtype == BFLOAT16_ARITHMETIC else ()
     flops = next((ceiling for ceiling in of_bfloat16 if ceiling in ceilings[0]), "gflop_s_best")
     return Case(
         shape=shape,
@@ -156,14 +114,22 @@ def main() -> None:
     parser.add_argument(
         "--dtypes",
         default="float32,bfloat16",
-        help=f"also float16; {_PAIRS}: bfloat16 weights in that arithmetic; torch: its own float32 product",
+        help=f"also float16, int4; {BFLOAT16_ARITHMETIC}: bfloat16 weights in it; torch: its own float32 product",
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiles", action="store_true", help="measure the sizes of products by AMX's tiles")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if NATIVE is None:
         parser.error("the C++ kernels were not built")
     torch.set_num_threads(arguments.threads)
+    if arguments.tiles:
+        if not NATIVE.instruction_set.has_tiles:
+            parser.error(f"--tiles needs a processor with AMX, and its kernels, not {describe_kernels()}")
+        shapes, sizes = arguments.shapes.split(","), NATIVE.module.set_tile_choices
+        best = best_choices(sizes, shapes, arguments.rounds, print, most_bytes=_COLD_BYTES)
+        print("\nFor csrc/tile_choices.h: " + ", ".join(f"{name} = {size}" for name, size in best.items()))
+        return
     folder = tempfile.TemporaryDirectory()
     meter = Ceilings(Path(folder.name), arguments.threads)
     if not meter.is_available:

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +82,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", "int8"])
     parser.add_argument("--kinds", nargs="*", choices=["attention", "step", "engine"], default=["attention", "step"])
     parser.add_argument("--shapes", nargs="*", choices=list(_SHAPES), default=list(_SHAPES), help="of attention alone")
+    parser.add_argument(
+        "--cpu-arithmetic", choices=["float32", "bfloat16"], default="float32", help="of attention alone"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path)
@@ -101,7 +104,7 @@ def report(arguments: argparse.Namespace, clock: Turns) -> None:
             for batch in arguments.batches:
                 if "attention" in arguments.kinds:
                     rows += [
-                        measure_attention(clock, name, dtype, batch, context)
+                        measure_attention(clock, name, dtype, batch, context, arguments.cpu_arithmetic)
                         for name in _shapes(arguments.shapes, dtype)
                     ]
                 if "step" in arguments.kinds:
@@ -151,8 +154,8 @@ def _shapes(wanted: list[str], dtype: str) -> list[str]:
     ]
 
 
-def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: int) -> Row:
-    layer = _SHAPES[name]
+def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: int, arithmetic: str) -> Row:
+    layer = replace(_SHAPES[name], cpu_arithmetic=arithmetic)
     backend = CpuNativeBackend(layer)
     geometry = decodes(batch, context)
     num_blocks = int(geometry.block_table.max()) + 1

@@ -1,10 +1,14 @@
 """Speed beside busy processes: the engine's own choice of threads against fixed numbers of threads.
 
     python -m benchmarks.shared_machine [--model demo] [--busy 0 1 2] [--rounds 5] [--output FOLDER]
+    python -m benchmarks.shared_machine --model llama-60m --peers llama.cpp-bf16 vllm-bfloat16 --work-dir FOLDER
 
 One request and 32, with endless loops beside them as `--busy` says. All engines take turns. "1 thread" has nothing to
 choose; "chosen" has one thread per core and takes as many as pay. The ratio is that of the chosen number to the better
 one of the fixed ones, within a round; `--without` names a checkout whose engines always use all threads.
+
+`--peers` are engines of `benchmarks.peers`, with a thread per core, on the same model: one of its shapes, made in its
+work folder, where `benchmarks.peers setup` has made their environments. They are stopped between their turns.
 """
 
 from __future__ import annotations
@@ -22,15 +26,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import described, machine, save
+from benchmarks.peers.catalogue import ENGINES
+from benchmarks.peers.checkpoints import make
+from benchmarks.peers.environments import failure_of
+from benchmarks.peers.process import EngineProcess
+from benchmarks.peers.shapes import SHAPES
 
-_PROMPT = 32
+_PROMPT, _REQUESTS = 32, 32
 
 
 def serve_rates(model: str, threads: int) -> None:
     """Engine: print a line when it is ready, then the tokens per second of each line [requests, tokens]."""
     from penstock import LLM, SamplingParams
 
-    options: dict[str, Any] = {"kv_cache_memory_bytes": "256MiB", "max_num_seqs": 32, "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        "kv_cache_memory_bytes": "256MiB",
+        "max_num_seqs": _REQUESTS,
+        "enable_prefix_caching": False,
+    }
     with LLM(model, num_threads=threads, **options) as llm:
         print(flush=True)
         for line in sys.stdin:
@@ -71,6 +84,39 @@ class Engine:
         return line
 
 
+class Peer:
+    """Another engine, which is stopped between its turns. length: most tokens of a request."""
+
+    def __init__(self, name: str, shape: str, work_dir: Path, threads: int, length: int) -> None:
+        spec = ENGINES[name]
+        if spec.environment is not None and (failure := failure_of(work_dir, spec.environment)) is not None:
+            raise SystemExit(f"--peers {name} cannot run: {failure}")
+        model = make(work_dir, SHAPES[shape], spec.model_format)
+        num_tokens = _REQUESTS * (_PROMPT + length)
+        self._process = EngineProcess(
+            spec, model, work_dir, threads=threads, num_kv_tokens=num_tokens, num_kv_bytes=1 << 30
+        )
+        self._turns = 0
+        for count in (1, _REQUESTS):
+            self._run(count, 4)
+        self._process.pause()
+
+    def rate(self, count: int, length: int) -> float:
+        self._process.resume_at_rest()
+        rate = count * length / self._run(count, length)
+        self._process.pause()
+        return rate
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _run(self, count: int, length: int) -> float:
+        # Other prompts each time: a prefix cache has none of them.
+        self._turns += 1
+        prompts = [[(7 * i + 3 * j + 11 * self._turns) % 200 + 5 for j in range(_PROMPT)] for i in range(count)]
+        return float(self._process.run(prompts, [length] * count)["seconds"])
+
+
 @contextlib.contextmanager
 def busy_loops(count: int) -> Iterator[None]:
     """Run endless loops in processes of their own."""
@@ -90,41 +136,57 @@ def main() -> None:
     parser.add_argument("--busy", type=int, nargs="*", default=(0, 1, 2))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without", type=Path, help="a checkout, for all threads always")
+    parser.add_argument("--peers", nargs="+", default=[], choices=list(ENGINES), metavar="NAME", help="other engines")
+    parser.add_argument("--work-dir", type=Path, help="of benchmarks.peers, for --peers")
     parser.add_argument("--output", type=Path, help="a folder for the table")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
         serve_rates(arguments.model, arguments.engine)
         return
-    threads = len(os.sched_getaffinity(0))
-    engines = {"chosen": Engine(arguments.model, threads), "1 thread": Engine(arguments.model, 1)}
-    if arguments.without:
-        engines[f"{threads} threads"] = Engine(arguments.model, threads, arguments.without)
+    if arguments.peers and (arguments.model not in SHAPES or arguments.work_dir is None):
+        parser.error(f"--peers needs --work-dir, and --model as one of {', '.join(SHAPES)}")
+    threads, model = len(os.sched_getaffinity(0)), arguments.model
+    if arguments.peers:
+        model = str(make(arguments.work_dir.resolve(), SHAPES[model], "bfloat16"))
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, Engine | Peer] = {}
+        for name in arguments.peers:
+            peer = Peer(name, arguments.model, arguments.work_dir.resolve(), threads, max(arguments.lengths))
+            engines[ENGINES[name].title] = stack.enter_context(contextlib.closing(peer))
+        own = {"chosen": (threads, None), "1 thread": (1, None)}
+        if arguments.without:
+            own[f"{threads} threads"] = (threads, arguments.without)
+        for name, (number, source) in own.items():
+            engines[name] = stack.enter_context(contextlib.closing(Engine(model, number, source)))
+        page = measure(engines, list(own), arguments)
+    print(page)
+    if arguments.output is not None:
+        save(arguments.output, "shared-machine", page=page)
+
+
+def measure(engines: dict[str, Engine | Peer], own: list[str], arguments: argparse.Namespace) -> str:
+    """The table, in Markdown. own: names of Penstock's engines, the chosen number of threads first."""
     rows = [
         "# Speed on a shared machine, CPU",
         "",
-        f"{described(machine(threads))}, model {Path(arguments.model).name}",
+        f"{described(machine(len(os.sched_getaffinity(0))))}, model {Path(arguments.model).name}",
         "",
         "| busy processes | requests | " + " | ".join(engines) + " | chosen to best fixed |",
         "| ---: | ---: |" + " ---: |" * (len(engines) + 1),
     ]
     for busy in arguments.busy:
         with busy_loops(busy):
-            for count, length in zip((1, 32), arguments.lengths, strict=True):
-                rows.append(_row(engines, busy, count, length, arguments.rounds))
+            for count, length in zip((1, _REQUESTS), arguments.lengths, strict=True):
+                rows.append(_row(engines, own, busy, count, length, arguments.rounds))
                 print(rows[-1], flush=True)
-    for engine in engines.values():
-        engine.close()
-    page = "\n".join(rows) + "\n"
-    print(page)
-    if arguments.output is not None:
-        save(arguments.output, "shared-machine", page=page)
+    return "\n".join(rows) + "\n"
 
 
-def _row(engines: dict[str, Engine], busy: int, count: int, length: int, num_rounds: int) -> str:
+def _row(engines: dict[str, Engine | Peer], own: list[str], busy: int, count: int, length: int, num_rounds: int) -> str:
     rounds = [{name: engine.rate(count, length) for name, engine in engines.items()} for _ in range(num_rounds)]
     medians = [statistics.median(one[name] for one in rounds) for name in engines]
-    ratios = [one["chosen"] / max(rate for name, rate in one.items() if name != "chosen") for one in rounds]
+    ratios = [one[own[0]] / max(one[name] for name in own[1:]) for one in rounds]
     ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     return f"| {busy} | {count} | " + " | ".join(f"{median:.0f}" for median in medians) + f" | {ratio} |"
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
 from penstock.kernels.native.attention import HeadShape, StepRequests
+from support.kv_caches import KV_CACHES
 
 AVAILABLE = [found.name for found in available_instruction_sets()]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
@@ -36,13 +37,15 @@ class Requests:
 
     def __init__(
         self, instruction_set: str, first: int, first_new: int, sharers: list[Sharer], *,
-        block_size: int, group_size: int, window: int | None, dtype: torch.dtype,
+        block_size: int, group_size: int, window: int | None, cache: str,
     ) -> None:  # fmt: skip
         kernels = load_native_kernels(instruction_set)
         assert kernels is not None
         self.kernels: NativeKernels = kernels
-        self.block_size, self.dtype = block_size, dtype
-        self.shape = HeadShape(NUM_KV_HEADS * group_size, NUM_KV_HEADS, HEAD_SIZE, block_size, 0.3, window, None)
+        self.dtype, layout = KV_CACHES[cache]
+        self.block_size = block_size
+        sizes = NUM_KV_HEADS * group_size, NUM_KV_HEADS, HEAD_SIZE, block_size
+        self.shape = HeadShape(*sizes, 0.3, window, None, bfloat16_layout=layout)
         generator = torch.Generator().manual_seed(5)
         self.heads: list[Tensor] = []
         self.blocks: list[list[int]] = []
@@ -131,19 +134,19 @@ def assert_same_bits_as_alone(requests: Requests) -> None:
 
 
 @pytest.mark.parametrize("instruction_set", AVAILABLE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("cache", KV_CACHES)
 @pytest.mark.parametrize("window", [None, 70])
-def test_decodes_over_a_shared_prompt(instruction_set: str, dtype: torch.dtype, window: int | None) -> None:
+def test_decodes_over_a_shared_prompt(instruction_set: str, cache: str, window: int | None) -> None:
     sharers = [Sharer(0, 12, own, 1) for own in (1, 2, 17, 16, 40, 33, 5, 5, 8, 21, 64, 65, 66, 30)]
-    options = {"block_size": 16, "group_size": 2, "window": window, "dtype": dtype}
+    options = {"block_size": 16, "group_size": 2, "window": window, "cache": cache}
     assert_same_bits_as_alone(Requests(instruction_set, 200, 1, sharers, **options))
 
 
 @pytest.mark.parametrize("instruction_set", AVAILABLE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_prompts_that_read_what_another_one_writes_in_the_same_step(instruction_set: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cache", KV_CACHES)
+def test_prompts_that_read_what_another_one_writes_in_the_same_step(instruction_set: str, cache: str) -> None:
     sharers = [Sharer(0, 12, own, own) for own in (1, 1, 2, 17, 16, 40, 1, 90)] + [Sharer(8, 14, 3, 3)]
-    options = {"block_size": 16, "group_size": 3, "window": None, "dtype": dtype}
+    options = {"block_size": 16, "group_size": 3, "window": None, "cache": cache}
     assert_same_bits_as_alone(Requests(instruction_set, 200, 200, sharers, **options))
 
 
@@ -164,4 +167,4 @@ def test_prompts_that_read_what_another_one_writes_in_the_same_step(instruction_
 @pytest.mark.slow
 def test_trees_of_prefixes(sharers: list[Sharer], first: int, first_new: int, **options: int | None) -> None:
     """Prefixes of any length, some of them of others' own positions, in steps of decodes and chunks."""
-    assert_same_bits_as_alone(Requests(AVAILABLE[0], first, first_new, sharers, dtype=torch.float32, **options))  # type: ignore[arg-type]
+    assert_same_bits_as_alone(Requests(AVAILABLE[0], first, first_new, sharers, cache="float32", **options))  # type: ignore[arg-type]

@@ -45,8 +45,10 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 def options_of(dtype: str) -> dict[str, str]:
-    """bfloat16: with bfloat16 arithmetic, emulated on a processor without the instructions."""
-    return {"dtype": dtype, "cpu_arithmetic": "bfloat16" if dtype == "bfloat16" else "auto"}
+    """bfloat16: products and attention in bfloat16 arithmetic, emulated on a processor without the instructions."""
+    if dtype == "bfloat16":
+        return {"dtype": dtype, "cpu_arithmetic": "bfloat16", "kv_cache_dtype": "bfloat16"}
+    return {"dtype": dtype}
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +107,7 @@ def test_after_a_prefix_hit(folder: Path, dtype: str, alone: list[Result]) -> No
 
 
 def test_after_preemption(folder: Path, dtype: str, alone: list[Result]) -> None:
-    bytes_per_block = 16 * 2 * 2 * 2 * 32 * 4
+    bytes_per_block = 16 * 2 * 2 * 2 * 32 * (2 if dtype == "bfloat16" else 4)
     # Room for the prompts of a few requests, which push each other out as they grow. Blocks of another size would add
     # in another order.
     options = {"max_model_len": 128, "kv_cache_memory_bytes": 20 * bytes_per_block, "enable_prefix_caching": False}

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.native import Bfloat16Layout, NativeKernels, available_instruction_sets, load_native_kernels
+from support.bfloat16_sums import SMALLEST_NORMAL, sum_in_order
 
 AVAILABLE = [found.name for found in available_instruction_sets()]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 @pytest.fixture(params=AVAILABLE, scope="module")
@@ -40,40 +40,6 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def flushed(x: Tensor) -> Tensor:
-    """Denormal numbers as zeros of their sign."""
-    return torch.where(x.abs() < SMALLEST_NORMAL, torch.zeros_like(x).copysign(x), x)
-
-
-def sum_of_pairs(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """vdpbf16ps, input by input: of each pair the second product first, every sum rounded to float32."""
-    sum_TO = torch.zeros(len(x_TI), len(weight_OI))
-    for pair in range(0, x_TI.shape[1], 2):
-        for k in (pair + 1, pair):
-            sum_TO = flushed((sum_TO.double() + torch.outer(x_TI[:, k], weight_OI[:, k])).float())
-    return sum_TO
-
-
-def sum_of_tiles(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """tdpbf16ps, 32 inputs at a time: the products of even inputs and those of odd ones, then both, then the sum."""
-    sum_TO = torch.zeros(len(x_TI), len(weight_OI))
-    for first in range(0, x_TI.shape[1], 32):
-        halves = []
-        for half in (0, 1):
-            part_TO = torch.zeros_like(sum_TO)
-            for k in range(first + half, min(first + 32, x_TI.shape[1]), 2):
-                part_TO = flushed((part_TO.double() + torch.outer(x_TI[:, k], weight_OI[:, k])).float())
-            halves.append(part_TO)
-        sum_TO = flushed(sum_TO + flushed(halves[0] + halves[1]))
-    return sum_TO
-
-
-def reference(x_TI: Tensor, weight_OI: Tensor, layout: Bfloat16Layout) -> Tensor:
-    # Products are exact in float64. So are sums, if the exponents are close; their rounding to float32 is the only one.
-    x_TI, wide_OI = flushed(x_TI.bfloat16().float()).double(), flushed(weight_OI.float()).double()
-    return (sum_of_pairs if layout is Bfloat16Layout.PAIRS else sum_of_tiles)(x_TI, wide_OI)
-
-
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
@@ -90,7 +56,7 @@ def test_products_have_the_bits_of_the_reference(
     x_TI = torch.randn(rows, 2 * inputs)[:, :inputs] if data.draw(st.booleans()) else torch.randn(rows, inputs)
     weight_OI, bias_O = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
     packed = kernels.pack_weight(weight_OI, bfloat16=layout)
-    expected_TO = reference(x_TI, weight_OI, layout)
+    expected_TO = sum_in_order(x_TI, weight_OI, layout)
     assert same_bits(kernels.linear(x_TI, packed, outputs, None), expected_TO)
     assert same_bits(kernels.linear(x_TI, packed, outputs, bias_O), expected_TO + bias_O)
     tokens_T, failed_T, largest_T = kernels.greedy(x_TI, packed, outputs, with_largest=True)
@@ -188,7 +154,7 @@ def test_rows_and_outputs_of_every_edge_have_the_bits_of_the_reference(
 ) -> None:
     weight_OI = torch.randn(97, 1070).bfloat16()  # more inputs than a thread multiplies at once
     x_TI = torch.randn(67, 1070)
-    expected_TO = reference(x_TI, weight_OI, layout)
+    expected_TO = sum_in_order(x_TI, weight_OI, layout)
     for outputs in (1, 15, 16, 17, 31, 32, 33, 96, 97):
         packed = kernels.pack_weight(weight_OI[:outputs], bfloat16=layout)
         for rows in (1, 15, 16, 17, 31, 33, 48, 49, 67):

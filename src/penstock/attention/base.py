@@ -41,6 +41,7 @@ class LayerAttention:
     latent_size: latent attention: there is one KV head, and its value is the last so many elements of its key, so that
     the cache keeps keys alone; None for attention with values of their own.
     sinks: of the query heads; None for none. Its tensor is read in every step, since weights are loaded later.
+    cpu_arithmetic: "bfloat16" for products in bfloat16 arithmetic over a bfloat16 KV cache (`ModelConfig`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class LayerAttention:
     context: ContextShare | None = None
     latent_size: int | None = None
     sinks: AttentionSinks | None = None
+    cpu_arithmetic: str = "float32"
 
     @property
     def value_size(self) -> int:

@@ -1,6 +1,7 @@
 """CPU backend with one C++ kernel for any mix of decodes and prefill chunks.
 
-It computes in float32, or in integers over an int8 KV cache with one scale per position and head.
+It computes in float32, in integers over an int8 KV cache with one scale per position and head, or in bfloat16
+arithmetic over a bfloat16 one.
 Keys are stored as [num_blocks, K, D, block_size], values as [num_blocks, K, block_size, D]: the innermost dimension is
 the kernel's vector dimension. Int8 rows are interleaved in pairs. In memory a head's values of a block follow its
 keys, because longer contiguous reads are faster. Latents are stored once, as [num_blocks, block_size, D].
@@ -19,7 +20,7 @@ from torch import Tensor
 from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, StepGeometry
 from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.device.base import TORCH_DTYPES
-from penstock.kernels.native import NATIVE
+from penstock.kernels.native import NATIVE, Bfloat16Layout
 from penstock.kernels.native.attention import CACHE_TYPES, HeadPreparation, HeadShape, StepRequests
 from penstock.kernels.rotary import Rotation, TableRotation
 
@@ -165,8 +166,19 @@ class CpuNativeBackend(AttentionBackend):
                 layer.sinks,
                 *((None, 1) if layer.context is None else (layer.context.group.collectives, layer.context.interleave)),
                 layer.latent_size or 0,
+                bfloat16_layout(layer, kv_cache.dtype),
             )
         return shape
+
+
+def bfloat16_layout(layer: LayerAttention, dtype: torch.dtype) -> Bfloat16Layout | None:
+    """The order of products in bfloat16 arithmetic over a KV cache of this dtype; None for float32 arithmetic.
+
+    Latents, and heads of an odd size or of fewer than 16 elements, are multiplied in float32.
+    """
+    takes_pairs = layer.latent_size is None and layer.head_size % 2 == 0 and layer.head_size >= 16
+    is_wanted = layer.cpu_arithmetic == "bfloat16" and dtype is torch.bfloat16
+    return NATIVE.bfloat16_layout if NATIVE is not None and is_wanted and takes_pairs else None
 
 
 def head_preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparation | None:

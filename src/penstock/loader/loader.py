@@ -40,6 +40,7 @@ from penstock.loader.weight_files import (
     has_weight_files,
     what_is_there,
 )
+from penstock.models.attention_layers import attend_in_bfloat16
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.observability.progress_bar import progress_bar
@@ -163,15 +164,18 @@ def _fill(
     model.load_weights(tensors, slots)
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
-    _check_arithmetic(model, model_config)
+    _choose_arithmetic(model, model_config)
 
 
-def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
-    """Raise ConfigError if bfloat16 arithmetic is asked for and no layer can have it."""
+def _choose_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
+    """Give attention the arithmetic of the products.
+
+    Raises ConfigError if bfloat16 arithmetic is asked for and no layer can have it.
+    """
     layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
-    if model_config.cpu_arithmetic != "bfloat16" or not layers:
-        return
-    if not any(isinstance(layer.method, NativeBfloat16Method) for layer in layers):
+    if any(isinstance(layer.method, NativeBfloat16Method) for layer in layers):
+        attend_in_bfloat16(model)
+    elif model_config.cpu_arithmetic == "bfloat16" and layers:
         raise ConfigError(
             f"cpu_arithmetic='bfloat16' is not valid for {model_config.model} here: it needs unquantized weights in "
             "bfloat16 (dtype='bfloat16' converts them), on the CPU, with the C++ kernels. Use cpu_arithmetic='auto'."

@@ -40,6 +40,13 @@ def prefix_layers(model: nn.Module, prefix: str) -> None:
         module.layer = dataclasses.replace(layer, name=prefix + layer.name)
 
 
+def attend_in_bfloat16(model: nn.Module) -> None:
+    """Choose bfloat16 arithmetic for attention over a bfloat16 KV cache, before the layers' backends are made."""
+    for module in _modules(model):
+        if isinstance(module.layer, LayerAttention):
+            module.layer = dataclasses.replace(module.layer, cpu_arithmetic="bfloat16")
+
+
 def attention_layers(model: nn.Module) -> dict[str, LayerAttention]:
     """Attention layers by name, in execution order."""
     return {name: layer for name, layer in cache_layers(model).items() if isinstance(layer, LayerAttention)}

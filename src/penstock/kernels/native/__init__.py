@@ -7,7 +7,6 @@ kernels run instead. Suffixes are those of the modules that call these functions
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +20,7 @@ from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
+from penstock.kernels.native.bfloat16_layout import Bfloat16Layout as Bfloat16Layout
 from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.native.library import Library
@@ -43,18 +43,6 @@ except ImportError as error:
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _CLAMPED_SWIGLU = 4
-
-
-class Bfloat16Layout(Enum):
-    """Layout of a weight for bfloat16 arithmetic, which decides the order of sums.
-
-    Values: type number and dtype of the packed weight, whose elements are two adjacent input features.
-    PAIRS: for AVX512-BF16. TILES: for AMX; inputs are padded to a multiple of 32 in memory.
-    """
-
-    PAIRS = 3, torch.int32
-    TILES = 4, torch.uint32
-
 
 # Output and input features of a panel of tiles.
 _TILE_PANEL, _TILE_INPUTS = 32, 32

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.kernels.native.bfloat16_layout import Bfloat16Layout
 from penstock.kernels.native.collectives import Collectives
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable
@@ -32,17 +33,18 @@ _NO_CACHE = (0, 0, 0, 0)
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-def cache_arguments(kv_cache: Tensor, latent_size: int = 0) -> tuple[int, int, int, int]:
+def cache_arguments(kv_cache: Tensor, shape: HeadShape) -> tuple[int, int, int, int]:
     """Library arguments of a cache: [2, blocks, K, ...] of one of `CACHE_TYPES`, at any address.
 
     The heads of all blocks must have a constant stride. Of latent attention, [1, blocks, 1, block_size, D].
     """
-    if latent_size:
-        element, (key_size, keys) = kv_cache.element_size(), (kv_cache.shape[-1], kv_cache.data_ptr())
-        block_bytes = kv_cache.stride(1) * element
-        return keys, keys + (key_size - latent_size) * element, block_bytes, CACHE_TYPES[kv_cache.dtype]
     size, keys = kv_cache.element_size(), kv_cache.data_ptr()
-    return keys, keys + kv_cache.stride(0) * size, kv_cache.stride(2) * size, CACHE_TYPES[kv_cache.dtype]
+    if shape.latent_size:
+        values = keys + (kv_cache.shape[-1] - shape.latent_size) * size
+        return keys, values, kv_cache.stride(1) * size, CACHE_TYPES[kv_cache.dtype]
+    layout = shape.bfloat16_layout
+    cache_type = CACHE_TYPES[kv_cache.dtype] if layout is None else layout.value[0]
+    return keys, keys + kv_cache.stride(0) * size, kv_cache.stride(2) * size, cache_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class HeadShape:
 
     collectives: decode context parallel ranks, with runs of `interleave` positions each; None without. block_size:
     positions of a block on this rank.
+
+    bfloat16_layout: order of the products in bfloat16 arithmetic, over a bfloat16 cache; None for float32 arithmetic.
     """
 
     num_heads: int
@@ -99,6 +103,7 @@ class HeadShape:
     collectives: Collectives | None = None
     interleave: int = 1
     latent_size: int = 0
+    bfloat16_layout: Bfloat16Layout | None = None
 
     @property
     def value_size(self) -> int:
@@ -210,7 +215,7 @@ class NativeAttention:
         if isinstance(requests, TracedRequests):
             if not isinstance(qkv_TX, TracedTensor):
                 raise Untraceable("attention reads something else than projections of the step's tokens")
-            cache, positions_T = cache_arguments(kv_cache, shape.latent_size), preparation.positions_T
+            cache, positions_T = cache_arguments(kv_cache, shape), preparation.positions_T
             arguments = *cache, *shape.arguments, *preparation.arguments, *shape.ranks
             return qkv_TX.origin.attend(qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.collectives)
         out_TX = torch.empty(qkv_TX.shape[0], width)
@@ -300,7 +305,7 @@ class NativeAttention:
             phase,
             0,
             False,
-            *(_NO_CACHE if kv_cache is None else cache_arguments(kv_cache, shape.latent_size)),
+            *(_NO_CACHE if kv_cache is None else cache_arguments(kv_cache, shape)),
             *shape.arguments,
             *preparation,
             *shape.ranks,

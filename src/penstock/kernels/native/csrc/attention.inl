@@ -53,16 +53,17 @@ struct Run {
 
 // Buffers of one thread.
 struct AttentionBuffers {
-  float* query;         // [rows][head_size], scaled; quantised to int16 for an int8 cache
+  float* query;         // [rows][head_size], scaled; quantised to int16 for an int8 cache, rounded for bfloat16 products
   float* query_scale;   // [rows], quantisation scales of the query
   int32_t* seen_from;   // [rows], first visible position
   int32_t* seen_to;     // [rows], end of the visible positions
-  float* scores;        // [rows][tile]; softmax weights quantised to int16 for an int8 cache
+  float* scores;        // [rows][tile]; softmax weights as the query
   float* weight_scale;  // [rows], quantisation scales of the weights
   float* keep;          // [rows], padded to whole vectors: rescale factor of the accumulators when the peak rises
   float* key_scale;     // [tile]
   float* value_scale;   // [tile]
   Sums total, chunk;
+  float* packed;  // of `PackedTile`, in bfloat16 arithmetic
 };
 
 // Floats of a row's accumulators.
@@ -119,6 +120,7 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
         fetch_soon<true>(a.out + token * a.out_stride + head * out_size(a), size_in_bytes);
         prepare_head(a, from, head % own_heads(a), token, a.scale * kLog2e, query);
         if (kIsInt8<T>) buffers.query_scale[row] = narrow(query, a.head_size, largest_of(a.head_size));
+        if (kIsPaired<T>) round_in_place(query, a.head_size);
         buffers.seen_from[row] = static_cast<int32_t>(seen_from(a, whole_position));
         buffers.seen_to[row] = static_cast<int32_t>(kept(a, whole_position + 1));
       }
@@ -171,10 +173,11 @@ PENSTOCK_INLINE Visible visible_to(const AttentionBuffers& buffers, int64_t row,
   return from < to ? Visible{from, to} : Visible{0, 0};
 }
 
-// One tile of a run: positions start .. stop.
+// Scores of a run's rows with a tile's positions start .. stop. Returns the tile's values: segments, of which the last
+// one is empty and begins at `stop`.
 template <class T>
-static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
-                        const Run& run, int64_t start, int64_t stop) {
+static void score_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Run& run,
+                       int64_t start, int64_t stop, Segment<T>* segments) {
   const int64_t size = a.head_size, block_size = a.block_size, stride = cut.stride();
   const int64_t seen = start > run.begin ? start : run.begin;
   const int64_t first_block = seen / block_size, end_block = (stop + block_size - 1) / block_size;
@@ -182,7 +185,6 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   const float* query = buffers.query + run.first_row * size;
 
   // Positions outside seen .. stop are not read: they may belong to another request and hold NaN.
-  Segment<T> segments[kTilePositions + 1];
   int num_segments = 0;
   const int most_blocks = blocks_at_once<T>(run.rows, block_size);
   for (int64_t block = first_block; block < end_block;) {
@@ -219,6 +221,65 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
     }
   }
   segments[num_segments] = {nullptr, nullptr, stop, 0, 0};
+}
+
+// Packs the tile, and computes scores in bfloat16 arithmetic.
+template <class W>
+static void score_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Run& run,
+                       int64_t start, int64_t stop, Segment<Paired<W>>*) {
+  const int64_t stride = cut.stride(), seen = start > run.begin ? start : run.begin, first_block = seen / a.block_size;
+  const PackedTile packed(buffers.packed, a, stride);
+  W* const keys = reinterpret_cast<W*>(packed.keys);
+  for (int64_t block = first_block; block * a.block_size < stop; ++block) {
+    const bool has_next = block - first_block < run.num_next;
+    const Paired<W>* const from = block_at<Paired<W>>(a, a.key_cache, run.blocks[block], run.kv_head);
+    const Paired<W>* const next =
+        has_next ? block_at<Paired<W>>(a, a.key_cache, run.next[block - first_block], run.next_kv_head) : from;
+    pack_keys(a, from, next, block * a.block_size - start, keys);
+  }
+  const ValueRows<W> values(a, run.blocks + first_block, run.kv_head, run.next, run.num_next, run.next_kv_head, seen);
+  pack_values(a, values, start, seen, stop, reinterpret_cast<W*>(packed.values));
+  int64_t row = 0;
+  while (row < run.rows && buffers.seen_to[run.first_row + row] <= start) ++row;  // rows that see nothing of the tile
+  if (row < run.rows)
+    multiply_packed(buffers.query + (run.first_row + row) * a.head_size, a.head_size, run.rows - row,
+                    pairs_of(a.head_size), keys, stop - start, buffers.scores + row * stride, stride);
+}
+
+// Adds a tile's values, weighed by the softmax weights in `scores`, to the sums.
+template <class T>
+static void weigh_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
+                       const Run& run, int64_t start, int64_t stop, const Segment<T>* segments) {
+  const int64_t stride = cut.stride();
+  const int32_t* seen_to = buffers.seen_to + run.first_row;
+  for (int64_t row = 0; row < run.rows;) {
+    const int64_t rows = rows_at_once(run.rows, row);
+    int64_t limit = 0;
+    for (int64_t i = row; i < row + rows; ++i) limit = seen_to[i] > limit ? seen_to[i] : limit;
+    limit = limit < stop ? limit - start : stop - start;
+    weigh_rows(rows, buffers.scores + row * stride, stride, buffers.weight_scale + row, segments, limit, value_size(a),
+               a.head_size, buffers.keep + row, sums.values + (run.first_row + row) * value_size(a));
+    row += rows;
+  }
+}
+
+template <class W>
+static void weigh_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
+                       const Run& run, int64_t start, int64_t stop, const Segment<Paired<W>>*) {
+  const int64_t size = value_size(a), columns = whole_panels(size);
+  const PackedTile packed(buffers.packed, a, cut.stride());
+  multiply_packed(buffers.scores, cut.stride(), run.rows, pairs_of(stop - start), reinterpret_cast<W*>(packed.values),
+                  size, packed.products, columns);
+  add_products(packed.products, columns, buffers.keep, run.rows, size, sums.values + run.first_row * size);
+}
+
+// One tile of a run: positions start .. stop.
+template <class T>
+static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
+                        const Run& run, int64_t start, int64_t stop) {
+  const int64_t stride = cut.stride();
+  Segment<T> segments[kTilePositions + 1];
+  score_tile(a, cut, buffers, run, start, stop, segments);
 
   // Each softmax phase covers all rows, so that the latencies of rows overlap.
   for (int64_t row = 0; row < run.rows; ++row) {
@@ -230,7 +291,7 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   }
   for (int64_t row = 0; row < run.rows; row += kLanes)
     store(buffers.keep + row, exp2_of_negative(load(buffers.keep + row)));
-  const int64_t length = (stop - start + kLanes - 1) / kLanes * kLanes;
+  const int64_t length = kIsPaired<T> ? 2 * pairs_of(stop - start) : (stop - start + kLanes - 1) / kLanes * kLanes;
   const float largest_weight = kIsInt8<T> ? largest_of(cut.tile) : 0.0f;
   for (int64_t row = 0; row < run.rows; ++row) {
     float* mass = sums.mass + (run.first_row + row) * kLanes;
@@ -239,17 +300,9 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
     store(mass, soften(weights, visible, length, sums.peak[run.first_row + row],
                        kIsInt8<T> ? buffers.value_scale : nullptr, load(mass) * buffers.keep[row]));
     if (kIsInt8<T>) buffers.weight_scale[row] = narrow_weights(weights, visible, stride, largest_weight);
+    if (kIsPaired<T>) round_in_place(weights, length);
   }
-
-  for (int64_t row = 0; row < run.rows;) {
-    const int64_t rows = rows_at_once(run.rows, row);
-    int64_t limit = 0;
-    for (int64_t i = row; i < row + rows; ++i) limit = seen_to[i] > limit ? seen_to[i] : limit;
-    limit = limit < stop ? limit - start : stop - start;
-    weigh_rows(rows, buffers.scores + row * stride, stride, buffers.weight_scale + row, segments, limit, value_size(a),
-               size, buffers.keep + row, sums.values + (run.first_row + row) * value_size(a));
-    row += rows;
-  }
+  weigh_tile(a, cut, buffers, sums, run, start, stop, segments);
 }
 
 // Sets the next tile of a run: KV head `kv_head` of a part, from position `start` on.
@@ -434,11 +487,13 @@ static void attention_thread(void* data, int thread, const Team& team) {
   // The scores' buffer also holds one key head while it is written.
   const int64_t scores = rows * stride > size ? rows * stride : size;
   const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
+  const int64_t packed = kIsPaired<T> ? PackedTile::floats(a, stride, rows) : 0;
   float* memory =
-      scratch.get(static_cast<size_t>(rows * (size + 4 + 2 * sums) + scores + 2 * stride + keep));
+      scratch.get(static_cast<size_t>(packed + rows * (size + 4 + 2 * sums) + scores + 2 * stride + keep));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
-  b.scores = memory;
+  b.packed = memory;
+  b.scores = b.packed + packed;
   b.keep = b.scores + scores;
   b.key_scale = b.keep + keep;
   b.value_scale = b.key_scale + stride;
@@ -472,50 +527,9 @@ static void attention_thread(void* data, int thread, const Team& team) {
   }
 }
 
-template <class T>
-static void write_thread(void* data, int thread, const Team& team) {
-  auto& job = *static_cast<AttentionJob*>(data);
-  static thread_local Scratch scratch;
-  float* key = scratch.get(static_cast<size_t>(job.args->head_size));
-  if (key == nullptr) return __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
-  write_all<T>(*job.args, thread, team.num_threads, key);
-}
-
-// Calls run(T*) for the type of the cache's elements.
-template <class Function>
-static void with_cache_type(const AttentionArgs& a, const Function& run) {
-  const bool is_float32 = a.cache_type == CacheType::kFloat32;
-  if (a.latent_size > 0) {
-    if (is_float32) return run(static_cast<Latent<float>*>(nullptr));
-    return run(static_cast<Latent<Bfloat16>*>(nullptr));
-  }
-  if (is_float32) return run(static_cast<float*>(nullptr));
-  if (a.cache_type == CacheType::kBfloat16) return run(static_cast<Bfloat16*>(nullptr));
-  run(static_cast<int8_t*>(nullptr));
-}
-
-template <class T>
-static void attention_on_threads(T*, int num_threads, AttentionJob& job) {
-  run_parallel(num_threads, attention_thread<T>, &job);
-}
-template <class T>
-static void write_on_threads(T*, int num_threads, AttentionJob& job) {
-  run_parallel(num_threads, write_thread<T>, &job);
-}
-
-static bool write_only(const AttentionArgs& a) {
-  AttentionJob job{&a, nullptr, 0, false};
-  with_cache_type(a, [&](auto* element) { write_on_threads(element, a.num_threads, job); });
-  return !job.has_failed;
-}
-
-static bool encoder_attention(const AttentionArgs& a);
-
-static bool attention(const AttentionArgs& a) {
-  if (a.phase == AttentionPhase::kWholeTexts) return encoder_attention(a);
-  if (a.phase == AttentionPhase::kWrite) return write_only(a);
+// Divides the step into work units, in memory of the calling thread. False when allocation fails.
+static bool make_plan(const AttentionArgs& a, AttentionPlan& plan) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  AttentionPlan plan{};
   plan.cut = Cut(a.block_size);
   plan.few_tokens = group < kQueryRows ? kQueryRows / group : 1;
   plan.num_threads = a.num_threads;
@@ -553,8 +567,16 @@ static bool attention(const AttentionArgs& a) {
     work.partial = partial + a.num_kv_heads;
     partial = work.partial + a.num_kv_heads * work.num_splits * work.rows * sums_size(value_size(a));
   }
+  return true;
+}
+
+// Attention over a cache of elements T.
+template <class T>
+static bool attention_over(const AttentionArgs& a, T*) {
+  AttentionPlan plan{};
+  if (!make_plan(a, plan)) return false;
   AttentionJob job{&a, &plan, plan.work[plan.num_work].first_unit, false};
-  with_cache_type(a, [&](auto* element) { attention_on_threads(element, plan.num_threads, job); });
+  run_parallel(plan.num_threads, attention_thread<T>, &job);
   return !job.has_failed;
 }
 

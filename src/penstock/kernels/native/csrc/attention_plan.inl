@@ -17,8 +17,8 @@ struct Cut {
     chunk = tile >= kChunkPositions ? tile : kChunkPositions / tile * tile;
     blocks_per_tile = tile / block_size;
   }
-  // Floats between two rows of a tile's scores.
-  int64_t stride() const { return (tile + kLanes - 1) / kLanes * kLanes; }
+  // Floats between two rows of a tile's scores: whole vectors, and whole panels of products.
+  int64_t stride() const { return divided_up(tile, kTilePanel) * kTilePanel; }
 };
 
 // A request, in planning order: requests with a common block prefix are adjacent.

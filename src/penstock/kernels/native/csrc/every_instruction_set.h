@@ -11,6 +11,7 @@
 #include "quantized.h"
 #include "scratch.h"
 #include "shares.h"
+#include "tile_choices.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

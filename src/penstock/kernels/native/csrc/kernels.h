@@ -27,7 +27,9 @@ struct LinearArgs {
   int num_threads;
 };
 
-enum class CacheType : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+// kBfloat16Pairs, kBfloat16Tiles: bfloat16 in memory too, with attention in bfloat16 arithmetic, in the order of weights
+// of that type; heads of an even size from 16 on.
+enum class CacheType : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kBfloat16Pairs = 3, kBfloat16Tiles = 4 };
 // Argmax of each row's products, as in ArgmaxArgs; the product's bias and output are not used.
 struct GreedyArgs {
   LinearArgs product;

@@ -18,9 +18,11 @@
 #include "attention_tiles.inl"
 #include "attention_int8.inl"
 #include "attention_latent.inl"
+#include "attention_bfloat16.inl"
 #include "attention_plan.inl"
 #include "attention.inl"
 #include "attention_encoder.inl"
+#include "attention_phases.inl"
 
 namespace PENSTOCK_NAMESPACE {
 

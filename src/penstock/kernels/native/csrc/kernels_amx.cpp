@@ -1,4 +1,4 @@
-// AMX: products in bfloat16 arithmetic, and of many rows with quantised weights, by tiles. Everything else is AVX-512
+// AMX: products and attention in bfloat16 arithmetic, and products of many rows with quantised weights, by tiles. Everything else is AVX-512
 // with BF16 and VNNI.
 #include "every_instruction_set.h"
 
@@ -32,7 +32,15 @@
 #include "tile_registers.h"
 #include "tile_products.inl"
 #include "linear.inl"
+#include "packing.inl"
 #include "greedy.inl"
+#include "attention_cache.inl"
+#include "attention_tiles.inl"
+#include "attention_int8.inl"
+#include "attention_latent.inl"
+#include "attention_bfloat16.inl"
+#include "attention_plan.inl"
+#include "attention.inl"
 #undef PENSTOCK_NAMESPACE
 
 #define PENSTOCK_NAMESPACE penstock::quantized_amx
@@ -61,21 +69,24 @@ bool amx_greedy(const GreedyArgs& a) {
                                                              : avx512bf16_kernels()->greedy(a);
 }
 
+bool amx_attention(const AttentionArgs& a) {
+  const bool has_products = a.phase == AttentionPhase::kBoth || a.phase == AttentionPhase::kAttend;
+  if (!has_products || a.cache_type != CacheType::kBfloat16Tiles) return avx512bf16_kernels()->attention(a);
+  return amx::attention_over(a, static_cast<amx::Paired<amx::TilePair>*>(nullptr));
+}
+
 Kernels amx_table() {
   Kernels table = *avx512bf16_kernels();
   table.name = "amx";
   table.has_tile_products = true;
   table.linear = amx_linear;
   table.greedy = amx_greedy;
+  table.attention = amx_attention;
   return table;
 }
 
-// Rows from which on quantised weights are multiplied by tiles. Fewer are bound by memory, and products by vectors need
-// no sums of integers in memory.
-constexpr int64_t kFewestRowsOfTiles = 16;
-
 bool quantized_amx_linear(const QuantizedLinearArgs& a) {
-  if (a.rows < kFewestRowsOfTiles) return quantized_avx512vnni_kernels()->linear(a);
+  if (a.rows < tile_choices.fewest_quantized_rows) return quantized_avx512vnni_kernels()->linear(a);
   return quantized_amx::quantized_linear_by_tiles(a);
 }
 

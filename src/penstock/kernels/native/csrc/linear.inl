@@ -254,15 +254,19 @@ static void multiply_edge(const LinearArgs& a, int64_t first_row, int64_t rows) 
   }
 }
 
+PENSTOCK_INLINE TileRows rounded_tiles(const LinearArgs& a, int64_t first_row, int64_t rows) {
+  return TileRows::rounded(a.x + first_row * a.x_stride, RowTiles(rows).height, a.in_features);
+}
+
 template <>
 void multiply_panels<TilePair>(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
                                int64_t out_panel_stride) {
-  multiply_tile_panels(a, first_row, rows, panels, out, out_panel_stride);
+  multiply_tile_panels(a, rounded_tiles(a, first_row, rows), rows, panels, out, out_panel_stride);
 }
 
 template <>
 void multiply_edge<TilePair>(const LinearArgs& a, int64_t first_row, int64_t rows) {
-  multiply_tile_edge(a, first_row, rows);
+  multiply_tile_edge(a, rounded_tiles(a, first_row, rows), first_row, rows);
 }
 
 static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels) {
@@ -280,7 +284,7 @@ static void add_bias(const LinearArgs& a, int64_t first_row, int64_t rows, const
 static int64_t rows_at_once(const LinearArgs& a) {
   const bool are_tiles = a.weight_type == WeightType::kBfloat16Tiles;
   const int64_t unit = are_tiles ? kBlockRows : kTileRows;
-  const int64_t fitting = (are_tiles ? kTileRowsInCache / int64_t{sizeof(TilePair)} : kRowsInCache) / a.in_features;
+  const int64_t fitting = (are_tiles ? tile_choices.row_bytes / int64_t{sizeof(TilePair)} : kRowsInCache) / a.in_features;
   const int64_t most = fitting < 8 * unit ? 8 * unit : fitting;
   return divided_up(divided_up(a.rows, divided_up(a.rows, most)), unit) * unit;
 }
@@ -343,7 +347,7 @@ static auto with_type(WeightType type, const Function& run) {
 
 // Multiply-adds per turn of a thread: a microsecond's worth, many times the cost of taking a turn. At the end a thread
 // waits for half a turn of another thread on average.
-constexpr int64_t kProductsPerTurn = 64 * 1024, kTileProductsPerTurn = 512 * 1024;
+constexpr int64_t kProductsPerTurn = 64 * 1024;
 constexpr int64_t kPanelsPerTurn = 4;
 
 // Division of a product into chunks of rows times panels, the last of which may be partial. Each thread has a share of
@@ -373,7 +377,7 @@ struct PanelShares {
     num_panels = divided_up(a.out_features, width);
     panels_each = divided_up(num_panels, a.num_threads);
     const int64_t products = least(chunk_rows, a.rows) * a.in_features * width;
-    panels_per_turn = least(divided_up(are_tiles ? kTileProductsPerTurn : kProductsPerTurn, products), most_panels);
+    panels_per_turn = least(divided_up(are_tiles ? tile_choices.products_per_turn : kProductsPerTurn, products), most_panels);
     const bool are_pairs = a.weight_type == WeightType::kBfloat16Pairs;
     const int at_once = are_tiles ? tile_panels_at_once(a.rows) : panels_at_once(a.rows, are_pairs);
     streams = {num_panels, a.num_threads, at_once};

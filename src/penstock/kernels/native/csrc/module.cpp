@@ -18,6 +18,7 @@
 #include "program.h"
 #include "quantized.h"
 #include "step.h"
+#include "tile_choices.h"
 
 namespace {
 
@@ -196,6 +197,22 @@ PyObject* allow_by_bits(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->allow_by_bits, a) : nullptr;
 }
 
+// (the fields of TileChoices, or nothing to leave them) -> their values by name.
+PyObject* set_tile_choices(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  TileChoices c = tile_choices;
+  if (count > 0) {
+    Arguments in(values, count);
+    in.read(c.depth, c.row_bytes, c.bytes_ahead, c.panels_at_once, c.products_per_turn, c.fewest_quantized_rows);
+    if (!in.are_good()) return nullptr;
+    tile_choices = c;
+  }
+  const auto number = [](int64_t value) { return static_cast<long long>(value); };
+  return Py_BuildValue("{s:L,s:L,s:L,s:L,s:L,s:L}", "depth", number(c.depth), "row_bytes", number(c.row_bytes),
+                       "bytes_ahead", number(c.bytes_ahead), "panels_at_once", number(c.panels_at_once),
+                       "products_per_turn", number(c.products_per_turn), "fewest_quantized_rows",
+                       number(c.fewest_quantized_rows));
+}
+
 }  // namespace
 
 #include "module_stored.inl"
@@ -213,6 +230,7 @@ PyMethodDef kMethods[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
     {"why_no_tiles", why_no_tiles, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(multiply_tiles_alike),
+    PENSTOCK_FUNCTION(set_tile_choices),
     {"thread_library", thread_library, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(pack_weight),
     PENSTOCK_FUNCTION(unpack_weight),

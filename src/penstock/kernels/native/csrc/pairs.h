@@ -58,7 +58,7 @@ PENSTOCK_INLINE UintVec round_to_bfloat16(Vec v) {
   return ((is_nan & (bits | 0x00400000u)) | (~is_nan & rounded)) & 0xffff0000u;
 }
 
-// Rounds a row of 2 * num_pairs elements.
+// Rounds a row of 2 * num_pairs elements; the pairs may take the place of the first ones.
 [[maybe_unused]] static void round_row(const float* x, int64_t num_pairs, Bfloat16Pair* to) {
   const int64_t size = 2 * num_pairs;
   int64_t k = 0;
@@ -71,7 +71,8 @@ PENSTOCK_INLINE UintVec round_to_bfloat16(Vec v) {
     both[0] = x[k];
     both[1] = x[k + 1];
     const UintVec rounded = round_to_bfloat16(both) >> 16;
-    to[k / 2] = {static_cast<uint16_t>(rounded[0]), static_cast<uint16_t>(rounded[1])};
+    const Bfloat16Pair pair{static_cast<uint16_t>(rounded[0]), static_cast<uint16_t>(rounded[1])};
+    std::memcpy(to + k / 2, &pair, sizeof pair);
   }
 }
 

@@ -15,15 +15,8 @@ constexpr int64_t kTilePanel = 2 * kTileWidth;  // outputs of a panel
 constexpr int kTileUnits = 16;                  // pairs of a row of a tile
 constexpr int64_t kTilePairs = kTileUnits * kTileWidth;
 constexpr int64_t kPanelPairs = kTileUnits * kTilePanel;  // of a panel, per tile of inner elements
-// Tiles of inner elements whose weights, 32 KB, stay in the L1 cache while all rows pass over them.
-constexpr int64_t kTileDepth = 16;
 // Rows of a block: two tiles by the two of a panel take four loads for four products.
 constexpr int64_t kBlockRows = 2 * kTileHeight;
-// Bytes of rounded rows that a thread multiplies with every panel: three quarters of the L2 caches of processors with
-// AMX, so that weights are read once for many rows.
-constexpr int64_t kTileRowsInCache = 1536 * 1024;
-// Prefetch distance in bytes of weights that are read once: four tiles of inner elements.
-constexpr int64_t kTileFetchedAhead = 8 * 1024;
 
 // Rows of a product in tiles of one height; the last tile may have some zero rows.
 struct RowTiles {
@@ -57,13 +50,33 @@ static void round_to_tile(const float* x, int64_t x_stride, int64_t count, int64
   }
 }
 
+// Rounded rows in memory: pairs from a tile of rows to the next, from row to row, and from a row's tile of inner
+// elements to its next one.
+struct TileRows {
+  const TilePair* at;
+  int64_t tile_stride, row_stride, step;
+
+  // As `round_to_tile` lays them out.
+  static TileRows rounded(const float* x, int64_t height, int64_t pairs) {
+    return {reinterpret_cast<const TilePair*>(x), padded_pairs(pairs) * height, kTileUnits, height * kTileUnits};
+  }
+  // Row after row, each padded to whole tiles of inner elements.
+  static TileRows in_order(const float* x, int64_t row_stride, int64_t height) {
+    return {reinterpret_cast<const TilePair*>(x), height * row_stride, row_stride, kTileUnits};
+  }
+
+  TileRows from(int64_t tile, int64_t depth) const {
+    return {at + tile * tile_stride + depth * step, tile_stride, row_stride, step};
+  }
+};
+
 // A block of up to two tiles of rows by one or two panels: out += x * weight over `depth` tiles of inner elements.
 //
-// x: tiles of rows, x_stride pairs apart. weight: panels, panel_stride pairs apart. out: rows out_stride floats apart,
-// panels out_panel_stride; starts from zero if is_first.
+// weight: panels, panel_stride pairs apart. out: rows out_stride floats apart, panels out_panel_stride; starts from
+// zero if is_first.
 struct TileBlock {
-  const TilePair* x;
-  int64_t x_stride, height;
+  TileRows x;
+  int64_t height;
   const TilePair* weight;
   int64_t panel_stride, depth;
   float* out = nullptr;
@@ -83,12 +96,13 @@ static __attribute__((noinline)) void multiply_block(TileRegisters& tiles, const
     if (b.is_first) tiles.template zero<i>();
     else tiles.template load_tile<i>(out[i], out_row_bytes);
   });
-  const TilePair *x = b.x, *weight = b.weight;
-  const int64_t x_stride = b.x_stride, x_step = b.height * kTileUnits, panel_stride = b.panel_stride;
+  const TilePair *x = b.x.at, *weight = b.weight;
+  const int64_t tile_stride = b.x.tile_stride, x_step = b.x.step, panel_stride = b.panel_stride;
+  const int64_t x_row_bytes = b.x.row_stride * static_cast<int64_t>(sizeof(TilePair));
   Fetch fetch = given;
   for (int64_t k = 0; k < b.depth; ++k, x += x_step, weight += kPanelPairs) {
     fetch.turn();
-    for_each<R>([&](auto r) { tiles.template load_tile<kRowsTile + r>(x + r * x_stride, kTileRowBytes); });
+    for_each<R>([&](auto r) { tiles.template load_tile<kRowsTile + r>(x + r * tile_stride, x_row_bytes); });
     for_each<N>([&](auto n) {
       tiles.template load_tile<kWeightsTile + n % 2>(weight + n / 2 * panel_stride + n % 2 * kTilePairs, kTileRowBytes);
       for_each<R>([&](auto r) {
@@ -118,22 +132,22 @@ static void multiply_through_buffer(TileRegisters& tiles, int64_t row_tiles, Til
     std::memcpy(out + row * out_stride, buffer + row * kTilePanel, columns * sizeof(float));
 }
 
-// Panels that one tile of rows takes at once: four chains of sums hide the latency of a product, and two streams read
-// memory faster than one.
-constexpr int tile_panels_at_once(int64_t rows) { return rows <= kTileHeight ? 2 : 1; }
+// Panels that one tile of rows takes at once, and more of them.
+PENSTOCK_INLINE int tile_panels_at_once(int64_t rows) {
+  return rows <= kTileHeight && tile_choices.panels_at_once > 1 ? 2 : 1;
+}
 
-// Some panels times a chunk of rows, as in `multiply_panels`. a.x: tiles from `round_to_tile`.
-static void multiply_tile_panels(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
+// Some panels times a chunk of rows, as in `multiply_panels`. x: the rows, in tiles of `RowTiles(rows).height`; what
+// memory holds after the last one is read where the last tile is lower.
+static void multiply_tile_panels(const LinearArgs& a, const TileRows& x, int64_t rows, const Panels& panels, float* out,
                                  int64_t out_panel_stride) {
   if (panels.count == 0) return;
   const RowTiles row_tiles(rows);
   const int64_t depth = divided_up(a.in_features, kTileUnits), height = row_tiles.height;
   const int64_t panel_pairs = depth * kPanelPairs, panel_stride = panel_pairs * panels.apart;
-  const int64_t x_stride = depth * height * kTileUnits;
   const bool is_single = row_tiles.count == 1, is_padded = row_tiles.count * height > rows;
-  // A last block that has zero rows goes through a buffer.
+  // A last block that has other rows than these goes through a buffer.
   const int64_t in_place = is_padded ? (row_tiles.count - 1) / 2 * 2 : row_tiles.count;
-  const auto* const x = reinterpret_cast<const TilePair*>(a.x + first_row * a.x_stride);
   const auto* const weights = static_cast<const TilePair*>(a.weight) + panels.first * panel_pairs;
   TileRegisters tiles(static_cast<int>(height), kTileUnits);
   for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
@@ -142,41 +156,36 @@ static void multiply_tile_panels(const LinearArgs& a, int64_t first_row, int64_t
     float* const panel_out = out + done * out_panel_stride;
     // One tile of rows reads weights once, so that they are prefetched all along. Several tiles share a part of them in
     // the L1 cache, and prefetch the next one meanwhile.
-    const int64_t part = is_single ? depth : kTileDepth;
+    const int64_t part = is_single ? depth : tile_choices.depth;
     for (int64_t k = 0; k < depth; k += part) {
       const int64_t here = least(part, depth - k), bytes = here * kPanelPairs * int64_t{sizeof(TilePair)};
       const TilePair* const weight = panel + k * kPanelPairs;
-      const char* const next = reinterpret_cast<const char*>(weight) + (is_single ? kTileFetchedAhead : bytes);
+      const char* const next = reinterpret_cast<const char*>(weight) + (is_single ? tile_choices.bytes_ahead : bytes);
       const int64_t turns = divided_up(row_tiles.count, 2) * here;
       Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(next, bytes, turns, false);
-      TileBlock b{x + k * height * kTileUnits, x_stride, height, weight, panel_stride, here, panel_out,
-                  a.out_stride, out_panel_stride, k == 0};
-      for (int64_t tile = 0; tile < in_place; tile += 2) {
-        multiply_block(least(2, in_place - tile), at_once, tiles, b, fetch);
-        b.x += 2 * x_stride;
-        b.out += 2 * height * a.out_stride;
-      }
+      for (int64_t tile = 0; tile < in_place; tile += 2)
+        multiply_block(least(2, in_place - tile), at_once, tiles,
+                       {x.from(tile, k), height, weight, panel_stride, here, panel_out + tile * height * a.out_stride,
+                        a.out_stride, out_panel_stride, k == 0},
+                       fetch);
     }
     if (is_padded)
-      multiply_through_buffer(tiles, row_tiles.count - in_place,
-                              {x + in_place * x_stride, x_stride, height, panel, 0, depth},
+      multiply_through_buffer(tiles, row_tiles.count - in_place, {x.from(in_place, 0), height, panel, 0, depth},
                               panel_out + in_place * height * a.out_stride, a.out_stride, rows - in_place * height,
                               kTilePanel);
   }
 }
 
 // The partial panel times a chunk of rows, as in `multiply_edge`.
-static void multiply_tile_edge(const LinearArgs& a, int64_t first_row, int64_t rows) {
+static void multiply_tile_edge(const LinearArgs& a, const TileRows& x, int64_t first_row, int64_t rows) {
   const int64_t panel = a.out_features / kTilePanel, columns = a.out_features % kTilePanel;
   const RowTiles row_tiles(rows);
   const int64_t depth = divided_up(a.in_features, kTileUnits), height = row_tiles.height;
-  const int64_t x_stride = depth * height * kTileUnits;
-  const auto* const x = reinterpret_cast<const TilePair*>(a.x + first_row * a.x_stride);
   const auto* const weight = static_cast<const TilePair*>(a.weight) + panel * depth * kPanelPairs;
   TileRegisters tiles(static_cast<int>(height), kTileUnits);
   for (int64_t tile = 0; tile < row_tiles.count; tile += 2) {
     const int64_t first = tile * height, count = least(2, row_tiles.count - tile);
-    multiply_through_buffer(tiles, count, {x + tile * x_stride, x_stride, height, weight, 0, depth},
+    multiply_through_buffer(tiles, count, {x.from(tile, 0), height, weight, 0, depth},
                             a.out + (first_row + first) * a.out_stride + panel * kTilePanel, a.out_stride,
                             least(count * height, rows - first), columns);
   }
