@@ -16,6 +16,7 @@ from penstock.contract import SamplingParams
 from penstock.device.base import PendingCopy
 from penstock.device.cpu import HostCopy
 from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.observability.units import format_bytes
 from penstock.runner.executables import DRAFTER_PREFILL, DRAFTS, FIRST_OF_SIZE, LAYERS, MIXED, UNIFORM
 from penstock.runner.graphs import GraphExecutable
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
@@ -130,6 +131,29 @@ def test_steps_beyond_the_sizes_are_counted(tmp_path: Path, device: RecordingDev
 def test_full_graphs_need_attention_that_can_be_captured(tmp_path: Path, device: RecordingDevice) -> None:
     with pytest.raises(UnsupportedFeature, match="that of reference depends on lengths on the host"):
         make_core(tiny_checkpoint(tmp_path).folder, attention_backend="reference", cudagraph_mode="full")
+
+
+def test_memory_of_graphs_and_of_the_buffers_between_pieces_is_planned(
+    tmp_path: Path, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A GPU's way: steps are run, and their tensors measured.
+    monkeypatch.setattr("penstock.worker.memory_planning._measure_without_memory", lambda *_: None)
+    folder = tiny_checkpoint(tmp_path).folder
+    planned = {}
+    for mode in ("none", "full_decode_only", "full_and_piecewise"):
+        options: dict[str, Any] = {"max_num_batched_tokens": 16, "cudagraph_mode": mode}
+        core = make_core(folder, attention_backend=PaddedBackend.name, **options)
+        planned[mode] = core.memory_plan.graphs
+        assert ("- CUDA graphs" in core.memory_plan.table()) is (mode != "none")
+        run(core, PROMPTS, PARAMS)
+        ((inspected,), (runner,)) = (
+            core.collective_rpc(name) for name in ("get_model_inspection", lambda worker: worker.runner)
+        )
+        core.close()
+    assert planned["none"] == 0 < 32 << 20 < planned["full_decode_only"]
+    buffers = runner.executable.rehearse_pieces(runner.frames.dummy(16, 4))
+    assert planned["full_and_piecewise"] >= planned["full_decode_only"] + buffers > planned["full_decode_only"]
+    assert f"{format_bytes(buffers)} with the buffers between their pieces" in inspected
 
 
 def test_plans_of_whole_graphs_have_a_padding_row_and_fixed_sizes() -> None:
