@@ -52,9 +52,10 @@ class Case:
 
 
 class PartClock:
-    """Seconds of each part, step by step."""
+    """Seconds of each part, step by step. now: clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
         self.steps: list[dict[str, float]] = []
         self._current: dict[str, float] = defaultdict(float)
         self._wrapped: list[tuple[Any, str, Callable[..., Any]]] = []
@@ -74,11 +75,11 @@ class PartClock:
         self._wrapped.append((owner, method, original))
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            begin = self._now()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._current[part] += time.perf_counter() - begin
+                self._current[part] += self._now() - begin
                 if ends_step:
                     self.steps.append(dict(self._current))
                     self._current.clear()

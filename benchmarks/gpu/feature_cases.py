@@ -446,9 +446,13 @@ def _features() -> Iterator[tuple[str, Case]]:
             yield f"feature {name}, sync", case
         yield f"feature {name}, bfloat16", functools.partial(_feature, attempt=attempt, dtype="bfloat16")
     for name in ("sampling", "penalties"):
-        for option in ({"batch_invariant": True}, {"cudagraph_mode": "full_and_piecewise"}):
-            case = functools.partial(_feature, attempt=attempts[name], **option)
-            yield f"feature {name}, {next(iter(option))}", case
+        for option, value in (
+            ("batch_invariant", True),
+            ("cudagraph_mode", "full_and_piecewise"),
+            ("cudagraph_mode", "full"),
+        ):
+            case = functools.partial(_feature, attempt=attempts[name], **{option: value})
+            yield f"feature {name}, {option} {value}", case
 
 
 def _engines() -> Iterator[tuple[str, Case]]:

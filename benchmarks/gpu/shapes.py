@@ -129,6 +129,7 @@ SHAPES = {
 SHAPES |= {
     "llama-8b-fp8-kv": replace(SHAPES["llama-8b"], options={"kv_cache_dtype": "fp8"}, bytes_per_kv=1),
     "qwen3-0.6b-pieces": replace(SHAPES["qwen3-0.6b"], options={"cudagraph_mode": "full_and_piecewise"}),
+    "qwen3-0.6b-full": replace(SHAPES["qwen3-0.6b"], options={"cudagraph_mode": "full"}),
     "llama-8b-invariant": replace(SHAPES["llama-8b"], options={"batch_invariant": True}),
     "llama-8b-int8": replace(SHAPES["llama-8b"], options={"quantization": "int8"}, bytes_per_weight=1.0),
     "llama-8b-int4": replace(SHAPES["llama-8b"], options={"quantization": "int4"}, bytes_per_weight=0.5 + 5 / 128),

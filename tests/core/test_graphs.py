@@ -15,7 +15,9 @@ from penstock.config import EngineConfig, GraphConfig
 from penstock.contract import SamplingParams
 from penstock.device.base import PendingCopy
 from penstock.device.cpu import HostCopy
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.observability.units import format_bytes
+from penstock.runner.executables import DRAFTER_PREFILL, DRAFTS, FIRST_OF_SIZE, LAYERS, MIXED, UNIFORM
 from penstock.runner.graphs import GraphExecutable
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
 from support.draft_heads import eagle3_weights, eagle_weights, write_head
@@ -99,6 +101,68 @@ def test_steps_that_mix_prefills_and_decodes_run_in_pieces(
         assert found == pytest.approx(logprobs, abs=1e-5)  # the padded attention of this test rounds by its sizes
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_mixed_steps_run_as_whole_graphs(tmp_path: Path, device: RecordingDevice, async_scheduling: bool) -> None:
+    folder = tiny_checkpoint(tmp_path, num_hidden_layers=2).folder
+    options = {"async_scheduling": async_scheduling, "max_num_batched_tokens": 16}
+    core = make_core(folder, attention_backend=PaddedBackend.name, **options, cudagraph_mode="full")
+    results = run(core, PROMPTS, PARAMS)
+    ((counts,), (inspected,)) = (core.collective_rpc(name) for name in ("get_graph_stats", "get_model_inspection"))
+    core.close()
+    assert device.num_cuts == 0, "no pieces"
+    assert counts[MIXED] > 5
+    assert counts[UNIFORM] > 5
+    assert counts[MIXED] + counts[UNIFORM] == device.num_replays
+    assert counts.get(LAYERS, 0) == 0, "every step fits a graph"
+    assert f"{counts[MIXED]} {MIXED}" in inspected
+    expected = _serve(folder, PARAMS, **options, fast_paths="off")
+    assert [result.tokens for result in results] == [result.tokens for result in expected]
+
+
+def test_steps_beyond_the_sizes_are_counted(tmp_path: Path, device: RecordingDevice) -> None:
+    core = make_core(tiny_checkpoint(tmp_path).folder, attention_backend=PaddedBackend.name)
+    run(core, PROMPTS[:1], greedy(6))
+    (counts,) = core.collective_rpc("get_graph_stats")
+    core.close()
+    # The prefill fits no graph. The first decode compiles kernels, and the second one is captured and replayed.
+    assert counts == {LAYERS: 1, FIRST_OF_SIZE: 1, UNIFORM: 4}
+
+
+def test_full_graphs_need_attention_that_can_be_captured(tmp_path: Path, device: RecordingDevice) -> None:
+    with pytest.raises(UnsupportedFeature, match="that of reference depends on lengths on the host"):
+        make_core(tiny_checkpoint(tmp_path).folder, attention_backend="reference", cudagraph_mode="full")
+
+
+def test_memory_of_graphs_and_of_the_buffers_between_pieces_is_planned(
+    tmp_path: Path, device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A GPU's way: steps are run, and their tensors measured.
+    monkeypatch.setattr("penstock.worker.memory_planning._measure_without_memory", lambda *_: None)
+    folder = tiny_checkpoint(tmp_path).folder
+    planned = {}
+    for mode in ("none", "full_decode_only", "full_and_piecewise"):
+        options: dict[str, Any] = {"max_num_batched_tokens": 16, "cudagraph_mode": mode}
+        core = make_core(folder, attention_backend=PaddedBackend.name, **options)
+        planned[mode] = core.memory_plan.graphs
+        assert ("- CUDA graphs" in core.memory_plan.table()) is (mode != "none")
+        run(core, PROMPTS, PARAMS)
+        ((inspected,), (runner,)) = (
+            core.collective_rpc(name) for name in ("get_model_inspection", lambda worker: worker.runner)
+        )
+        core.close()
+    assert planned["none"] == 0 < 32 << 20 < planned["full_decode_only"]
+    buffers = runner.executable.rehearse_pieces(runner.frames.dummy(16, 4))
+    assert planned["full_and_piecewise"] >= planned["full_decode_only"] + buffers > planned["full_decode_only"]
+    assert f"{format_bytes(buffers)} with the buffers between their pieces" in inspected
+
+
+def test_plans_of_whole_graphs_have_a_padding_row_and_fixed_sizes() -> None:
+    sizes = {"max_num_tokens": 64, "token_sizes": [8, 16], "most_rows": 5}
+    graphs = GraphExecutable(RecordingDevice(), [1, 2, 4], is_capturable=True, **sizes)
+    for counts, padded in (([1, 4], (8, 5, 8)), ([7], (8, 5, 8)), ([1, 1, 1, 6], (16, 5, 16)), ([17], (17, 1, None))):
+        assert graphs.plan({str(number): count for number, count in enumerate(counts)})[2:] == padded
+
+
 def test_plans_pad_mixed_steps_to_a_number_of_tokens() -> None:
     graphs = GraphExecutable(
         RecordingDevice(), [1, 2, 4], is_capturable=True, max_query_len=3, max_num_tokens=64, token_sizes=[8, 16]
@@ -111,7 +175,7 @@ def test_plans_pad_mixed_steps_to_a_number_of_tokens() -> None:
         "decodes": graphs.plan({"a": 1, "b": 1, "c": 1}),
         "too many decodes": graphs.plan({str(index): 1 for index in range(5)}),
     }
-    assert {name: plan[2:] for name, plan in padded.items()} == {
+    assert {name: plan[2:4] for name, plan in padded.items()} == {
         "mixed": (8, 2),
         "uneven drafts": (8, 2),
         "too long": (17, 2),
@@ -229,6 +293,17 @@ def test_drafts_of_other_acceptance_rules_run_in_graphs(drafters: Path, device: 
     assert results == _serve(drafters / "target", PARAMS, **options, fast_paths="off")
 
 
+def test_drafts_run_in_whole_graphs_of_mixed_steps_and_are_counted(drafters: Path, device: RecordingDevice) -> None:
+    options = {**_drafting(drafters, "eagle3"), "max_num_batched_tokens": 24}
+    core = make_core(drafters / "target", attention_backend=PaddedBackend.name, cudagraph_mode="full", **options)
+    results = run(core, PROMPTS, PARAMS)
+    (counts,) = core.collective_rpc("get_graph_stats")
+    core.close()
+    assert min(counts[kind] for kind in (UNIFORM, MIXED, DRAFTS, DRAFTER_PREFILL)) > 1
+    expected = _serve(drafters / "target", PARAMS, **options, fast_paths="off")
+    assert [one.tokens for one in results] == [one.tokens for one in expected]
+
+
 def test_no_graphs_are_captured_without_the_mode(tmp_path: Path, device: RecordingDevice) -> None:
     folder = tiny_checkpoint(tmp_path, "llama").folder
     results = _serve(folder, PARAMS, cudagraph_mode="none")
@@ -315,7 +390,7 @@ def test_sizes_are_those_of_the_options() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cudagraph_mode": "full"}, "Allowed: full_decode_only, full_and_piecewise, piecewise, none"),
+        ({"cudagraph_mode": "all"}, "Allowed: full_decode_only, full_and_piecewise, full, piecewise, none"),
         ({"cudagraph_capture_sizes": []}, "a list of integers of at least 1"),
         ({"cudagraph_capture_sizes": [0, 1]}, "a list of integers of at least 1"),
         ({"max_cudagraph_capture_size": 0}, "an integer of at least 1"),

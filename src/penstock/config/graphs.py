@@ -9,10 +9,10 @@ from typing import Any
 from penstock.config.checks import check_choice, check_integer
 from penstock.errors import ConfigError
 
-FULL_DECODE_ONLY, NO_GRAPHS = "full_decode_only", "none"
+FULL_DECODE_ONLY, NO_GRAPHS, FULL = "full_decode_only", "none", "full"
 PIECEWISE, FULL_AND_PIECEWISE = "piecewise", "full_and_piecewise"
-_MODES = (FULL_DECODE_ONLY, FULL_AND_PIECEWISE, PIECEWISE, NO_GRAPHS)
-# Padded numbers of tokens of steps that run in pieces.
+_MODES = (FULL_DECODE_ONLY, FULL_AND_PIECEWISE, FULL, PIECEWISE, NO_GRAPHS)
+# Padded numbers of tokens of steps that mix prefills and decodes.
 _TOKEN_SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
@@ -21,8 +21,10 @@ class GraphConfig:
     """cudagraph_mode: "full_decode_only" runs steps in which all requests have equally many tokens, decodes and the
         verification of drafts, as CUDA graphs on a GPU; "piecewise" runs steps of up to 512 tokens that mix
         prefills and decodes, or have uneven numbers of drafts, as graphs between which attention runs;
-        "full_and_piecewise" does both; "none" runs all steps without. Graphs in pieces were not run on a GPU yet.
-    cudagraph_capture_sizes: padded numbers of requests that get a graph, and of tokens of steps in pieces; None takes
+        "full_and_piecewise" does both; "full" runs mixed steps of up to 512 tokens as whole graphs too, for which the
+        attention backend must be one that can be captured; "none" runs all steps without. Graphs of mixed steps were
+        not run on a GPU yet.
+    cudagraph_capture_sizes: padded numbers of requests that get a graph, and of tokens of mixed steps; None takes
         1, 2, 4, multiples of 8 to 256 and of 16 beyond, up to max_num_seqs, and ten numbers of tokens up to 512.
     max_cudagraph_capture_size: largest default size; larger steps run without a graph. None takes max_num_seqs.
     """
@@ -62,8 +64,8 @@ class GraphConfig:
         return sorted({size for size in sizes if size <= most})
 
     def token_sizes(self, max_num_tokens: int) -> list[int]:
-        """Padded numbers of tokens of steps in pieces, of an engine with steps of up to `max_num_tokens`, ascending."""
-        if self.cudagraph_mode not in (PIECEWISE, FULL_AND_PIECEWISE):
+        """Padded numbers of tokens of mixed steps, of an engine with steps of up to `max_num_tokens`, ascending."""
+        if self.cudagraph_mode not in (PIECEWISE, FULL_AND_PIECEWISE, FULL):
             return []
         sizes = self.cudagraph_capture_sizes or _TOKEN_SIZES
         return sorted({size for size in sizes if size <= max_num_tokens})

@@ -181,6 +181,10 @@ class Device(ABC):
         """
         raise UnsupportedFeature(f"device {self.kind!r} captures no graphs")
 
+    def graph_bytes(self) -> int:
+        """Memory pool of all captured graphs, in bytes."""
+        return 0
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all queued work is done."""

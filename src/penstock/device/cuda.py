@@ -145,6 +145,10 @@ class CudaDevice(Device):
 
         return replay
 
+    def graph_bytes(self) -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._graph_pool))
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 

@@ -17,12 +17,16 @@ from penstock.runner.request_states import RequestStates
 
 
 class BatchPlan(NamedTuple):
-    """num_tokens, num_reqs: actual sizes of the step. The padded counts are the sizes of the tensors."""
+    """num_tokens, num_reqs: actual sizes of the step. The padded counts are the sizes of the tensors.
+
+    most_tokens_of_request: upper bound that attention takes for a request's tokens; None for the actual maximum.
+    """
 
     num_tokens: int
     num_reqs: int
     num_tokens_padded: int
     num_reqs_padded: int
+    most_tokens_of_request: int | None = None
 
     @classmethod
     def without_padding(cls, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
@@ -181,7 +185,7 @@ def _lay_out(
         slots_np=slots,
         counts_np=counts,
         query_start_loc_np=query_start_loc,
-        max_query_len=int(counts.max(initial=0)),
+        max_query_len=plan.most_tokens_of_request or int(counts.max(initial=0)),
         is_all_decodes=num_tokens == num_reqs,
         has_one_token_each=False,
         query_start_loc=buffers.write_starts(starts_R),

@@ -16,6 +16,7 @@ from penstock.contract import NewRequestData, SamplingParams
 from penstock.kernels.sampling import greedy_tokens
 from penstock.parallel import ParallelState
 from penstock.runner.frame import Frame
+from penstock.runner.graphs import GraphExecutable
 from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.prompt_logprobs import PromptRows
@@ -58,6 +59,17 @@ def run_largest_graph(runner: ModelRunner) -> None:
     frame = run_dummy_batch(runner, max(most, min(most * (1 + limits.max_drafts), limits.max_num_tokens)), most)
     assert frame.all_hidden is not None, "a dummy frame wants all rows"
     greedy_tokens(runner.model.compute_logits(frame.all_hidden))
+
+
+def run_largest_mixed_graph(runner: ModelRunner) -> int:
+    """Run the largest mixed step that is a graph or has pieces. Returns the bytes of the buffers between its pieces."""
+    executable, most = runner.executable, runner.limits.max_num_reqs
+    assert isinstance(executable, GraphExecutable), "only graphs have numbers of tokens"
+    size = max(executable.token_sizes)
+    if executable.most_rows is not None:
+        run_dummy_batch(runner, size, min(size, most))
+        return 0
+    return executable.rehearse_pieces(runner.frames.dummy(size, min(size, most)))
 
 
 def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelState) -> list[tuple[int, float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from torch import Tensor
@@ -20,6 +21,11 @@ from penstock.runner.batch_layout import BatchPlan
 from penstock.runner.frame import Frame
 
 T = TypeVar("T")
+
+# Kinds of runs that are counted where steps can be CUDA graphs.
+UNIFORM, MIXED, PIECES = "uniform steps as graphs", "mixed steps as graphs", "mixed steps in pieces"
+DRAFTS, DRAFTER_PREFILL = "draft steps as graphs", "prefill passes of a drafter, layer by layer"
+FIRST_OF_SIZE, LAYERS = "first runs of a graph's size, layer by layer", "steps that fit no graph, layer by layer"
 
 
 class Executable(ABC):
@@ -39,11 +45,12 @@ class ForwardExecutable(Executable):
     """Runs any frame: the forward pass, and the argmax where the frame wants nothing else of its logits.
 
     whole_block_tables: whether steps need all columns of the block tables, used or not. sizes: padded numbers of
-    requests that run as CUDA graphs, ascending.
+    requests that run as CUDA graphs, ascending. num_runs: runs by kind, where steps can be CUDA graphs.
     """
 
     whole_block_tables = False
     sizes: Sequence[int] = ()
+    num_runs: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
@@ -61,9 +68,16 @@ class ForwardExecutable(Executable):
         """Return the number of requests that work for so many is padded to, if it runs as a CUDA graph; else None."""
         return None
 
-    def repeat(self, key: Hashable, work: Callable[[], T]) -> T:
+    def repeat(self, key: Hashable, work: Callable[[], T], kind: str = UNIFORM) -> T:
         """Run work on the device that depends on persistent tensors and `key` alone, or replay its CUDA graph."""
         return work()
+
+    def note_run(self, kind: str) -> None:
+        """Count a run, where steps can be CUDA graphs."""
+
+    def describe(self) -> list[str]:
+        """Log lines about graphs; none where steps cannot be CUDA graphs."""
+        return []
 
     def forget(self) -> None:
         """Drop everything that depends on the model or its weights: they have changed."""

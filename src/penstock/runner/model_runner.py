@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from penstock.attention import CacheLayer
 from penstock.config import GraphConfig, SamplingConfig
+from penstock.config.graphs import FULL
 from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.device import Device
+from penstock.errors import UnsupportedFeature
 from penstock.models.interface import LanguageModel
 from penstock.observability.spans import EXECUTABLES, NO_SPANS, STEPS, Spans
 from penstock.parallel import NO_AGREEMENT, Agreement
@@ -188,6 +190,9 @@ class ModelRunner:
             return EagerExecutable()
         if self.device.captures_graphs:
             limits = self.limits
+            is_full = graphs.cudagraph_mode == FULL
+            if is_full:
+                self._check_capturable()
             return GraphExecutable(
                 self.device,
                 graphs.sizes(min(limits.max_num_reqs, limits.max_num_tokens)),
@@ -195,8 +200,19 @@ class ModelRunner:
                 max_query_len=1 + limits.max_drafts,
                 max_num_tokens=limits.max_num_tokens,
                 token_sizes=graphs.token_sizes(limits.max_num_tokens),
+                most_rows=limits.max_num_reqs + 1 if is_full else None,
             )
         return ProgramExecutable(self.kv_cache.programs)
+
+    def _check_capturable(self) -> None:
+        """Raise UnsupportedFeature for an attention backend whose mixed steps cannot be captured."""
+        refused = sorted({group.backend.name for group in self.kv_cache.groups if not group.backend.is_capturable})
+        if refused:
+            raise UnsupportedFeature(
+                f"cudagraph_mode='full' captures attention in graphs, but that of {', '.join(refused)} depends on "
+                "lengths on the host. Use cudagraph_mode='full_and_piecewise', whose attention runs between graphs, or "
+                "an attention_backend that can be captured, such as 'triton_paged'."
+            )
 
     def _make_buffers(self) -> BufferSet:
         limits = self.limits

@@ -26,6 +26,10 @@ class PieceBuffers:
         self._num_rows = num_rows
         self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def room(self, name: str, like: Tensor, *shape: int) -> Tensor:
         """Uninitialised rows of this shape, [T, ...], with the dtype and device of a tensor."""
         key = name, shape[1:], like.dtype

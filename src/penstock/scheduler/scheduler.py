@@ -395,17 +395,17 @@ class Scheduler:
             for request, max_new_tokens in zip(turn.requests, turn.max_new_tokens, strict=True)
             if max_new_tokens
         }
-        runs_ahead = self._runs_ahead
+        runs_ahead, most, scheduled = self._runs_ahead, step.max_num_reqs, step.requests
         # Preemption shortens the list from its end, which is safe in this loop.
         for request in self._requests.running:
-            if step.is_full:
+            if len(scheduled) >= most:
                 return
             num_tokens = len(request.all_token_ids)
             if request.num_output_placeholders:
                 num_tokens += request.num_output_placeholders
                 if not runs_ahead or request.needs_tokens_on_host or num_tokens >= request.length_limit:
                     continue
-            if request in had_turns:
+            if had_turns and request in had_turns:
                 continue
             drafts = request.spec_token_ids
             if drafts:

@@ -143,8 +143,7 @@ class StepBuilder:
         "_new_block_ids",
         "_new_reqs",
         "_num_computed_tokens",
-        "_num_scheduled_tokens",
-        "_req_ids",
+        "_num_tokens",
         "_shared",
         "_step_id",
         "_token_budget",
@@ -164,12 +163,11 @@ class StepBuilder:
         self.waits_for_blocks = False
         self.preempted_req_ids: set[str] = set()
         self.requests: list[Request] = []
-        self._req_ids: list[str] = []
         self._num_computed_tokens: list[int] = []
         self._max_new_tokens: list[int] = []
         self._found: dict[int, Sequence[KVCacheBlock]] = {}
         self._shared: dict[int, Sequence[KVCacheBlock]] = {}
-        self._num_scheduled_tokens: dict[str, int] = {}
+        self._num_tokens: list[int] = []
         self._drafts: dict[str, list[int]] = {}
         self._new_reqs: list[NewRequestData] = []
         self._new_block_ids: NewBlockIds = []
@@ -226,17 +224,18 @@ class StepBuilder:
     def build(self, finished_req_ids: set[str], num_drafts_wanted: int, *, clears_blocks: bool = False) -> Step:
         """Return the step with its message to the worker."""
         new_block_ids = self._new_block_ids
+        req_ids = [request.req_id for request in self.requests]
         # Cached requests come first.
-        num_tokens = self._num_scheduled_tokens.values()
+        num_cached = len(new_block_ids)
         message = SchedulerOutput(
             step_id=self._step_id,
             scheduled_new_reqs=self._new_reqs,
             scheduled_cached_reqs=CachedRequestData(
-                req_ids=self._req_ids[: len(new_block_ids)] if self._new_reqs else self._req_ids,
-                new_block_ids=[] if new_block_ids.count(None) == len(new_block_ids) else new_block_ids,
-                num_computed_tokens=list(map(sub, self._num_computed_tokens[: len(new_block_ids)], num_tokens)),
+                req_ids=req_ids[:num_cached] if self._new_reqs else req_ids,
+                new_block_ids=[] if new_block_ids.count(None) == num_cached else new_block_ids,
+                num_computed_tokens=list(map(sub, self._num_computed_tokens[:num_cached], self._num_tokens)),
             ),
-            num_scheduled_tokens=self._num_scheduled_tokens,
+            num_scheduled_tokens=dict(zip(req_ids, self._num_tokens)),  # noqa: B905, as in `StepsInFlight.settle`
             total_num_scheduled_tokens=self._token_budget - self.token_budget,
             scheduled_spec_decode_tokens=self._drafts,
             num_drafts_wanted=num_drafts_wanted,
@@ -247,7 +246,7 @@ class StepBuilder:
         return Step(
             message,
             self.requests,
-            self._req_ids,
+            req_ids,
             self._num_computed_tokens,
             self._max_new_tokens,
             self._found,
@@ -258,20 +257,19 @@ class StepBuilder:
         """Add a row, counted as if all draft tokens were accepted. The launch advances the request."""
         num_computed_tokens += num_tokens
         max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - request.num_output_placeholders
-        if max_new_tokens > 1:
-            self._drafts[request.req_id] = request.spec_token_ids[: max_new_tokens - 1]
-        elif max_new_tokens < 1 or request.pools:
-            max_new_tokens = 0
+        if num_tokens != 1 or max_new_tokens != 1 or request.pools:
+            self.is_all_decodes = False
+            if max_new_tokens > 1:
+                self._drafts[request.req_id] = request.spec_token_ids[: max_new_tokens - 1]
+            elif max_new_tokens < 1 or request.pools:
+                max_new_tokens = 0
         if shared:
             self._shared[len(self.requests)] = shared
         self.requests.append(request)
-        self._req_ids.append(request.req_id)
+        self._num_tokens.append(num_tokens)
         self._num_computed_tokens.append(num_computed_tokens)
         self._max_new_tokens.append(max_new_tokens)
-        self._num_scheduled_tokens[request.req_id] = num_tokens
         self.token_budget -= num_tokens
-        if num_tokens != 1 or max_new_tokens != 1:
-            self.is_all_decodes = False
 
 
 def void_rows_that_read_lost_blocks(

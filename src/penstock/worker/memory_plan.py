@@ -34,7 +34,7 @@ _SHARE_OF_FREE = 0.9
 class StepMemory:
     """Maximum memory of a step in bytes, besides weights.
 
-    runner_state: buffers kept between steps. graphs: memory pool of the CUDA graphs.
+    runner_state: buffers kept between steps. graphs: memory pool of the CUDA graphs, and buffers between their pieces.
     """
 
     activations: int
@@ -52,7 +52,7 @@ class MemoryPlan:
     process: memory in use before the model was loaded.
     weights: parameters and buffers. activations: peak of a step's forward pass.
     sampling: peak of logits, sampling and log-probabilities. runner_state: per-slot tables. graphs: memory pool of the
-    CUDA graphs.
+    CUDA graphs, and buffers between their pieces.
     logits_processors: tensors of custom logits processors.
     receive_buffer: hidden states received from the previous pipeline stage. adapters: LoRA adapters on the device.
     requested_kv_cache: kv_cache_memory_bytes, which overrides the remaining memory.

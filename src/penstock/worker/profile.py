@@ -16,9 +16,11 @@ from penstock.runner.dummy_runs import (
     profile_prompt_logprobs,
     profile_sampling,
     run_largest_graph,
+    run_largest_mixed_graph,
     run_longest_prompt,
     run_longest_prompt_of_drafter,
 )
+from penstock.runner.graphs import GraphExecutable
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.sampling import ProcessorContext
 from penstock.runner.sampling.custom_processors import CustomProcessors
@@ -74,10 +76,24 @@ def measure_step_memory(
         drafted = hidden_TD.nbytes + _peak(device, lambda: run_longest_prompt_of_drafter(runner, limits.max_num_tokens))
         sampled = _peak(device, lambda: profile_sampling(runner, limits.max_num_reqs))
         prompts = _peak(device, lambda: profile_prompt_logprobs(runner, hidden_TD))
-        captured = _peak(device, lambda: run_largest_graph(runner)) + _WORKSPACE_BYTES if runner.executable.sizes else 0
+        captured = _measure_graphs(device, runner)
     return StepMemory(
         max(forward.bytes_above_start, drafted), max(sampled, prompts), made.bytes_kept - config.size_bytes, captured
     )
+
+
+def _measure_graphs(device: Device, runner: ModelRunner) -> int:
+    """Return the memory of graphs: the pool that they share, the buffers between pieces, and a workspace."""
+    executable = runner.executable
+    if not isinstance(executable, GraphExecutable) or not (executable.sizes or executable.token_sizes):
+        return 0
+    pool = _peak(device, lambda: run_largest_graph(runner)) if executable.sizes else 0
+    buffers = 0
+    if executable.token_sizes:
+        with device.measure_peak() as mixed:
+            buffers = run_largest_mixed_graph(runner)
+        pool = max(pool, mixed.bytes_above_start - buffers)
+    return pool + buffers + _WORKSPACE_BYTES
 
 
 def _peak(device: Device, run: Callable[[], object]) -> int:

@@ -288,10 +288,16 @@ class Worker(WorkerBase):
     def get_model_inspection(self) -> str:
         """Return the module tree as text, with sizes, dtypes and linear methods.
 
-        Also the recorded programs, and reasons for eager execution, once a step has run.
+        Also the recorded programs, or runs and memory of CUDA graphs, and reasons for eager execution, once a step has
+        run.
         """
-        programs = [] if self._runner is None else self._runner.kv_cache.programs.describe()
+        runner = self._runner
+        programs = [] if runner is None else [*runner.kv_cache.programs.describe(), *runner.executable.describe()]
         return "\n".join([inspect_model(self.weights.model), *programs])
+
+    def get_graph_stats(self) -> dict[str, int]:
+        """Steps, and passes of a drafter, by whether they ran as CUDA graphs; empty on a device without graphs."""
+        return dict(self.runner.executable.num_runs)
 
     def shutdown(self) -> None:
         self._profiler.shutdown()

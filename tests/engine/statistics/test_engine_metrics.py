@@ -127,13 +127,15 @@ def test_a_request_that_never_ran_has_no_tokens_in_the_histograms() -> None:
 
 def test_tokens_that_arrive_together_have_no_time_between_them() -> None:
     metrics = EngineMetrics("demo", has_prefix_cache=True)
-    metrics.note_tokens(2, now=12.0, last=None, arrival=10.0)
-    metrics.note_tokens(3, now=12.5, last=12.0, arrival=10.0)
+    metrics.note_first_token(12.0, 10.0)
+    metrics.note_later_tokens({}, 1, 12.0)
+    # Three requests: one more had its last token at the same time, and one earlier.
+    metrics.note_later_tokens({12.0: 2, 11.75: 1}, 2, 12.5)
     found = histograms(metrics)
     assert (found["time_to_first_token_seconds"].count, found["time_to_first_token_seconds"].sum) == (1, 2.0)
     gaps = found["inter_token_latency_seconds"]
-    assert (gaps.count, gaps.sum) == (4, 0.5)
-    assert (gaps.buckets["0.0005"], gaps.buckets["0.3"], gaps.buckets["0.5"]) == (3, 3, 4)
+    assert (gaps.count, gaps.sum) == (6, 1.75)
+    assert (gaps.buckets["0.0005"], gaps.buckets["0.3"], gaps.buckets["0.5"]) == (3, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,9 @@ def note(metrics: EngineMetrics, event: Event) -> None:
     last: float | None = None
     for gap, size in zip(event.gaps, event.sizes, strict=False):
         now += gap
-        metrics.note_tokens(size, now=now, last=last, arrival=10.0)
+        if last is None:
+            metrics.note_first_token(now, 10.0)
+        metrics.note_later_tokens({} if last is None else {last: 1}, size - 1, now)
         last = now
     drafts = SpecDecodeMetrics()
     for num_drafts, num_accepted in event.drafts:
@@ -234,7 +238,7 @@ def test_totals_are_a_copy() -> None:
     before = metrics.totals([])
     encoded = msgspec.json.encode(before)
     metrics.note_end(FinishReason.STOP, 5, ended(first_scheduled_time=11.0))
-    metrics.note_tokens(2, now=12.0, last=11.0, arrival=10.0)
+    metrics.note_later_tokens({11.0: 1}, 1, 12.0)
     metrics.note_refusal(EngineDead("The core was lost."))
     assert msgspec.json.encode(before) == encoded
 

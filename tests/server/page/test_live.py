@@ -58,7 +58,7 @@ def test_a_view_has_the_numbers_of_the_broker_and_of_the_requests(tmp_path: Path
     metrics = RequestMetrics(arrival_time=1.0, first_scheduled_time=2.0, num_generated_tokens=7, num_cached_tokens=4)
     engine.totals.note_counts(10, metrics, has_prefix_cache=True)
     engine.totals.note_end(FinishReason.STOP, 10, metrics)
-    engine.totals.note_tokens(1, now=1.5, last=None, arrival=1.0)
+    engine.totals.note_first_token(1.5, 1.0)
     stats = msgspec.structs.replace(BUSY.stats, num_cached_blocks=5)
     broker.note(msgspec.structs.replace(BUSY, stats=stats))
     launcher.note_start("broker")

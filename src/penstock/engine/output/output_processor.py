@@ -319,7 +319,9 @@ class OutputProcessor:
         """
         now = time.monotonic()
         running = self._running
-        note_tokens = self._metrics.note_tokens
+        # Most requests had their last token in the same step: the metrics take them together.
+        num_by_last: dict[float, int] = {}
+        num_accepted = 0
         follow_up: FollowUp | None = None
         for output in outputs:
             progress = running.get(output.req_id)
@@ -332,7 +334,12 @@ class OutputProcessor:
                 progress.fail(error, now)
             if output.new_token_ids:
                 num_new = len(progress.token_ids) - num_before
-                note_tokens(num_new, now=now, last=last, arrival=progress.request.arrival_time)
+                if last is None:
+                    self._metrics.note_first_token(now, progress.request.arrival_time)
+                else:
+                    num_by_last[last] = num_by_last.get(last, 0) + 1
+                if num_new > 1:
+                    num_accepted += num_new - 1
             if progress.finish_reason is not None:
                 del running[output.req_id]
                 self._note_end(progress, progress.finish_reason)
@@ -340,6 +347,7 @@ class OutputProcessor:
                     follow_up = follow_up or FollowUp()
                     follow_up.req_ids_to_abort.append(output.req_id)
             progress.inbox.append(progress)
+        self._metrics.note_later_tokens(num_by_last, num_accepted, now)
         if self._news:
             follow_up = follow_up or FollowUp()
             self._announce(follow_up)

@@ -39,10 +39,10 @@ class Observations(msgspec.Struct):
         """Empty histogram."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
-    def note(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def note(self, value: float, count: int = 1) -> None:
+        """Count a value that was observed so many times."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
 
     def add(self, other: Observations) -> None:
         """Add the values of a histogram with the same bounds."""
@@ -127,17 +127,19 @@ class RequestTotals(msgspec.Struct):
             reason = "invalid"
         self.num_refused[reason] += 1
 
-    def note_tokens(self, num_tokens: int, *, now: float, last: float | None, arrival: float) -> None:
-        """Observe the times of a step's tokens of a request. last: time of its last token before them, if any.
+    def note_first_token(self, now: float, arrival: float) -> None:
+        """Observe the time of a request's first token."""
+        self.time_to_first_token.note(now - arrival)
 
-        Tokens that a step accepted from drafts arrive together: the gaps between them are 0.
+    def note_later_tokens(self, num_by_last: Mapping[float, int], num_accepted: int, now: float) -> None:
+        """Observe the gaps before a step's tokens, of all its requests.
+
+        num_by_last: number of requests by the time of the token before. num_accepted: tokens that the step accepted
+        from drafts, which arrive with another one: the gaps before them are 0.
         """
-        if last is None:
-            self.time_to_first_token.note(now - arrival)
-        else:
-            self.inter_token_latency.note(now - last)
-        if num_tokens > 1:
-            self.inter_token_latency.counts[0] += num_tokens - 1
+        for last, num_reqs in num_by_last.items():
+            self.inter_token_latency.note(now - last, num_reqs)
+        self.inter_token_latency.counts[0] += num_accepted
 
     def add(self, other: RequestTotals) -> None:
         """Add the counts of other requests."""

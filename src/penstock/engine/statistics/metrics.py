@@ -68,7 +68,8 @@ class EngineMetrics:
         self._labels = {"model_name": model_name}
         self._has_prefix_cache = has_prefix_cache
         self._noted = RequestTotals()
-        self.note_tokens = self._noted.note_tokens
+        self.note_first_token = self._noted.note_first_token
+        self.note_later_tokens = self._noted.note_later_tokens
         self.note_refusal = self._noted.note_refusal
 
     def note_end(self, reason: FinishReason, num_prompt_tokens: int, metrics: RequestMetrics) -> None:

@@ -18,7 +18,7 @@ from penstock.kernels.sampling import greedy_tokens
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.causal_lm import CausalLM
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.executables import ForwardExecutable
+from penstock.runner.executables import DRAFTS, ForwardExecutable
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,9 @@ class DraftGraphs:
     def greedy(self, size: int, num_drafts: int) -> Sequence[Tensor]:
         """Return the tokens of the next `num_drafts` steps, int64 [size] each, in memory that the next call reuses."""
         return self._executable.repeat(
-            ("drafts", size, num_drafts), lambda: [self._choose(self._step(size), size) for _ in range(num_drafts)]
+            ("drafts", size, num_drafts),
+            lambda: [self._choose(self._step(size), size) for _ in range(num_drafts)],
+            DRAFTS,
         )
 
     def step(self, size: int, token_R: Tensor | None = None) -> Tensor:
@@ -93,7 +95,7 @@ class DraftGraphs:
         inputs = self._known
         if token_R is not None:
             inputs.tokens_R[: len(token_R)].copy_(token_R)
-        return self._executable.repeat(("draft", size), lambda: self._step(size))
+        return self._executable.repeat(("draft", size), lambda: self._step(size), DRAFTS)
 
     @property
     def _known(self) -> DraftInputs:

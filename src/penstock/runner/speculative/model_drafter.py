@@ -28,7 +28,7 @@ from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.executables import ForwardExecutable
+from penstock.runner.executables import DRAFTER_PREFILL, ForwardExecutable
 from penstock.runner.frame import Frame
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.logits_rows import LogitsRows
@@ -96,6 +96,7 @@ class ModelDrafter(Speculator):
             self._proposed = None
             return
         last_R = self.requests.num_computed_tokens.tensor.view(-1).index_select(0, layout.slots)
+        self.executable.note_run(DRAFTER_PREFILL)
         hidden_RD = self.take_in(frame, outcome, last_R)
         if not num_drafts:
             self._proposed = None
