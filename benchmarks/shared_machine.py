@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -146,6 +147,8 @@ def main() -> None:
         return
     if arguments.peers and (arguments.model not in SHAPES or arguments.work_dir is None):
         parser.error(f"--peers needs --work-dir, and --model as one of {', '.join(SHAPES)}")
+    # As Ctrl-C does: engines that are stopped while others run would else be left behind.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
     threads, model = len(os.sched_getaffinity(0)), arguments.model
     if arguments.peers:
         model = str(make(arguments.work_dir.resolve(), SHAPES[model], "bfloat16"))

@@ -151,14 +151,19 @@ def test_latents_and_heads_that_are_no_pairs_are_multiplied_in_float32() -> None
 
 
 @pytest.mark.slow
-def test_a_models_attention_follows_the_arithmetic_of_its_products(tmp_path: Path) -> None:
+def test_a_models_attention_follows_the_arithmetic_of_its_products(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tiny_config("llama", architectures=["LlamaForCausalLM"], head_dim=32).save_pretrained(tmp_path)
     options = {"load_format": "dummy", "max_logprobs": -1, "dtype": "bfloat16", "kv_cache_memory_bytes": 8 << 20}
+    caplog.set_level("INFO", logger="penstock")
     rows = {}
     for arithmetic in ("float32", "bfloat16"):
         for cache in ("float32", "bfloat16"):
+            caplog.clear()
             core = make_core(tmp_path, cpu_arithmetic=arithmetic, kv_cache_dtype=cache, **options)
             rows[arithmetic, cache] = run(core, random_prompts([50], 90, seed=1), [greedy(1, logprobs=-1)])[0].logprobs
             core.close()
+            assert ("attention in it too" in caplog.text) == (arithmetic == cache == "bfloat16")
     assert rows["bfloat16", "bfloat16"] != rows["bfloat16", "float32"]
     assert rows["float32", "bfloat16"] != rows["bfloat16", "bfloat16"]

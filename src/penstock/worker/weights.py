@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.attention import CacheLayer
+from penstock.attention.cpu_native import bfloat16_layout
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.contract import KVCacheSpec
@@ -19,7 +20,7 @@ from penstock.device import Device, DtypeChoice
 from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.layers.linear import describe_narrow_products, weights_size_bytes
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
-from penstock.models.attention_layers import cache_layers
+from penstock.models.attention_layers import attention_layers, cache_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
 from penstock.observability.units import format_bytes
@@ -57,7 +58,7 @@ class Weights:
             config.model.architecture,
             format_bytes(self.size_bytes),
             dtype.name,
-            "; ".join(filter(None, (dtype.reason, describe_narrow_products(self.model)))),
+            "; ".join(filter(None, (dtype.reason, describe_narrow_products(self.model), self._describe_attention()))),
         )
         if config.model.pooling is not None:
             logger.info("Pooling: %s", config.model.pooling.describe())
@@ -74,8 +75,19 @@ class Weights:
     @property
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """KV cache specs of these layers, by name."""
-        dtype = choose_kv_cache_dtype(self._cache.kv_cache_dtype, self._dtype.name)
-        return drafted_specs(self.model, self.drafter, self._cache.block_size, dtype)
+        return drafted_specs(self.model, self.drafter, self._cache.block_size, self._kv_cache_dtype)
+
+    @property
+    def _kv_cache_dtype(self) -> str:
+        return choose_kv_cache_dtype(self._cache.kv_cache_dtype, self._dtype.name)
+
+    def _describe_attention(self) -> str | None:
+        """Describe attention in bfloat16 arithmetic for the log; None for others."""
+        if self._kv_cache_dtype != "bfloat16":
+            return None
+        layers = attention_layers(self.model).values()
+        is_narrow = any(bfloat16_layout(layer, torch.bfloat16) is not None for layer in layers)
+        return "attention in it too, over the bfloat16 KV cache" if is_narrow else None
 
     @property
     def size_bytes(self) -> int:
