@@ -24,8 +24,8 @@ def rows() -> list[dict[str, str]]:
 def as_text() -> str:
     """Format the refusals for a terminal."""
     lines = [
-        "All features work together, with any number of workers, except the following. On a GPU only models of the",
-        "families Llama, Mistral, Qwen2 and Qwen3 were run, with sampling, log-probabilities and CUDA graphs.",
+        "All features work together, with any number of workers, except the following. CUDA was run on one",
+        "H200; docs/internals/gpu.md lists what was not run on a GPU.",
         "",
     ]
     for row in rows():
