@@ -46,7 +46,8 @@ class Mxfp4Format:
 def dequantize_mxfp4(blocks: Tensor, scales_OB: Tensor) -> Tensor:
     """Values of blocks [O, B, 16] and scales [O, B], uint8 both: float32 [O, 32 * B]. All are exact in bfloat16."""
     numbers = doubled(blocks).unflatten(-1, (-1, BLOCK_SIZE))
-    return (numbers * factors(scales_OB).div_(2).unsqueeze(-1)).flatten(-2)
+    weight: Tensor = numbers * factors(scales_OB).div_(2).unsqueeze(-1)
+    return weight.flatten(-2)
 
 
 def doubled(blocks: Tensor) -> Tensor:
