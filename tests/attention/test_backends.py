@@ -48,13 +48,15 @@ def _attend(
     soft_cap: float | None,
     sinks: Sequence[float] | None,
 ) -> np.ndarray:
-    """[Q, H, D] over [L, K, D], by definition."""
+    """[Q, H, D] over [L, K, D], by definition. window: negative for chunks."""
     num_queries, num_heads, head_size = queries.shape
     length, num_kv_heads, _ = keys.shape
     output = np.zeros((num_queries, num_heads, head_size))
     for row in range(num_queries):
         position = length - num_queries + row
         first = 0 if window is None else max(0, position - window + 1)
+        if window is not None and window < 0:
+            first = next(other for other in range(position + 1) if other // -window == position // -window)
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             scores = keys[first : position + 1, kv_head] @ queries[row, head] * head_size**-0.5
@@ -86,7 +88,9 @@ def _check(
 ) -> None:
     rng = np.random.default_rng(0)
     num_heads = num_kv_heads * group_size
-    layer = LayerAttention("layer", num_heads, num_kv_heads, head_size, head_size**-0.5, window, soft_cap)
+    layer = LayerAttention("layer", num_heads, num_kv_heads, head_size, head_size**-0.5, None, soft_cap)
+    if window is not None:
+        layer = replace(layer, **({"sliding_window": window} if window > 0 else {"chunk_size": -window}))
     if sinks is not None:
         layer = replace(layer, sinks=Sinks(torch.tensor(sinks, dtype=dtype)))
     requests = sorted(requests, key=lambda request: request.num_new)
@@ -182,7 +186,7 @@ MIXED = [Request(0, 1), Request(9, 1), Request(4, 1), Request(0, 6), Request(7, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100, -1, -5, -8])
 def test_a_mixed_step_equals_the_definition(backend: type[AttentionBackend], window: int | None) -> None:
     _check(backend, list(MIXED), window=window)
 
@@ -225,7 +229,7 @@ def test_padding_is_inert(backend: type[AttentionBackend]) -> None:
 @given(
     requests=st.lists(st.builds(Request, st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6),
     block_size=st.sampled_from([1, 3, 4, 16]),
-    window=st.sampled_from([None, 2, 5, 17]),
+    window=st.sampled_from([None, 2, 5, 17, -6]),
     num_padding=st.integers(0, 3),
 )
 def test_any_step_equals_the_definition(
@@ -235,7 +239,7 @@ def test_any_step_equals_the_definition(
 
 
 @pytest.mark.parametrize("backend", [native, CpuPagedBackend])
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [None, 70, -70])
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | None, block_size: int) -> None:
     _check(

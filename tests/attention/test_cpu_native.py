@@ -72,7 +72,7 @@ class Cache:
 @pytest.mark.parametrize("instruction_set", AVAILABLE)
 @pytest.mark.parametrize(("group_size", "head_size"), [(1, 64), (3, 20), (8, 16)])
 @pytest.mark.parametrize("block_size", [4, 16, 80])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, 40, -40])
 @pytest.mark.parametrize("cache", KV_CACHES)
 @pytest.mark.one_case_quick
 def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(
@@ -104,7 +104,7 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(
 _IN_BFLOAT16 = [pytest.param(f"bfloat16-by-{order}", marks=pytest.mark.slow) for order in ("pairs", "tiles")]
 
 
-@pytest.mark.parametrize("window", [None, 1500])
+@pytest.mark.parametrize("window", [None, 1500, -1500])
 @pytest.mark.parametrize(("num_kv_heads", "group_size"), [(1, 1), (1, 4), (3, 2)])
 @pytest.mark.parametrize("cache", ["float32", *_IN_BFLOAT16])
 def test_long_contexts_have_the_same_bits_however_they_are_shared_among_threads(
@@ -154,7 +154,7 @@ def test_long_contexts_have_the_same_bits_however_they_are_shared_among_threads(
     for position in (1023, 1024, 3000, length - 1):
         is_seen = positions <= position
         if window is not None:
-            is_seen &= positions > position - window
+            is_seen &= positions > position - window if window > 0 else positions // -window == position // -window
         query = heads[position, :num_query_heads].double().view(num_kv_heads, group_size, head_size)
         weights = (query @ keys[is_seen].permute(1, 2, 0) * 0.3).softmax(-1)
         expected = (weights @ values[is_seen].transpose(0, 1)).flatten(0, 1)

@@ -40,7 +40,11 @@ def by_definition(
         scores_HQL = soft_cap * np.tanh(scores_HQL / soft_cap)
     positions = np.arange(len(key_LD))
     back = positions[-len(query_QHD) :, None] - positions
-    scores_HQL[:, (back < 0) | (back >= (window or len(key_LD)))] = -np.inf
+    hidden = (back < 0) | (back >= abs(window or len(key_LD)))
+    if window is not None and window < 0:
+        places = np.arange(len(key_LD)) // -window
+        hidden |= places[len(key_LD) - len(query_QHD) :, None] != places
+    scores_HQL[:, hidden] = -np.inf
     weights_HQL = np.exp(scores_HQL - scores_HQL.max(-1, keepdims=True))
     return np.einsum("hql,ld->qhd", weights_HQL / weights_HQL.sum(-1, keepdims=True), value_LD)
 
@@ -82,9 +86,11 @@ class Ranks:
         self.layers: list[LayerAttention] = []
         stale = 7.0 if self.backend is CpuContextBackend else float("nan")
         for group in shared_memory_groups(self.size, timeout_s=20.0):
+            is_chunk = self.window is not None and self.window < 0
             layer = LayerAttention(
-                "layer", self.own, 1, self.head_size, self.head_size**-0.5, self.window, self.soft_cap,
-                ContextShare(group, self.interleave),
+                "layer", self.own, 1, self.head_size, self.head_size**-0.5, None if is_chunk else self.window,
+                self.soft_cap, ContextShare(group, self.interleave),
+                chunk_size=-(self.window or 0) if is_chunk else None,
             )  # fmt: skip
             spec = FullAttentionSpec(
                 block_size=self.block_size,
@@ -173,7 +179,7 @@ def in_steps(lengths: Sequence[int], known: Sequence[int]) -> tuple[list[Step], 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [None, 1, 3, 30])
+@pytest.mark.parametrize("window", [None, 1, 3, 30, -7])
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (2, 4), (3, 2), (4, 1)])
 def test_a_mixed_step_equals_the_definition(
     size: int, interleave: int, window: int | None, backend: type[AttentionBackend]

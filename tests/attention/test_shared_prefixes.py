@@ -135,7 +135,7 @@ def assert_same_bits_as_alone(requests: Requests) -> None:
 
 @pytest.mark.parametrize("instruction_set", AVAILABLE)
 @pytest.mark.parametrize("cache", KV_CACHES)
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [None, 70, -300])
 def test_decodes_over_a_shared_prompt(instruction_set: str, cache: str, window: int | None) -> None:
     sharers = [Sharer(0, 12, own, 1) for own in (1, 2, 17, 16, 40, 33, 5, 5, 8, 21, 64, 65, 66, 30)]
     options = {"block_size": 16, "group_size": 2, "window": window, "cache": cache}
@@ -162,7 +162,7 @@ def test_prompts_that_read_what_another_one_writes_in_the_same_step(instruction_
     first_new=st.sampled_from([1, 2, 40, 2000]),
     block_size=st.sampled_from([1, 16, 24, 80]),
     group_size=st.sampled_from([1, 2, 8, 30]),
-    window=st.sampled_from([None, None, 20, 100]),
+    window=st.sampled_from([None, None, 20, 100, -150]),
 )
 @pytest.mark.slow
 def test_trees_of_prefixes(sharers: list[Sharer], first: int, first_new: int, **options: int | None) -> None:

@@ -90,11 +90,11 @@ def new_cache(backend: AttentionBackend) -> Tensor:
 @pytest.mark.parametrize("parts", [MIXED, DECODES])
 @pytest.mark.parametrize("norm", [None, Norm(is_plain=True), Norm(is_plain=False)])
 @pytest.mark.parametrize(("num_padding_rows", "num_padding"), [(0, 0), (1, 3), (4, 4), (3, 1)])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 9}, {"chunk_size": 9}], ids=str)
 def test_a_step_from_the_projection_equals_the_reference(
-    parts: list[tuple[int, int]], norm: Norm | None, num_padding_rows: int, num_padding: int, window: int | None
+    parts: list[tuple[int, int]], norm: Norm | None, num_padding_rows: int, num_padding: int, window: dict[str, int]
 ) -> None:
-    layer = replace(LAYER, sliding_window=window)
+    layer = replace(LAYER, **window)
     geometry = make_geometry(parts, num_padding_rows, num_padding)
     positions = positions_of(parts, num_padding)
     table = rotary_table(1.0 / 100 ** torch.linspace(0, 1, 8), 200, 1.0).to(DEVICE)

@@ -19,6 +19,7 @@ FINGERPRINTS = {
     4: "5b4bcba0ed4da031",
     5: "2535c3ae03b7aba9",
     6: "93567f0649f0a0d6",
+    7: "fbe31f372e60e505",
 }
 
 

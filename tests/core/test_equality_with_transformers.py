@@ -118,6 +118,7 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
+    "llama4-chunks": ("llama4", {}),
     "olmo2-mha-bias": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
 }
 LENGTHS = (1, 3, 40, 17, 16, 33, 8, 55)

@@ -152,6 +152,24 @@ def test_floats_of_4_bits_take_as_many_bytes_as_in_a_file(products: NativeQuanti
 
 
 @native_products
+@pytest.mark.parametrize("format", [(8, 64, False), (8, 32, True), (4, 32, True), (4, 32, False)], ids=str)
+def test_packed_bytes_do_not_depend_on_threads(
+    products: NativeQuantizedProducts, format: tuple[int, int, bool]
+) -> None:
+    bits, group_size, has_minimums = format
+    weight = random_weight(bits, 70, 75, group_size, has_minimums=has_minimums) if has_minimums or bits == 8 else None
+    packed, before = [], torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            packed.append(products.pack(weight or random_e2m1(70, 75)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(packed[0], packed[1])
+    assert torch.equal(packed[0], packed[2])
+
+
+@native_products
 def test_rounding_of_activations_is_that_of_the_specification(products: NativeQuantizedProducts) -> None:
     x_TI = torch.randn(40, 300) * torch.logspace(-3, 3, 40).unsqueeze(1)
     values_TI, scales_TG = quantize_rows(x_TI)

@@ -14,7 +14,8 @@ from penstock.errors import CheckpointError, UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.linear import LinearLayer, restore_weights, weights_size_bytes
 from penstock.layers.quantization.method import PRODUCTS, QuantizedMethod
-from penstock.loader.quantized.mxfp4 import dequantize_mxfp4
+from penstock.loader.quantized.grid import Grid
+from penstock.loader.quantized.mxfp4 import dequantize_mxfp4, doubled, factors
 from support.mxfp4_checkpoints import write_mxfp4
 from support.plain_attention import sequence_logits
 from support.ranks import contexts, run_ranks
@@ -70,6 +71,16 @@ def test_experts_multiply_by_the_stored_codes(tmp_path: Path, dtype: torch.dtype
     restore_weights(twin)
     for name, slot in model.checkpoint_slots().items():
         assert torch.equal(slot.target.float(), twin.checkpoint_slots()[name].target.float()), name
+
+
+@in_place
+def test_packed_bytes_are_those_of_the_dequantised_weight() -> None:
+    blocks = torch.randint(0, 256, (70, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 150, (70, 3), dtype=torch.uint8)
+    blocks[5], blocks[9] = 0, 0x88
+    grid = Grid(4, 32, factors(scales) / 2)
+    weights = grid.round(doubled(blocks)), grid.round(dequantize_mxfp4(blocks, scales))
+    assert torch.equal(*(PRODUCTS.pack(weight) for weight in weights))
 
 
 @in_place

@@ -11,7 +11,7 @@ import torch
 
 from penstock.config import LoadConfig
 from penstock.errors import ModelError, UnsupportedFeature
-from penstock.loader.loader import load_model
+from penstock.loader.loader import build_model, load_model
 from penstock.parallel import ParallelState
 from support.checkpoints import (
     MIXTURES,
@@ -20,6 +20,7 @@ from support.checkpoints import (
     oracle_logits,
     save_checkpoint,
     tiny_checkpoint,
+    tiny_config,
     tiny_model,
 )
 from support.engines import Result, assert_greedy_continuation, greedy, make_core, random_prompts, run
@@ -60,6 +61,15 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"attention_bias": False, "num_key_value_heads": 1, "num_experts_per_tok": 1}),
     ("granitemoe", {}),
     ("granitemoe", {"num_experts_per_tok": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    ("llama4", {}),
+    (
+        "llama4",
+        {"attn_temperature_tuning": False, "use_qk_norm": False, "attention_bias": True, "num_experts_per_tok": 1},
+    ),
+    (
+        "llama4",
+        {"moe_layers": [0, 3], "attention_chunk_size": None, "no_rope_layers": None, "tie_word_embeddings": True},
+    ),
     ("minimax_m2", {}),
     ("minimax_m2", {"rope_parameters": WHOLE_HEADS, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
     ("olmoe", {}),
@@ -157,3 +167,18 @@ def test_configurations_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         load(edit_config(tmp_path, num_experts_per_tok=9), ParallelState())
     with pytest.raises(UnsupportedFeature, match="mlp_only_layers='all'"):
         load(edit_config(tmp_path, num_experts_per_tok=2, mlp_only_layers="all"), ParallelState())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\].*num_hidden_layers=4 zeros and ones"),
+        ({"attention_chunk_size": None}, "attention_chunk_size=None.*some layers are chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types=.*full_attention, chunked_attention"),
+        ({"moe_layers": [4]}, r"moe_layers=\[4\].*below num_hidden_layers=4"),
+    ],
+)
+def test_layers_that_llama4_does_not_have_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    tiny_config("llama4").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedFeature, match=message):
+        build_model(edit_config(tmp_path, architectures=["Llama4ForCausalLM"], **changes), ParallelState())

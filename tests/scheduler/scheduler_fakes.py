@@ -14,6 +14,8 @@ from typing import Any
 
 from penstock.contract import (
     ArrayBytes,
+    AttentionSpec,
+    ChunkedLocalSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -44,6 +46,10 @@ def window_spec(sliding_window: int, block_size: int = 4) -> SlidingWindowSpec:
     return SlidingWindowSpec(
         block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=sliding_window
     )
+
+
+def chunk_spec(chunk_size: int, block_size: int = 4) -> ChunkedLocalSpec:
+    return ChunkedLocalSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype="float32", chunk_size=chunk_size)
 
 
 def latent_spec(block_size: int = 4) -> MLAAttentionSpec:
@@ -296,8 +302,8 @@ class FakeWorker:
                     self._write(request, num_tokens[req_id])
 
     def _reads_unfilled(self, request: FakeRequest, num_tokens: int) -> bool:
-        for group_id, size, window in self._token_groups():
-            for position in range(max(0, request.num_computed_tokens - window + 1), request.num_computed_tokens):
+        for group_id, size, spec in self._token_groups():
+            for position in range(spec.first_read(request.num_computed_tokens), request.num_computed_tokens):
                 block_id = request.tables[group_id][position // size]
                 if self.contents.get((block_id, position % size), (0, 0))[1] == UNFILLED:
                     return True
@@ -308,18 +314,18 @@ class FakeWorker:
         values = fingerprints((request.token_ids + request.drafts)[:end], request.salt)
         self._read_encoder_positions(req_id, request)
         self._read_state(req_id, request)
-        for group_id, size, window in self._token_groups():
-            for position in range(max(0, request.num_computed_tokens - window + 1), end):
+        for group_id, size, spec in self._token_groups():
+            for position in range(spec.first_read(request.num_computed_tokens), end):
                 block_id = request.tables[group_id][position // size]
                 self.touched.add(block_id)
                 found = self.contents.get((block_id, position % size))
                 assert found == (group_id, values[position]), f"{req_id}: position {position} of group {group_id}"
 
-    def _token_groups(self) -> Iterator[tuple[int, int, int]]:
-        """Groups whose positions are those of tokens: their number, block size and window."""
+    def _token_groups(self) -> Iterator[tuple[int, int, AttentionSpec]]:
+        """Groups whose positions are those of tokens: their number, block size and spec."""
         for group_id, group in enumerate(self.config.groups):
             if not isinstance(group.spec, CrossAttentionSpec | RecurrentStateSpec):
-                yield group_id, group.spec.block_size, getattr(group.spec, "sliding_window", self.max_model_len)
+                yield group_id, group.spec.block_size, group.spec
 
     def _encoder_positions(self, req_id: str, request: FakeRequest) -> Iterator[tuple[int, int, tuple[int, int]]]:
         """Slots of encoder positions, with their content."""

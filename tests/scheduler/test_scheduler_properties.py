@@ -11,13 +11,15 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, make_request
-from scheduler_fakes import STATE, cache_of, encoder_spec, full_spec, latent_spec, undisturbed, window_spec
+from scheduler_fakes import STATE, cache_of, chunk_spec, encoder_spec, full_spec, latent_spec, undisturbed, window_spec
 
 from penstock.errors import ContextTooLong, InvalidRequest
 
 LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "full": lambda size: (full_spec(size),),
     "window": lambda size: (window_spec(5, size),),
+    "chunks": lambda size: (chunk_spec(7, size),),
+    "full and chunks": lambda size: (full_spec(size), chunk_spec(2 * size, size)),
     "window of one": lambda size: (window_spec(1, size),),
     "full and window": lambda size: (full_spec(size), window_spec(3, size)),
     "two windows": lambda size: (window_spec(6, size), full_spec(size), window_spec(2, size)),

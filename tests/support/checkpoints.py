@@ -136,6 +136,26 @@ MIXTURES = {
     "granitemoe": Family(
         "GraniteMoeConfig", "GraniteMoeForCausalLM", {**_TINY_GRANITE, "intermediate_size": 48, "num_local_experts": 5}
     ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            **_TINY,
+            "num_hidden_layers": 4,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 80,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attention_chunk_size": 10,
+            "floor_scale": 7,
+            "attn_scale": 0.4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+            "pad_token_id": 0,
+        },
+    ),
     "minimax_m2": Family(
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",

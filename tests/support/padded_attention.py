@@ -40,7 +40,7 @@ class PaddedBackend(ReferenceBackend):
             metadata.seq_lens,
             metadata.max_query_len,
             layer.scale,
-            layer.sliding_window,
+            layer.window,
             layer.soft_cap,
             layer.sink_values,
         )

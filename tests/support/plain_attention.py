@@ -77,6 +77,9 @@ def _attend(layer: LayerAttention, query_SHD: Tensor, key_SKD: Tensor, value_SKD
     hidden_SS = distance_SS < 0
     if layer.sliding_window is not None:
         hidden_SS |= distance_SS >= layer.sliding_window
+    if layer.chunk_size is not None:
+        chunks_S = torch.arange(len(query_SHD)) // layer.chunk_size
+        hidden_SS |= chunks_S[:, None] != chunks_S
     scores_HSS = scores_HSS.masked_fill(hidden_SS, float("-inf"))
     if layer.sink_values is not None:
         sinks_HS1 = layer.sink_values.float()[:, None, None].expand(-1, len(query_SHD), 1)

@@ -35,7 +35,8 @@ class LayerAttention:
     """Parameters of one attention layer, independent of the backend.
 
     scale: factor on the scores, usually head_size ** -0.5.
-    sliding_window: number of visible last positions, including the current one; None for full attention.
+    sliding_window: number of visible last positions, including the current one; None for no window.
+    chunk_size: chunked local attention: positions of a chunk, outside of which nothing is visible; None for no chunks.
     soft_cap: scaled scores become soft_cap * tanh(score / soft_cap) before the mask; None for no cap.
     context: ranks that shard the positions of the layer's KV heads (decode context parallelism); None without.
     latent_size: latent attention: there is one KV head, and its value is the last so many elements of its key, so that
@@ -55,6 +56,12 @@ class LayerAttention:
     latent_size: int | None = None
     sinks: AttentionSinks | None = None
     cpu_arithmetic: str = "float32"
+    chunk_size: int | None = None
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window, or the size of chunks as a negative number, as kernels take it; None for neither."""
+        return self.sliding_window if self.chunk_size is None else -self.chunk_size
 
     @property
     def value_size(self) -> int:
@@ -194,7 +201,7 @@ class AttentionBackend(CacheBackend):
     attends_latents: ClassVar[bool] = False
 
     def __init__(self, layer: LayerAttention) -> None:
-        self.sliding_window = layer.sliding_window
+        self.window = layer.window
         self.num_kv_heads = layer.num_kv_heads
 
     @classmethod

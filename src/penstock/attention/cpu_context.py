@@ -20,6 +20,7 @@ from penstock.contract import AttentionSpec
 from penstock.kernels.paged_attention import (
     DecodeBlocks,
     decode_attention_part,
+    first_visible,
     list_blocks_between,
     prefill_attention_part,
     weigh_part,
@@ -103,9 +104,7 @@ class CpuContextBackend(HeadMajorBackend):
     def _seen(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Visible local positions of queries at these positions: first, and end (exclusive)."""
         end = self._share.num_kept(positions + 1)
-        if self.sliding_window is None:
-            return np.zeros_like(end), end
-        return self._share.num_kept(np.maximum(positions + 1 - self.sliding_window, 0)), end
+        return self._share.num_kept(first_visible(positions, self.window)), end
 
     def _decodes(self, table: np.ndarray, lengths: np.ndarray, page: int) -> DecodeParts | None:
         first, end = self._seen(lengths - 1)

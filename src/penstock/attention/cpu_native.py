@@ -161,7 +161,7 @@ class CpuNativeBackend(AttentionBackend):
                 layer.head_size,
                 block_size,
                 layer.scale,
-                layer.sliding_window,
+                layer.window,
                 layer.soft_cap,
                 layer.sinks,
                 *((None, 1) if layer.context is None else (layer.context.group.collectives, layer.context.interleave)),

@@ -14,6 +14,7 @@ from penstock.contract import AttentionSpec
 from penstock.kernels.paged_attention import (
     DecodeBlocks,
     decode_attention_cpu,
+    first_visible,
     list_decode_blocks,
     prefill_attention_cpu,
     write_kv_rows,
@@ -34,10 +35,11 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Tokens start..stop of one request; `block_ids` hold its `num_positions` visible positions."""
+    """Tokens start..stop of one request; `block_ids` hold `num_positions` visible ones, from `first_position` on."""
 
     start: int
     stop: int
+    first_position: int
     num_positions: int
     block_ids: Tensor
 
@@ -92,16 +94,15 @@ class CpuPagedBackend(HeadMajorBackend):
         batches = []
         most = max(1, _MAX_BYTES_AT_ONCE // (self._bytes_per_position * block_size))
         for start, stop in _split_by_blocks(seq_lens[:num_decodes], block_size, most):
-            blocks = list_decode_blocks(table[start:stop], seq_lens[start:stop], block_size, self.sliding_window)
+            blocks = list_decode_blocks(table[start:stop], seq_lens[start:stop], block_size, self.window)
             batches.append(DecodeBatch(start, stop, blocks))
         return batches
 
     def _prefill(self, table_row: np.ndarray, start: int, stop: int, seq_len: int, block_size: int) -> Prefill:
-        first_block = 0
-        if self.sliding_window is not None:
-            first_block = max(0, seq_len - (stop - start) + 1 - self.sliding_window) // block_size
+        first_block = int(first_visible(np.array(seq_len - (stop - start)), self.window)) // block_size
         block_ids = torch.from_numpy(table_row[first_block : -(-seq_len // block_size)].astype("int64"))
-        return Prefill(start, stop, seq_len - first_block * block_size, block_ids)
+        first_position = first_block * block_size
+        return Prefill(start, stop, first_position, seq_len - first_position, block_ids)
 
     def forward(
         self,
@@ -142,9 +143,10 @@ class CpuPagedBackend(HeadMajorBackend):
                 key_LKD.to(query_THD.dtype),
                 value_LKD.to(query_THD.dtype),
                 layer.scale,
-                layer.sliding_window,
+                layer.window,
                 layer.soft_cap,
                 layer.sink_values,
+                first_position=prefill.first_position,
             )
         output_THD[metadata.num_tokens :] = 0
         return output_THD

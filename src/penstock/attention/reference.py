@@ -31,7 +31,7 @@ class ReferenceBackend(TokenMajorBackend):
             geometry.seq_lens[:num_reqs],
             geometry.max_query_len,
             layer.scale,
-            layer.sliding_window,
+            layer.window,
             layer.soft_cap,
             layer.sink_values,
         )

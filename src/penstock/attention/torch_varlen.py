@@ -25,6 +25,8 @@ class TorchVarlenBackend(TokenMajorBackend):
             return f"it computes in bfloat16 or float16, not {dtype}"
         if layer.soft_cap is not None:
             return "it does not support soft caps"
+        if layer.chunk_size is not None:
+            return "it does not support chunked local attention"
         if layer.sinks is not None:
             return "it does not support attention sinks"
         return _try(layer, dtype, device, block_size)

@@ -29,8 +29,8 @@ def _why_no_latents(layer: LayerAttention, dtype: torch.dtype) -> str | None:
         return "it supports no FP8 KV cache of latents"
     if layer.latent_size > _MAX_LATENT_SIZE:
         return f"it supports latents of up to {_MAX_LATENT_SIZE} elements, not {layer.latent_size}"
-    if layer.sliding_window is not None or layer.soft_cap is not None or layer.sinks is not None:
-        return "it supports no windows, soft caps and sinks over latents"
+    if layer.window is not None or layer.soft_cap is not None or layer.sinks is not None:
+        return "it supports no windows, chunks, soft caps and sinks over latents"
     return None
 
 
@@ -104,7 +104,7 @@ class TritonPagedBackend(TokenMajorBackend):
         from penstock.kernels.triton.paged_attention import decode_attention, prefill_attention
         from penstock.kernels.triton.split_attention import MOST_ROWS, split_attention
 
-        parameters = layer.scale, layer.sliding_window, layer.soft_cap, layer.sink_values
+        parameters = layer.scale, layer.window, layer.soft_cap, layer.sink_values
         table, seq_lens, query_len = geometry.block_table, geometry.seq_lens, geometry.max_query_len
         if query_len <= 1:
             return decode_attention(query_THD, kv_cache[0], kv_cache[1], table, seq_lens, *parameters)
@@ -194,4 +194,4 @@ class TritonInvariantBackend(TritonPagedBackend):
 
         layout = geometry.block_table, geometry.query_start_loc, geometry.seq_lens
         step = query_THD, kv_cache[0], kv_cache[1], *layout
-        return split_attention(*step, layer.scale, layer.sliding_window, layer.soft_cap, layer.sink_values)
+        return split_attention(*step, layer.scale, layer.window, layer.soft_cap, layer.sink_values)

@@ -68,6 +68,10 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Return the maximum number of blocks that a request holds at once."""
         return self.table_width(max_model_len)
 
+    def first_read(self, position: int) -> int:
+        """Return the first position that the token at `position` reads."""
+        return 0
+
 
 class FullAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
     """Full attention: KV of every position."""
@@ -98,17 +102,46 @@ class CrossAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
         return math.ceil(self.max_num_encoder_tokens / self.block_size)
 
 
-class SlidingWindowSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
+class _LocalSpec(_PositionsSpec, frozen=True, kw_only=True):
+    """Spec of layers that read a limited number of positions."""
+
+    @property
+    def num_read(self) -> int:
+        """Maximum number of positions that a token reads, the current one included."""
+        raise NotImplementedError
+
+    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        """Return the maximum number of blocks that a request holds at once."""
+        positions = min(self.num_read - 1 + max_num_batched_tokens, max_model_len)
+        # One more, since the first position need not be the first of a block.
+        blocks = math.ceil(positions / self.block_size) + 1
+        return min(blocks, self.table_width(max_model_len))
+
+
+class SlidingWindowSpec(_LocalSpec, frozen=True, kw_only=True, tag=True):
     """Sliding window: KV of the last `sliding_window` positions (the current one included)."""
 
     sliding_window: int
 
-    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Return the maximum number of blocks that a request holds at once."""
-        positions = min(self.sliding_window - 1 + max_num_batched_tokens, max_model_len)
-        # One more, since the window need not begin at a block's border.
-        blocks = math.ceil(positions / self.block_size) + 1
-        return min(blocks, self.table_width(max_model_len))
+    @property
+    def num_read(self) -> int:
+        return self.sliding_window
+
+    def first_read(self, position: int) -> int:
+        return max(0, position - self.sliding_window + 1)
+
+
+class ChunkedLocalSpec(_LocalSpec, frozen=True, kw_only=True, tag=True):
+    """Chunked local attention: KV of the positions of a chunk of `chunk_size`, up to the current one (Llama 4)."""
+
+    chunk_size: int
+
+    @property
+    def num_read(self) -> int:
+        return self.chunk_size
+
+    def first_read(self, position: int) -> int:
+        return position - position % self.chunk_size
 
 
 class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -144,7 +177,8 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return 1
 
 
-AttentionSpec: TypeAlias = FullAttentionSpec | SlidingWindowSpec | MLAAttentionSpec
+LocalAttentionSpec: TypeAlias = SlidingWindowSpec | ChunkedLocalSpec
+AttentionSpec: TypeAlias = FullAttentionSpec | LocalAttentionSpec | MLAAttentionSpec
 KVCacheSpec: TypeAlias = AttentionSpec | CrossAttentionSpec | RecurrentStateSpec
 
 

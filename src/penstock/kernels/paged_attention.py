@@ -8,7 +8,7 @@ positions, Q queries of a request, X queries of all query heads of a KV head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,25 @@ class AttentionSinks(Protocol):
         """[H]."""
 
 
+_Integers = TypeVar("_Integers", np.ndarray, Tensor)
+
+
+def first_visible(positions: _Integers, window: int | None) -> _Integers:
+    """First visible position of queries at these positions.
+
+    window: visible last positions, the query's included (sliding window); negative for chunked local attention, where a
+    query sees the positions of its chunk of -window; None for all.
+    """
+    first: _Integers
+    if window is None:
+        first = positions * 0
+    elif window < 0:
+        first = positions - positions % -window
+    else:
+        first = (positions - window + 1) * (positions >= window)
+    return first
+
+
 def paged_attention_reference(
     query_THD: Tensor,
     key_BPKD: Tensor,
@@ -42,7 +61,7 @@ def paged_attention_reference(
     seq_lens_R: Tensor,
     max_query_len: int,
     scale: float,
-    sliding_window: int | None,
+    window: int | None,
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -70,8 +89,8 @@ def paged_attention_reference(
     position_RQ = (seq_lens_R.long() - query_len_R)[:, None] + offset_Q
     position_L = torch.arange(key_RLKD.shape[1], device=query_THD.device)
     visible_RQL = position_L <= position_RQ[..., None]
-    if sliding_window is not None:
-        visible_RQL &= position_L > position_RQ[..., None] - sliding_window
+    if window is not None:
+        visible_RQL &= position_L >= first_visible(position_RQ, window)[..., None]
     scores = torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD, key_RLKD) * scale
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
@@ -120,13 +139,10 @@ class DecodeBlocks:
 
 
 def list_decode_blocks(
-    block_table_RB: np.ndarray, seq_lens_R: np.ndarray, block_size: int, sliding_window: int | None
+    block_table_RB: np.ndarray, seq_lens_R: np.ndarray, block_size: int, window: int | None
 ) -> DecodeBlocks:
     """List the visible blocks of each request's last position."""
-    first_visible_R = (
-        np.zeros_like(seq_lens_R) if sliding_window is None else np.maximum(seq_lens_R - sliding_window, 0)
-    )
-    return list_blocks_between(block_table_RB, first_visible_R, seq_lens_R, block_size)
+    return list_blocks_between(block_table_RB, first_visible(seq_lens_R - 1, window), seq_lens_R, block_size)
 
 
 def list_blocks_between(
@@ -235,12 +251,14 @@ def prefill_attention_cpu(
     key_LKD: Tensor,
     value_LKD: Tensor,
     scale: float,
-    sliding_window: int | None,
+    window: int | None,
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
     tile: int = 512,
+    *,
+    first_position: int = 0,
 ) -> Tensor:
-    """Causal attention of one request's last Q positions to all its L positions; returns [Q, H, D].
+    """Causal attention of one request's last Q positions to L positions, from `first_position` on; returns [Q, H, D].
 
     Queries are processed in tiles, which bounds the mask's size; in smaller ones with a soft cap or sinks, for which
     torch has no fused attention.
@@ -249,7 +267,7 @@ def prefill_attention_cpu(
     query_1HQD = query_QHD.transpose(0, 1).unsqueeze(0)
     key_1KLD = key_LKD.transpose(0, 1).unsqueeze(0)
     value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
-    within_window = sliding_window is None or context <= sliding_window
+    within_window = first_position == 0 and (window is None or context <= abs(window))
     is_fused = soft_cap is None and sinks_H is None
     if not is_fused:
         tile = _capped_queries(query_QHD.shape[1], context)
@@ -262,13 +280,12 @@ def prefill_attention_cpu(
     tiles = []
     for start in range(0, num_queries, tile):
         stop = min(start + tile, num_queries)
-        first_position, end = context - num_queries + start, context - num_queries + stop
-        begin = 0 if sliding_window is None else max(0, first_position - sliding_window + 1)
-        position_Q1 = torch.arange(first_position, end)[:, None]
+        first, end = context - num_queries + start, context - num_queries + stop
+        position_Q1 = torch.arange(first, end)[:, None]
+        begin = max(0, int(first_visible(np.array(first_position + first), window)) - first_position)
+        first_Q1 = first_visible(position_Q1 + first_position, window) - first_position
         position_L = torch.arange(begin, end)
-        visible_QL = position_L <= position_Q1
-        if sliding_window is not None:
-            visible_QL &= position_L > position_Q1 - sliding_window
+        visible_QL = (position_L <= position_Q1) & (position_L >= first_Q1)
         seen = query_1HQD[:, :, start:stop], key_1KLD[:, :, begin:end], value_1KLD[:, :, begin:end]
         if is_fused:
             output = F.scaled_dot_product_attention(*seen, attn_mask=visible_QL, scale=scale, enable_gqa=True)

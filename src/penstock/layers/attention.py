@@ -10,7 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, HeadNorm, LayerAttention
-from penstock.contract import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from penstock.contract import (
+    AttentionSpec,
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from penstock.kernels.rotary import Rotation
 from penstock.layers.linear import rows_of_rank
 from penstock.layers.weights import WeightSlot, new_parameter
@@ -30,7 +36,7 @@ class HeadSinks(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention, over the last `sliding_window` positions if the layer has a window."""
+    """Causal attention, over the last `sliding_window` positions or those of a chunk if the layer has such."""
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
@@ -67,6 +73,8 @@ class Attention(nn.Module):
             "dtype": dtype,
             "num_ranks": num_ranks,
         }
+        if layer.chunk_size is not None:
+            return ChunkedLocalSpec(**kept, chunk_size=layer.chunk_size)
         if layer.sliding_window is None:
             return FullAttentionSpec(**kept)
         return SlidingWindowSpec(**kept, sliding_window=layer.sliding_window)

@@ -35,7 +35,8 @@ class Routing:
 
     scoring: `SOFTMAX` over all experts, or `SIGMOID` of each. normalizes: the chosen experts' scores are divided by
     their sum. scale: factor of all weights. num_groups, top_groups: experts are in equal groups, and a token takes
-    those of the best groups only; a group is as good as its `best_of_group` best experts together.
+    those of the best groups only; a group is as good as its `best_of_group` best experts together. weighs_inputs: the
+    weights multiply the experts' inputs (Llama 4), not their outputs.
     """
 
     num_experts: int
@@ -46,6 +47,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     best_of_group: int = 1
+    weighs_inputs: bool = False
 
     @property
     def arguments(self) -> RuleArguments:
@@ -156,6 +158,7 @@ class Experts(nn.ModuleList):
         activation: str | GatedActivation,
         parallel: ParallelState,
         bias: bool = False,
+        weighs_inputs: bool = False,
     ) -> None:
         super().__init__(
             GatedMLP(hidden_size, intermediate_size, activation=activation, bias=bias, parallel=parallel)
@@ -163,6 +166,7 @@ class Experts(nn.ModuleList):
         )
         self._activation = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.are_grouped = True
+        self._weighs_inputs = weighs_inputs
         self._grouped: GroupedExperts | None = None
         # The first and the last weight of these products, which others replace when weights are loaded anew.
         self._ends: list[tuple[Callable[[], Tensor | None], int]] = [(lambda: None, 0)] * 2
@@ -174,12 +178,15 @@ class Experts(nn.ModuleList):
 
         adapters: routing of the tokens to LoRA adapters.
         """
-        if adapters is None and (grouped := self._grouped_for(hidden_TD)) is not None:
+        if adapters is None and not self._weighs_inputs and (grouped := self._grouped_for(hidden_TD)) is not None:
             return grouped.mixture(hidden_TD, experts_TK, weights_TK)
         num_tokens, top_k = experts_TK.shape
         rows = ExpertRows.of(experts_TK, len(self))
         tokens_N = rows.order // top_k
         given_ND = hidden_TD[tokens_N]
+        if self._weighs_inputs:
+            given_ND *= weights_TK.flatten()[rows.order].unsqueeze(-1).to(given_ND.dtype)
+            weights_TK = torch.ones_like(weights_TK)
         made_ND = torch.empty_like(given_ND)
         for expert, place in rows.pieces():
             mlp: GatedMLP = self[expert]  # type: ignore[assignment]
@@ -280,7 +287,13 @@ class MoE(nn.Module):
         self._hidden_size = hidden_size
         self.gate = Router(hidden_size, routing, has_correction=has_correction, bias=bias)
         self.experts = Experts(
-            routing.num_experts, hidden_size, intermediate_size, activation=activation, parallel=parallel, bias=bias
+            routing.num_experts,
+            hidden_size,
+            intermediate_size,
+            activation=activation,
+            parallel=parallel,
+            bias=bias,
+            weighs_inputs=routing.weighs_inputs,
         )
         self.shared_expert = None
         if shared_size:
@@ -300,7 +313,7 @@ class MoE(nn.Module):
     def _recorded(self, hidden_TD: Tensor) -> Tensor | None:
         """`_partial` in a recorded program; None outside of one, and where kernels for it are missing."""
         is_gated = self.shared_expert is not None and self.shared_expert.gate is not None
-        if NATIVE is None or self._routed is not None or is_gated:
+        if NATIVE is None or self._routed is not None or is_gated or self.gate.routing.weighs_inputs:
             return None
         gate = self.gate
         mlps = cast("list[Callable[[Tensor], Tensor]]", [mlp.partial for mlp in self.experts])

@@ -102,6 +102,25 @@ class QueryKeyNorm(nn.Module):
         return {"weight": WeightSlot((rows.shape[-1],), rows)}
 
 
+class UnweightedQueryKeyNorm(nn.Module):
+    """RMSNorm of every query and key head without a weight. weight: float32 [H + K, D], ones."""
+
+    weight: Tensor
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        ones = torch.ones(num_heads + num_kv_heads, head_size, dtype=torch.float32, device="cpu")
+        self.register_buffer("weight", ones, persistent=False)
+
+    @property
+    def rms_of_each_head(self) -> tuple[Tensor, float]:
+        return self.weight, self.eps
+
+    def forward(self, query_key_THD: Tensor) -> Tensor:
+        return rms_norm_rounded_last(query_key_THD, self.weight, self.eps, 0.0)
+
+
 class RoundedLastQueryKeyNorm(QueryKeyNorm):
     """A QueryKeyNorm that rounds as `RMSNormRoundedLast`."""
 

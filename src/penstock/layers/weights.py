@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,10 @@ class WeightSlot:
 
     shape: required shape in the checkpoint. target: the parameter, or a view of the part of it that the tensor fills; a
     tensor with fewer dimensions is repeated along the leading ones. part: this rank's part of the tensor; None for all.
+    takes_integers: whether the tensor may be int8.
     """
+
+    takes_integers: ClassVar[bool] = False
 
     shape: tuple[int, ...]
     target: Tensor

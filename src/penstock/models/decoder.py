@@ -23,7 +23,14 @@ from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.experts import MoE
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import NoNorm, QueryKeyNorm, RMSNorm, SplitWholeQueryKeyNorm, WholeQueryKeyNorm
+from penstock.layers.norm import (
+    NoNorm,
+    QueryKeyNorm,
+    RMSNorm,
+    SplitWholeQueryKeyNorm,
+    UnweightedQueryKeyNorm,
+    WholeQueryKeyNorm,
+)
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.scalable_inputs import outputs_of
@@ -131,7 +138,9 @@ class DecoderConfig:
 
 _Argument = TypeVar("_Argument")
 # Makes the norm of query and key heads, from their numbers and head size.
-AttentionNorm: TypeAlias = Callable[..., QueryKeyNorm | WholeQueryKeyNorm | SplitWholeQueryKeyNorm]
+AttentionNorm: TypeAlias = Callable[
+    ..., QueryKeyNorm | UnweightedQueryKeyNorm | WholeQueryKeyNorm | SplitWholeQueryKeyNorm
+]
 
 
 class SelfAttention(nn.Module):
@@ -151,6 +160,7 @@ class SelfAttention(nn.Module):
         output_bias: bool,
         scale: float | None = None,
         sliding_window: int | None = None,
+        chunk_size: int | None = None,
         soft_cap: float | None = None,
         query_key_norm: AttentionNorm | None = None,
         input_size: int | None = None,
@@ -182,6 +192,7 @@ class SelfAttention(nn.Module):
                 head_size=config.head_size,
                 scale=config.head_size**-0.5 if scale is None else scale,
                 sliding_window=sliding_window,
+                chunk_size=chunk_size,
                 soft_cap=soft_cap,
                 context=context_share(config.num_kv_heads, parallel),
                 sinks=self.sinks,

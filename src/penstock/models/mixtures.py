@@ -91,7 +91,7 @@ class MixtureForCausalLM(DecoderForCausalLM):
         return found
 
     def _table(self) -> WeightTable:
-        mlps = {name: into for name, into in super()._table().items() if ".mlp." in name}
+        mlps = {name: into for name, into in super()._table().items() if ".mlp." in into.module}
         table = {name: into for name, into in super()._table().items() if name not in mlps}
         for layer in range(self.config.num_layers):
             if layer in self._moe_layers:

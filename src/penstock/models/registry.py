@@ -24,6 +24,7 @@ _MODELS = {
     "GptOssForCausalLM": "penstock.models.gpt_oss",
     "GraniteForCausalLM": "penstock.models.granite",
     "GraniteMoeForCausalLM": "penstock.models.granite",
+    "Llama4ForCausalLM": "penstock.models.llama4",
     "LlamaForCausalLM": "penstock.models.llama",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MiniMaxM2ForCausalLM": "penstock.models.minimax_m2",

@@ -138,7 +138,7 @@ def _complaint(name: str, tensor: Tensor, slot: WeightSlot | None, seen: set[str
         return "unexpected", name
     if tuple(tensor.shape) != slot.shape:
         return "misshapen", f"{name} (has {list(tensor.shape)}, needs {list(slot.shape)})"
-    if tensor.dtype not in _FLOAT_DTYPES:
+    if tensor.dtype not in _FLOAT_DTYPES and not (slot.takes_integers and tensor.dtype is torch.int8):
         return "of a dtype other than float32, bfloat16 or float16", f"{name} ({tensor.dtype})"
     return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from penstock.contract import (
+    ChunkedLocalSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
@@ -93,20 +93,15 @@ class FullAttentionGroup(KVCacheGroup):
         return blocks
 
 
-class SlidingWindowGroup(KVCacheGroup):
-    """Sliding window: a token reads itself and the `sliding_window - 1` positions before it."""
-
-    def __init__(self, group_id: int, spec: SlidingWindowSpec, pool: BlockPool, hash_block_size: int) -> None:
-        super().__init__(group_id, spec, pool, hash_block_size)
-        self._num_earlier_positions = spec.sliding_window - 1
-        self._num_earlier_blocks = math.ceil(self._num_earlier_positions / self.block_size)
+class LocalAttentionGroup(KVCacheGroup):
+    """Sliding windows and chunks: a token reads the positions from `first_read` of the spec on."""
 
     def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
-        """Search backwards for consecutive blocks that cover the window, or reach the beginning."""
+        """Search backwards for consecutive blocks that cover what the next token reads, or reach the beginning."""
         end = max_num_tokens // self.block_size
         run: list[KVCacheBlock] = []
         for index in range(end - 1, -1, -1):
-            if len(run) == self._num_earlier_blocks:
+            if index < self.num_skipped_blocks(end * self.block_size):
                 break
             block = self.find(block_hashes, index)
             if block is None:
@@ -118,7 +113,7 @@ class SlidingWindowGroup(KVCacheGroup):
         return [self._pool.null_block] * (end - len(run)) + run
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self._num_earlier_positions) // self.block_size
+        return self._spec.first_read(num_computed_tokens) // self.block_size  # type: ignore[no-any-return]
 
 
 class FixedGroup(KVCacheGroup):
@@ -151,7 +146,8 @@ class StateGroup(FixedGroup):
 GROUPS: dict[type[Any], type[KVCacheGroup]] = {
     FullAttentionSpec: FullAttentionGroup,
     MLAAttentionSpec: FullAttentionGroup,
-    SlidingWindowSpec: SlidingWindowGroup,
+    SlidingWindowSpec: LocalAttentionGroup,
+    ChunkedLocalSpec: LocalAttentionGroup,
     CrossAttentionSpec: EncoderGroup,
     RecurrentStateSpec: StateGroup,
 }

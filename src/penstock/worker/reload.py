@@ -101,6 +101,6 @@ def _shape_of(model: nn.Module) -> dict[str, str]:
     for name, layer in attention_layers(model).items():
         shape[name] = (
             f"{layer.num_heads} heads, {layer.num_kv_heads} KV heads of {layer.head_size}, "
-            f"window {layer.sliding_window}"
+            f"window {layer.sliding_window}, chunks of {layer.chunk_size}"
         )
     return shape

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.contract import AttentionSpec, KVCacheSpec, SlidingWindowSpec
+from penstock.contract import AttentionSpec, KVCacheSpec, LocalAttentionSpec
 from penstock.device.dtypes import has_native_kernels
 
 # Constants of csrc/attention_plan.inl: query rows per work item, positions per tile and per chunk, and the share of a
@@ -53,9 +53,9 @@ def chunk_positions(block_size: int) -> int:
 def _most_chunks(spec: AttentionSpec, max_model_len: int) -> int:
     chunk = chunk_positions(spec.block_size)
     most = -(-max_model_len // chunk)
-    if isinstance(spec, SlidingWindowSpec):
-        # The windows of several queries together may begin and end within a chunk.
-        most = min(most, -(-(spec.sliding_window + QUERY_ROWS) // chunk) + 1)
+    if isinstance(spec, LocalAttentionSpec):
+        # What several queries read together may begin and end within a chunk.
+        most = min(most, -(-(spec.num_read + QUERY_ROWS) // chunk) + 1)
     return most
 
 

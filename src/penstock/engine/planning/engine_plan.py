@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec, SlidingWindowSpec
+from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, LocalAttentionSpec, MLAAttentionSpec
 from penstock.device.dtypes import DtypeChoice
 from penstock.observability.units import format_bytes
 from penstock.worker.memory_plan import MemoryPlan
@@ -150,8 +150,8 @@ class EnginePlan:
         return whose if len(self.stages) == 1 else f"{whose}, of all stages together"
 
     def _model_lines(self) -> list[str]:
-        windows = sum(isinstance(layer, SlidingWindowSpec) for layer in self.layers)
-        layers = f"{len(self.layers)} layers" + (f" ({windows} with a window)" if windows else "")
+        windows = sum(isinstance(layer, LocalAttentionSpec) for layer in self.layers)
+        layers = f"{len(self.layers)} layers" + (f" ({windows} with a window or chunks)" if windows else "")
         where = "" if self.num_workers == 1 else " on each worker"
         where = where if len(self.stages) == 1 else f"{where} in {len(self.stages)} stages"
         quantized = "" if self.quantization is None else f"{self.quantization} weights; otherwise "

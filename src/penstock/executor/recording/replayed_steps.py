@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from penstock.contract import (
+    AttentionSpec,
     CachedRequestData,
     KVCacheConfig,
     ModelRunnerOutput,
     NewRequestData,
     SamplingParams,
     SchedulerOutput,
-    SlidingWindowSpec,
 )
 from penstock.contract.runner_output import SampledOutput
 from penstock.executor.recording.entries import Start
@@ -133,7 +133,7 @@ class ReplayedSteps:
         spec, own = self._groups[group].spec, request.block_ids[group]
         block_size = spec.block_size * self._positions_per_block
         end = request.num_computed_tokens
-        window_begin = max(0, end - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
+        window_begin = spec.first_read(end) if isinstance(spec, AttentionSpec) else 0
         return [
             scratch if (index + 1) * block_size <= window_begin or own[index] == _NULL_BLOCK else own[index]
             for index, scratch in zip(range(_num_blocks(block_size, end)), self._scratch[group], strict=False)

@@ -82,7 +82,7 @@ NO_REQUESTS = StepRequests((0, 0, 0, 0, 0), ())
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Parameters of a layer. sliding_window, soft_cap, sinks: None for none.
+    """Parameters of a layer. window: as of `first_visible`. soft_cap, sinks: None for none.
 
     latent_size: of latent attention: values are the last so many elements of keys; 0 for others.
 
@@ -97,7 +97,7 @@ class HeadShape:
     head_size: int
     block_size: int
     scale: float
-    sliding_window: int | None
+    window: int | None
     soft_cap: float | None
     sinks: AttentionSinks | None = None
     collectives: Collectives | None = None
@@ -122,7 +122,7 @@ class HeadShape:
             self.num_kv_heads,
             self.head_size,
             self.block_size,
-            self.sliding_window or 0,
+            self.window or 0,
             self.latent_size,
             self.scale,
             self.soft_cap or 0.0,
@@ -264,7 +264,7 @@ class NativeAttention:
     ) -> Tensor:
         """Attention in both directions over each request's tokens, without a cache: [T, H * D].
 
-        qkv_TX: as in `from_projection`. positions_T: int64, contiguous. shape: its `sliding_window` counts the visible
+        qkv_TX: as in `from_projection`. positions_T: int64, contiguous. shape: its `window` counts the visible
         positions on either side. preparation: None for none. A traced projection is recorded.
         """
         width = shape.num_heads * shape.head_size

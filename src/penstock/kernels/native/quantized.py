@@ -61,7 +61,8 @@ class NativeQuantizedProducts:
     def _convert(self, function: Any, weight: QuantizedWeight, packed: Tensor) -> None:
         values_OI, scales_OG = weight.values_OI.contiguous(), weight.scales_OG.contiguous()
         minimums_OG = None if weight.minimums_OG is None else weight.minimums_OG.contiguous()
-        function(self.index, *weight.shape.kernel_sizes, values_OI, scales_OG, minimums_OG, packed)
+        sizes = self.index, *weight.shape.kernel_sizes
+        function(*sizes, values_OI, scales_OG, minimums_OG, packed, torch.get_num_threads())
 
 
 def available_quantized_products() -> list[NativeQuantizedProducts]:

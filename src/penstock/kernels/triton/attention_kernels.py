@@ -21,6 +21,15 @@ def _blocks_of(block_table_row, position, end, seq_len, BLOCK_SIZE: tl.constexpr
 
 
 @triton.jit
+def first_visible(position, WINDOW: tl.constexpr):
+    """First visible position of a query; see `penstock.kernels.paged_attention.first_visible`. WINDOW is not 0."""
+    if WINDOW < 0:
+        return position - position % -WINDOW
+    else:
+        return tl.maximum(position - WINDOW + 1, 0)
+
+
+@triton.jit
 def scores_of(products, inner, outer, HAS_CAP: tl.constexpr):
     """See `Scores`."""
     scores = products * inner
@@ -95,8 +104,8 @@ def decode_kernel(
     split = tl.program_id(2)
     seq_len = tl.load(seq_lens + row, mask=row < num_table_rows, other=0).to(tl.int32)
     first = seq_len * 0
-    if WINDOW > 0:
-        first = tl.maximum(seq_len - WINDOW, 0)
+    if WINDOW != 0:
+        first = first_visible(tl.maximum(seq_len - 1, 0), WINDOW)
     # The row's tiles, divided among the splits.
     first_tile = first // TILE
     end_tile = (seq_len + TILE - 1) // TILE
@@ -125,7 +134,7 @@ def decode_kernel(
     for tile in range(start, stop):
         position = tile * TILE + offsets
         visible = position < seq_len
-        if WINDOW > 0:
+        if WINDOW != 0:
             visible = visible & (position >= first)
         cell = block * block_stride + (position % BLOCK_SIZE).to(tl.int64) * position_stride
         block = _blocks_of(table_row, position + TILE, stop * TILE, seq_len, BLOCK_SIZE)
@@ -310,7 +319,7 @@ def attend_tiles(
     for tile in range(start, stop):
         position = tile * TILE + offsets
         is_read = position < end
-        if WINDOW > 0:
+        if WINDOW != 0:
             is_read = is_read & (position >= begin)
         cell = _cache_offsets(table_row, position, is_read, block_stride, position_stride, BLOCK_SIZE)
         key_place = keys + cell[None, :] + dims[:, None]
@@ -325,8 +334,8 @@ def attend_tiles(
         scores = scores_of(products, inner, outer, HAS_CAP)
         if IS_MASKED:
             visible = position[None, :] <= position_of_query[:, None]
-            if WINDOW > 0:
-                visible = visible & (position[None, :] > position_of_query[:, None] - WINDOW)
+            if WINDOW != 0:
+                visible = visible & (position[None, :] >= first_visible(position_of_query, WINDOW)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         result, mass, peak = accumulate(scores, value, result, mass, peak)
     return result, mass, peak
@@ -401,8 +410,8 @@ def prefill_kernel(
     result = tl.zeros([ROWS, HEAD_PADDED], tl.float32)
     begin = program * 0
     start = program * 0
-    if WINDOW > 0:
-        begin = tl.maximum(num_before + first - WINDOW + 1, 0)
+    if WINDOW != 0:
+        begin = first_visible(num_before + first, WINDOW)
         start = tl.minimum(begin // TILE, stop)
     else:
         # Tiles that every query sees whole.

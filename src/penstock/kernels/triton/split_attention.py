@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.kernels.triton.attention_kernels import (
     add_sink,
     attend_tiles,
+    first_visible,
     load_queries,
     store_attention,
 )
@@ -46,7 +47,7 @@ def split_attention(
     query_start_loc: Tensor,
     seq_lens_R: Tensor,
     scale: float,
-    sliding_window: int | None = None,
+    window: int | None = None,
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
     *,
@@ -107,7 +108,7 @@ def split_attention(
         TILE=tiling.positions,
         SPLIT_TILES=FIXED_SPLIT // tiling.positions if is_invariant else 0,
         IS_SPLIT=num_splits > 1,
-        WINDOW=sliding_window or 0,
+        WINDOW=window or 0,
         HAS_CAP=scores.has_cap,
         HAS_SINKS=sinks_H is not None,
         num_warps=tiling.num_warps,
@@ -255,8 +256,8 @@ def _split_kernel(
     # Positions that some query of the tile sees; none for a program beyond the request's tokens.
     end = tl.where(first < num_tokens, num_before + tl.minimum(first + TOKENS, num_tokens), 0)
     begin = program * 0
-    if WINDOW > 0:
-        begin = tl.maximum(num_before + first - WINDOW + 1, 0)
+    if WINDOW != 0:
+        begin = first_visible(num_before + first, WINDOW)
     first_tile = begin // TILE
     end_tile = (end + TILE - 1) // TILE
     if SPLIT_TILES > 0:

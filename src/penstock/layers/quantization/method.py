@@ -5,6 +5,7 @@ Suffixes: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,6 +57,9 @@ class QuantizedMethod(PackedMethod):
         super().process_weights_after_loading(layer)
 
     def pack(self, weight_OI: Tensor) -> Tensor:
+        if weight_OI.is_meta:
+            self.shape, size, dtype = _packed_form(self._quantize, self._products, tuple(weight_OI.shape))  # type: ignore[arg-type]
+            return weight_OI.new_empty(size, dtype=dtype)
         weight = self._quantize(weight_OI)
         self.shape = weight.shape
         return self._products.pack(weight)
@@ -95,6 +99,16 @@ class QuantizedMethod(PackedMethod):
         if NATIVE is None or x_LI.dtype is not torch.float32:
             return None
         return NATIVE.argmax(self.apply(layer, x_LI), with_largest=with_largest)
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_form(
+    quantize: Quantizer, products: QuantizedProducts, shape: tuple[int, ...]
+) -> tuple[QuantizedShape, torch.Size, torch.dtype]:
+    """Shape, and size and dtype of the packed form, of float32 weights: the same for all layers of equal shape."""
+    weight = quantize(torch.empty(shape, device="meta"))
+    packed = products.pack(weight)
+    return weight.shape, packed.shape, packed.dtype
 
 
 class Int4ResidualMethod(QuantizedMethod):
@@ -206,5 +220,6 @@ def int4_method(layer: LinearLayer, quantize: Quantizer) -> LinearMethod:
     return QuantizedMethod(_int8_on_cpu(quantize) if layer.has_massive_inputs else quantize)
 
 
+@functools.cache
 def _int8_on_cpu(quantize: Quantizer) -> Quantizer:
     return lambda weight_OI: quantize_int8(weight_OI) if is_on_cpu(weight_OI) else quantize(weight_OI)

@@ -108,9 +108,13 @@ def round_to_int4(
 
 
 def round_to_e2m1(weight_OI: Tensor, scales_OG: Tensor, group_size: int) -> QuantizedWeight:
-    """Restore a weight whose elements are E2M1 numbers times twice these scales. A group of zeros gets the scale 0."""
-    values_OGS = _quotients(weight_OI.float(), scales_OG, None, group_size)
-    scales_OG = torch.where((values_OGS == 0).all(dim=2), 0.0, scales_OG)
+    """Restore a weight whose elements are E2M1 numbers times twice these scales. A group of zeros gets the scale 0.
+
+    weight_OI: int8 for twice the numbers themselves.
+    """
+    are_numbers = weight_OI.dtype is torch.int8
+    values_OGS = _groups(weight_OI, group_size) if are_numbers else _quotients(weight_OI, scales_OG, None, group_size)
+    scales_OG = torch.where(values_OGS.any(dim=2), scales_OG, 0.0)
     scale_bytes = 1 if scales_OG.is_meta or _are_powers_of_two(scales_OG) else 4
     return _weight(4, weight_OI, values_OGS, scales_OG, None, group_size, scale_bytes)
 

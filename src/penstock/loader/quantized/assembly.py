@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import UnsupportedFeature
 from penstock.layers.linear import LinearLayer, LinearMethod, choose_linear_method
 from penstock.layers.quantization.method import MethodChoice
 from penstock.layers.weights import Part, WeightSlot
@@ -37,7 +38,10 @@ class Rounding(Protocol):
     def weights(
         self, tensors: Iterable[tuple[str, Tensor]], has_place: Callable[[str], bool]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Iterate over the checkpoint as float tensors. has_place: whether the model has a tensor of that name."""
+        """Iterate over the checkpoint as float tensors, or int8 where `method` takes integers.
+
+        has_place: whether the model has a tensor of that name.
+        """
 
     def method(self, layer: LinearLayer, pieces: list[Piece]) -> LinearMethod | None:
         """Return the linear method of a weight made of these tensors; None for float weights."""
@@ -106,7 +110,8 @@ class _Assembly:
 
     def take(self, target: Tensor, tensor: Tensor) -> None:
         if self.weight_OI is None:
-            self.weight_OI = torch.empty(self.layer.weight.shape, dtype=torch.float32, device=self.device)
+            dtype = torch.int8 if tensor.dtype is torch.int8 else torch.float32
+            self.weight_OI = torch.empty(self.layer.weight.shape, dtype=dtype, device=self.device)
         self.weight_OI.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(tensor)
         self.missing -= target.numel()
         if self.missing == 0:
@@ -116,6 +121,11 @@ class _Assembly:
     def _finish(self, weight_OI: Tensor) -> None:
         pieces = [self.pieces[row] for row in sorted(self.pieces)]
         method = None if self.layer.keeps_precision else self.choose(self.layer, pieces)
+        if method is None and not weight_OI.is_floating_point():
+            raise UnsupportedFeature(
+                f"{pieces[0].name} is stored in MXFP4, but this layer needs float weights. Dequantise the checkpoint: "
+                "quantization='none'."
+            )
         self.layer.take_weight(weight_OI.to(self.dtype) if method is None else weight_OI)
         if method is None:
             arithmetic = "float32" if self.layer.keeps_precision else self.layer.cpu_arithmetic
@@ -130,6 +140,7 @@ class _Assembly:
 class _AssembledSlot(WeightSlot):
     """Slot of one piece. target: meta tensor of its part of the layer's weight."""
 
+    takes_integers: ClassVar[bool] = True
     assembly: _Assembly = field(kw_only=True)
 
     def fill(self, part: Tensor) -> None:

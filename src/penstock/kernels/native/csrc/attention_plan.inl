@@ -57,6 +57,7 @@ PENSTOCK_INLINE int64_t tokens_of(const AttentionArgs& a, int64_t request) {
 
 // First cache position visible to a query at `whole_position`; may be the end of the positions on this rank.
 PENSTOCK_INLINE int64_t seen_from(const AttentionArgs& a, int64_t whole_position) {
+  if (a.window < 0) return kept(a, whole_position - whole_position % -a.window);
   return a.window > 0 && whole_position >= a.window ? kept(a, whole_position - a.window + 1) : 0;
 }
 
@@ -94,7 +95,7 @@ PENSTOCK_INLINE bool comes_before(const AttentionArgs& a, int64_t x, int64_t y) 
   return common < of_x && common < of_y ? table_of(a, x)[common] < table_of(a, y)[common] : of_x < of_y;
 }
 
-// Whether a request's rows can join an item of several requests: few tokens, and no sliding window cuts its start.
+// Whether a request's rows can join an item of several requests: few tokens, and no window or chunk cuts its start.
 PENSTOCK_INLINE bool can_share(const AttentionArgs& a, const AttentionPlan& plan, int64_t request) {
   return tokens_of(a, request) <= plan.few_tokens && begin_of(a, request) == 0 &&
          blocks_of(a, request) >= plan.cut.blocks_per_tile;

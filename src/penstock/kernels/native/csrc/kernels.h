@@ -44,7 +44,8 @@ struct GreedyArgs {
 // with int8 the scale of each position after them; blocks lie as [block][kv head].
 // Request r of the step has tokens query_start[r] .. query_start[r + 1], the last of its seq_lens[r] positions. Blocks
 // written by a request of more than one token may be read by other requests in the same step.
-// window: sliding window in positions, the current one included; 0 for none. soft_cap: 0 for none.
+// window: sliding window in positions, the current one included; negative for chunked local attention, where a position
+// sees those of its chunk of -window positions; 0 for neither. soft_cap: 0 for none.
 // sinks: scores, without a soft cap, of a position without a value that every softmax of a head has too; alone only.
 // With a norm weight and a rotary table, query and key heads are normalised and rotated first.
 // phase: kWrite or kAttend for one half alone, when a separate call does the other half. kWrite reads no query and has

@@ -54,7 +54,7 @@ PyObject* quantized_convert(void (*QuantizedKernels::*convert)(const QuantizedPa
   const QuantizedKernels* kernels = quantized_kernels(in);
   QuantizedPackArgs a;
   a.shape = quantized_shape(in);
-  in.read(a.values, a.scales, a.minimums, a.packed);
+  in.read(a.values, a.scales, a.minimums, a.packed, a.num_threads);
   return in.are_good() ? run(kernels->*convert, a) : nullptr;
 }
 

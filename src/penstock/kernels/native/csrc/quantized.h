@@ -26,6 +26,7 @@ struct QuantizedPackArgs {
   float* scales;    // [out_features][groups]
   float* minimums;  // [out_features][groups]; unused without
   void* packed;     // packed_bytes of the shape, aligned to a cache line
+  int num_threads;  // of packing
 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].

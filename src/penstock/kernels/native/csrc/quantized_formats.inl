@@ -249,20 +249,37 @@ struct Output {
 };
 
 template <class Format>
-static void pack_as(const QuantizedPackArgs& a) {
+static void pack_panel(const QuantizedPackArgs& a, int64_t panel) {
   const QuantizedShape& s = a.shape;
-  const int64_t groups = num_groups(s);
+  const int64_t groups = num_groups(s), first = panel * kPanel;
   uint8_t* const packed = static_cast<uint8_t*>(a.packed);
-  std::memset(packed, 0, num_panels(s) * panel_bytes(s));
-  for (int64_t n = 0; n < s.out_features; ++n) {
+  std::memset(packed + panel * panel_bytes(s), 0, panel_bytes(s));
+  for (int64_t n = first; n < least(first + kPanel, s.out_features); ++n) {
     const Output<uint8_t> out(s, packed, n);
     for (int64_t g = 0; g < groups; ++g) {
       write_scale(out.scale(g), a.scales[n * groups + g], s.scale_bytes);
       if (Format::kHasMinimums) write_scale(out.minimum(g), a.minimums[n * groups + g], s.scale_bytes);
     }
-    for (int64_t k = 0; k < s.in_features; ++k)
-      Format::write(out.run(k), Format::place(out.column, k % kGroup), a.values[n * s.in_features + k]);
+    for (int64_t k = 0; k < s.in_features; k += kGroup) {
+      uint8_t* const run = out.run(k);
+      const int8_t* const values = a.values + n * s.in_features + k;
+      const auto write = [&](int64_t inside) { Format::write(run, Format::place(out.column, inside), values[inside]); };
+      if (k + kGroup <= s.in_features) {
+#pragma GCC unroll 32
+        for (int64_t inside = 0; inside < kGroup; ++inside) write(inside);
+      } else {
+        for (int64_t inside = 0; inside < s.in_features - k; ++inside) write(inside);
+      }
+    }
   }
+}
+
+template <class Format>
+static void pack_thread(void* data, int thread, const Team& team) {
+  const auto& a = *static_cast<const QuantizedPackArgs*>(data);
+  const int64_t panels = num_panels(a.shape);
+  const int64_t end = panels * (thread + 1) / team.num_threads;
+  for (int64_t panel = panels * thread / team.num_threads; panel < end; ++panel) pack_panel<Format>(a, panel);
 }
 
 template <class Format>
@@ -299,7 +316,9 @@ static void read_row_as(const QuantizedShape& s, const void* weight, int64_t n, 
 }
 
 static void pack(const QuantizedPackArgs& a) {
-  with_format(a.shape, [&](auto format) { pack_as<decltype(format)>(a); });
+  with_format(a.shape, [&](auto format) {
+    run_parallel(a.num_threads, pack_thread<decltype(format)>, const_cast<QuantizedPackArgs*>(&a));
+  });
 }
 
 static void unpack(const QuantizedPackArgs& a) {
