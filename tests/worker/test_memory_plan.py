@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from penstock.config import EngineConfig
+from penstock.device import MemorySnapshot
+from penstock.device.cpu import CpuDevice
+from penstock.device.cuda import CudaDevice
+from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import OutOfMemory
-from penstock.worker.memory_plan import MemoryPlan, affordable_fraction, check_plan
+from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan, resident_step
 
 GIB = 1 << 30
 PLAN = MemoryPlan(
@@ -98,3 +106,25 @@ def test_a_share_that_is_not_free_is_the_default_on_a_cpu(caplog: pytest.LogCapt
     assert "memory_fraction=0.9 asks for 72.00 GiB, but only 40.00 GiB are free" in record.getMessage()
     assert affordable_fraction(0.5, "cpu", **sizes) == (0.5, False)
     assert affordable_fraction(0.9, "cuda", **sizes) == (0.9, False)
+
+
+@pytest.mark.parametrize(("measured", "counted"), [(1 * GIB, 1 * GIB), (-5, 32 << 20)])
+def test_memory_of_libraries_is_what_was_measured_or_the_least(measured: int, counted: int) -> None:
+    step = resident_step(StepMemory(activations=7, sampling=0, runner_state=0), "cuda", library_bytes=measured)
+    assert step.activations == 7 + counted
+
+
+def test_memory_that_others_free_during_the_start_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CpuDevice, "library_bytes", lambda self, start: -(2 << 30))
+    with caplog.at_level("WARNING"), closing(EngineCore(EngineConfig.create("demo"))):
+        pass
+    (message,) = (record.getMessage() for record in caplog.records if "freed" in record.getMessage())
+    assert message.startswith("Other processes freed 2.00 GiB of the device's memory")
+
+
+def test_a_gpu_counts_what_is_neither_free_nor_torchs() -> None:
+    start = MemorySnapshot(total=80, free=78, used_by_process=1)
+    device = SimpleNamespace(memory_snapshot=lambda: MemorySnapshot(total=80, free=60, used_by_process=16))
+    assert CudaDevice.library_bytes(cast(CudaDevice, device), start) == 3

@@ -185,6 +185,13 @@ class Device(ABC):
         """Memory pool of all captured graphs, in bytes."""
         return 0
 
+    def library_bytes(self, start: MemorySnapshot) -> int:
+        """Bytes that libraries have taken since `start`, beside tensors; 0 where it cannot be told apart.
+
+        Less than 0 if other processes have freed memory meanwhile.
+        """
+        return 0
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all queued work is done."""

@@ -149,6 +149,10 @@ class CudaDevice(Device):
         segments = torch.cuda.memory_snapshot()
         return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self._graph_pool))
 
+    def library_bytes(self, start: MemorySnapshot) -> int:
+        now = self.memory_snapshot()
+        return (start.free - now.free) - (now.used_by_process - start.used_by_process)
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 

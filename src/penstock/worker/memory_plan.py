@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 # Memory of a process with torch and all other imports, before it loads a model.
 PROCESS_BYTES = {"cpu": 230 << 20, "cuda": 0}
-# Memory of libraries from their first matrix product on: code, tables and buffers. torch counts cuBLAS's workspace as
-# tensors.
+# Least memory of libraries from their first matrix product on: code, tables and buffers. torch counts the workspace of
+# cuBLAS as tensors.
 LIBRARY_BYTES = {"cpu": 8 << 20, "cuda": 32 << 20}
 # Maximum of freed memory that glibc's malloc keeps, as measured: three of its largest heap chunks, 32 MiB each. It
 # trims the heap only once twice as much is free at its end, and the gap of an aligned tensor is too small for the next
@@ -179,14 +179,17 @@ def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:
         )
 
 
-def resident_step(tensors: StepMemory, kind: str, split_contexts: int = 0) -> StepMemory:
-    """Return the system memory of a step from its tensors. split_contexts: buffers of split-KV attention."""
+def resident_step(tensors: StepMemory, kind: str, split_contexts: int = 0, library_bytes: int = 0) -> StepMemory:
+    """Return the system memory of a step from its tensors.
+
+    split_contexts: buffers of split-KV attention. library_bytes: memory of libraries, where it was measured.
+    """
     most_held_back = _MAX_HELD_BACK_BYTES[kind]
     return StepMemory(
         activations=tensors.activations
         + min(tensors.activations, most_held_back)
         + split_contexts
-        + LIBRARY_BYTES[kind],
+        + max(library_bytes, LIBRARY_BYTES[kind]),
         sampling=tensors.sampling + min(tensors.sampling, most_held_back),
         runner_state=tensors.runner_state,
         graphs=tensors.graphs,

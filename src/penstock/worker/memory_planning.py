@@ -10,6 +10,7 @@ from penstock.config import EngineConfig
 from penstock.device import Device, DtypeChoice, MemorySnapshot
 from penstock.lora.tables import adapter_bytes
 from penstock.models.attention_layers import most_query_heads
+from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.stage import num_noted_before, receive_buffer_bytes
@@ -43,7 +44,7 @@ def plan_memory(
 
     Raises OutOfMemory when the plan does not fit.
     """
-    step = _measure_step(config, parallel, device, dtype, weights, limits)
+    step = _measure_step(config, parallel, device, dtype, weights, limits, start)
     cache = config.cache
     available = start.free + start.used_by_process
     fraction, is_default = affordable_fraction(
@@ -78,6 +79,8 @@ def plan_memory(
         adapters=adapter_bytes(weights.model, config.lora, device.kind, dtype.torch_dtype),
     )
     logger.debug("Memory plan:\n%s", plan.table())
+    if cache.kv_cache_memory_bytes is None and device.kind != "cpu":
+        logger.info("kv_cache_memory_bytes=%d asks for a KV cache of this size", plan.kv_cache_bytes)
     # A replacement of a lost core is not checked: other engines may have taken free memory since the first start.
     if not config.replaces_lost_core:
         check_plan(plan, saved_by_int8_weights(config, plan.weights))
@@ -91,6 +94,7 @@ def _measure_step(
     dtype: DtypeChoice,
     weights: Weights,
     limits: RunnerLimits,
+    start: MemorySnapshot,
 ) -> StepMemory:
     tensors = _measure_without_memory(config, parallel, dtype, limits) if device.kind == "cpu" else None
     if tensors is None:
@@ -115,7 +119,14 @@ def _measure_step(
         num_threads=torch.get_num_threads(),
         device=device.kind,
     )
-    return resident_step(tensors, device.kind, split)
+    library_bytes = device.library_bytes(start)
+    if library_bytes < 0:
+        logger.warning(
+            "Other processes freed %s of the device's memory while this engine measured its own. The KV cache does not "
+            "count on it; start again to use it.",
+            format_bytes(-library_bytes),
+        )
+    return resident_step(tensors, device.kind, split, library_bytes)
 
 
 def _measure_without_memory(
