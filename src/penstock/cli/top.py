@@ -11,7 +11,6 @@ import urllib.request
 from contextlib import suppress
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from penstock.cli.failures import readable_errors
@@ -70,6 +69,8 @@ class _Server:
 
     def read(self, after: float) -> Sample:
         """Numbers now, with the steps after a time. Raises ConfigError where there are none."""
+        import msgspec
+
         from penstock.engine.live.live_view import Live
 
         try:
