@@ -156,7 +156,7 @@ def test_the_search_ends_where_the_context_ends(llm: LLM) -> None:
     )
     assert [len(sequence.tokens) for sequence in output.sequences] == [128, 128]
     with pytest.raises(ContextTooLong):
-        llm.beam_search({"prompt_token_ids": [5] * 128}, BeamSearchParams(beam_width=2, max_tokens=1))
+        llm.beam_search({"prompt_token_ids": [5] * 129}, BeamSearchParams(beam_width=2, max_tokens=1))
 
 
 def test_nothing_is_left_of_a_search(llm: LLM) -> None:

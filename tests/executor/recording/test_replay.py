@@ -255,7 +255,7 @@ def test_an_engine_goes_on_without_a_recording_when_the_disk_is_full(
     (message,) = [record.message for record in caplog.records if "cannot be written" in record.message]
     assert message.endswith("No space left on device")
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file() and num_writes == 0) == []
-    assert num_writes == 0 or read_recording(file).entries
+    assert num_writes == 0 or read_recording(file).start
 
 
 def test_a_process_that_is_killed_leaves_its_steps(tmp_path: Path) -> None:
