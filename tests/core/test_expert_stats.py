@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,17 @@ def test_counting_begins_with_its_start_and_anew_with_another_one(folder: Path) 
 def test_the_option_counts_from_the_start_on(oracle: PreTrainedModel, folder: Path) -> None:
     core = make_core(folder, **OPTIONS, expert_stats=True)
     assert read(core) == {layer: [0] * NUM_EXPERTS for layer in range(NUM_LAYERS)}
+    results = run(core, PROMPTS, greedy(NUM_TOKENS))
+    assert read(core) == of_oracle(oracle, results)
+    core.close()
+
+
+@pytest.mark.slow
+def test_workers_that_replace_lost_ones_count_from_their_start_on(oracle: PreTrainedModel, folder: Path) -> None:
+    core = make_core(folder, **OPTIONS, expert_stats=True, tensor_parallel_size=2)
+    run(core, PROMPTS, greedy(NUM_TOKENS))
+    lost = core._executor.process_ids[0]  # type: ignore[attr-defined]
+    os.kill(lost, signal.SIGKILL)
     results = run(core, PROMPTS, greedy(NUM_TOKENS))
     assert read(core) == of_oracle(oracle, results)
     core.close()
