@@ -148,6 +148,8 @@ class Worker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> None:
         runner = self.runner
+        if self.config.expert_stats.expert_stats:
+            self.start_expert_stats()
         run_dummy_step(runner)
         with torch.no_grad():
             warm_up_decodes(runner)
@@ -213,7 +215,7 @@ class Worker(WorkerBase):
     def get_expert_stats(self) -> dict[int, list[int]]:
         """Tokens of each expert since the start, by layer; no layers on ranks with copies of another rank's.
 
-        Raises LifecycleError before a start, as on a worker that replaces a lost one.
+        Raises LifecycleError before a start, as on a worker that replaces a lost one without the option `expert_stats`.
         """
         return self._required(self._expert_load, "start_expert_stats").read()
 
