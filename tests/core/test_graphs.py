@@ -337,6 +337,25 @@ def test_attention_with_a_temporary_block_table_is_refused(tmp_path: Path, monke
     assert "reads a tensor of shape [4, 8] whose memory is freed" in device.refusals[0]
 
 
+class _CompilingDevice(RecordingDevice):
+    compiles_kernels = True
+
+
+@pytest.mark.slow
+def test_warm_up_by_requests_runs_drafts_and_sampling_and_changes_no_tokens(
+    drafters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(_CompilingDevice(), monkeypatch)
+    options = {**_drafting(drafters, "eagle3"), "async_scheduling": True}
+    core = make_core(drafters / "target", attention_backend=PaddedBackend.name, **options)
+    (counts,) = core.collective_rpc("get_graph_stats")
+    results = run(core, PROMPTS, PARAMS)
+    core.close()
+    assert min(counts[kind] for kind in (FIRST_OF_SIZE, DRAFTER_PREFILL, DRAFTS)) > 0
+    _use(RecordingDevice(), monkeypatch)
+    assert results == _serve(drafters / "target", PARAMS, **options)
+
+
 def test_no_graphs_are_captured_without_the_mode(tmp_path: Path, device: RecordingDevice) -> None:
     folder = tiny_checkpoint(tmp_path, "llama").folder
     results = _serve(folder, PARAMS, cudagraph_mode="none")
