@@ -43,6 +43,7 @@ TITLES = {
     "graphs": "CUDA graphs",
     "profiler": "Profiler",
     "live_view": "Live view",
+    "expert_stats": "Routing statistics",
 }
 # An option whose flag has another name: commands have a --seed for their requests or prompts.
 OTHER_FLAGS = {"seed": "engine_seed"}

@@ -29,7 +29,7 @@ from penstock.config import EngineConfig
 from penstock.contract import Parts
 from penstock.errors import ConfigError, PenstockError, UnsupportedArgument, UnsupportedModel
 from penstock.worker.capabilities import check_options
-from support import arrangements, draft_heads, mxfp4_checkpoints, transformers_models, tried_features
+from support import arrangements, draft_heads, mxfp4_checkpoints, scaled_caches, transformers_models, tried_features
 from support.checkpoints import FAMILIES, save_checkpoint, tiny_checkpoint, tiny_model
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, run
@@ -133,6 +133,21 @@ def _float8(bench: Bench, name: str) -> str:
         config.folder.rename(folder)
 
     return _family(bench, save)
+
+
+def _scaled_cache(bench: Bench) -> str:
+    """An FP8 KV cache with a checkpoint's scales: the reference backend's log-probabilities of prompts on the CPU."""
+    model, likely, note = bench.folder / "model", [], ""
+    scaled_caches.save_scaled(scaled_caches.scaled_model(), model)
+    for device in bench.devices:
+        backend = "reference" if device == "cpu" else "triton_paged"
+        with bench.core(model, device, kv_cache_dtype="fp8", attention_backend=backend) as core:
+            found = run(core, PROMPTS[2:], greedy(12, prompt_logprobs=0))
+            likely.append([value for one in found for row in (one.prompt_logprobs or [])[1:] for value in row.values()])
+            note = note or graphs_of(core)
+    error = sum(abs(ours - theirs) for ours, theirs in zip(*likely, strict=True)) / len(likely[0])
+    assert error < 0.02, f"mean error of log-probabilities: {error}"
+    return f"error {error:.4f}, {note}"
 
 
 def _mxfp4(bench: Bench) -> str:
@@ -520,6 +535,7 @@ def cases() -> dict[str, Case]:
     for name in ("fp8 tensor", "fp8 blocks", "compressed channel"):
         ways[f"way {name} checkpoints"] = functools.partial(_float8, name=name)
     ways["way MXFP4 checkpoints"] = _mxfp4
+    ways["way FP8 KV cache with scales"] = _scaled_cache
     for name in (
         "int8 weights",
         "int4 weights",

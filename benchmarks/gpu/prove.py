@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What was never run on a GPU comes first, and alone: batch invariance, verification, latents, experts, FP8 and MXFP4.
-_NEW = ("split_attention", "invariant_linear", "latents", "experts", "float8_products", "quantized")
+# What was never run on a GPU comes first, and alone: batch invariance, verification, latents, experts, FP8 and MXFP4,
+# scales of an FP8 KV cache.
+_NEW = ("split_attention", "invariant_linear", "latents", "experts", "float8_products", "float8_cache", "quantized")
 TESTS = {
     "new": [
         *(f"tests/kernels/triton_kernels/test_triton_{name}.py" for name in _NEW),

@@ -291,7 +291,8 @@ class LLM(PoolingMethods, RefusesMethods):
     def start_expert_stats(self) -> None:
         """Count the tokens of each expert, from zero on. Raises UnsupportedFeature for a model without native experts.
 
-        Until it is called nothing is counted. A worker that replaces a lost one has to be started again.
+        Until it is called nothing is counted. A worker that replaces a lost one has to be started again. With the
+        option `expert_stats` all workers count from their start on.
         """
         self.collective_rpc("start_expert_stats")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,25 @@ def test_counting_begins_with_its_start_and_anew_with_another_one(folder: Path) 
     core.close()
 
 
+def test_the_option_counts_from_the_start_on(oracle: PreTrainedModel, folder: Path) -> None:
+    core = make_core(folder, **OPTIONS, expert_stats=True)
+    assert read(core) == {layer: [0] * NUM_EXPERTS for layer in range(NUM_LAYERS)}
+    results = run(core, PROMPTS, greedy(NUM_TOKENS))
+    assert read(core) == of_oracle(oracle, results)
+    core.close()
+
+
+@pytest.mark.slow
+def test_workers_that_replace_lost_ones_count_from_their_start_on(oracle: PreTrainedModel, folder: Path) -> None:
+    core = make_core(folder, **OPTIONS, expert_stats=True, tensor_parallel_size=2)
+    run(core, PROMPTS, greedy(NUM_TOKENS))
+    lost = core._executor.process_ids[0]  # type: ignore[attr-defined]
+    os.kill(lost, signal.SIGKILL)
+    results = run(core, PROMPTS, greedy(NUM_TOKENS))
+    assert read(core) == of_oracle(oracle, results)
+    core.close()
+
+
 @pytest.mark.slow
 def test_a_model_without_native_experts_is_refused(folder: Path, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
@@ -108,3 +129,5 @@ def test_a_model_without_native_experts_is_refused(folder: Path, tmp_path: Path)
         with pytest.raises(UnsupportedFeature, match="has no layers with experts that count their tokens"):
             core.collective_rpc("start_expert_stats")
         core.close()
+        with pytest.raises(UnsupportedFeature, match="expert_stats: .* has no layers with experts"):
+            make_core(model, **options, expert_stats=True)

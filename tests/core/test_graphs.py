@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from penstock.attention import StepGeometry
 from penstock.attention.select import BACKENDS
 from penstock.config import EngineConfig, GraphConfig
 from penstock.contract import SamplingParams
@@ -40,8 +43,10 @@ PARAMS = [
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
-    return _use(RecordingDevice(), monkeypatch)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDevice]:
+    device = _use(RecordingDevice(), monkeypatch)
+    yield device
+    assert device.refusals == []
 
 
 def _use(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
@@ -302,6 +307,53 @@ def test_drafts_run_in_whole_graphs_of_mixed_steps_and_are_counted(drafters: Pat
     assert min(counts[kind] for kind in (UNIFORM, MIXED, DRAFTS, DRAFTER_PREFILL)) > 1
     expected = _serve(drafters / "target", PARAMS, **options, fast_paths="off")
     assert [one.tokens for one in results] == [one.tokens for one in expected]
+
+
+def test_a_replay_that_reads_a_temporary_tensor_is_refused() -> None:
+    device = RecordingDevice()
+    graphs = GraphExecutable(device, [1], is_capturable=True)
+    persistent, result = torch.ones(3), torch.zeros(3)
+
+    def step(key: str, values: Tensor) -> None:
+        graphs.repeat(key, lambda: result.copy_(values * 2))
+
+    for _ in range(3):
+        step("persistent", persistent)
+    for _ in range(2):  # in the step of the capture the tensor is there
+        step("temporary", torch.ones(3))
+    with pytest.raises(AssertionError, match=r"aten.mul.Tensor reads a tensor of shape \[3\] whose memory is freed"):
+        step("temporary", torch.ones(3))
+    assert len(device.refusals) == 1
+
+
+def test_attention_with_a_temporary_block_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(_: PaddedBackend, geometry: StepGeometry) -> StepGeometry:
+        return replace(geometry, block_table=geometry.block_table.clone())
+
+    device = _use(RecordingDevice(), monkeypatch)
+    monkeypatch.setattr(PaddedBackend, "make_metadata", copied)
+    # Three requests go on in the graph of four; the engine replaces the worker.
+    _serve(tiny_checkpoint(tmp_path).folder, [greedy(6), greedy(6), greedy(6), greedy(4)])
+    assert "reads a tensor of shape [4, 8] whose memory is freed" in device.refusals[0]
+
+
+class _CompilingDevice(RecordingDevice):
+    compiles_kernels = True
+
+
+@pytest.mark.slow
+def test_warm_up_by_requests_runs_drafts_and_sampling_and_changes_no_tokens(
+    drafters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(_CompilingDevice(), monkeypatch)
+    options = {**_drafting(drafters, "eagle3"), "async_scheduling": True}
+    core = make_core(drafters / "target", attention_backend=PaddedBackend.name, **options)
+    (counts,) = core.collective_rpc("get_graph_stats")
+    results = run(core, PROMPTS, PARAMS)
+    core.close()
+    assert min(counts[kind] for kind in (FIRST_OF_SIZE, DRAFTER_PREFILL, DRAFTS)) > 0
+    _use(RecordingDevice(), monkeypatch)
+    assert results == _serve(drafters / "target", PARAMS, **options)
 
 
 def test_no_graphs_are_captured_without_the_mode(tmp_path: Path, device: RecordingDevice) -> None:

@@ -84,6 +84,18 @@ def test_packed_bytes_are_those_of_the_dequantised_weight() -> None:
 
 
 @in_place
+@pytest.mark.parametrize("scale", [0, 1, 2, 254, 255])
+def test_the_smallest_and_largest_scales_are_restored(scale: int) -> None:
+    codes = torch.arange(32, dtype=torch.uint8) % 16
+    blocks = (codes[::2] | codes[1::2] << 4).expand(40, 2, 16)
+    scales = torch.full((40, 2), scale, dtype=torch.uint8)
+    weight = Grid(4, 32, factors(scales) / 2).round(doubled(blocks))
+    assert weight.shape.scale_bytes == (1 if 2 <= scale < 255 else 4), "a byte holds normal powers of two"
+    restored = PRODUCTS.unpack(PRODUCTS.pack(weight), weight.shape).dequantize()
+    torch.testing.assert_close(restored, dequantize_mxfp4(blocks, scales), rtol=0, atol=0, equal_nan=True)
+
+
+@in_place
 def test_the_plan_counts_the_stored_codes(tmp_path: Path) -> None:
     stored, _ = write_mxfp4(tmp_path, hidden_size=256, intermediate_size=256)
     planned = plan_engine(str(stored.folder), kv_cache_memory_bytes=1 << 22, dtype="float32").stages[0].memory.weights

@@ -84,6 +84,20 @@ def test_each_call_names_the_one_that_must_come_first(folder: Path) -> None:
         worker.check_health()
 
 
+@pytest.mark.parametrize("compiles_kernels", [False, True])
+def test_requests_warm_up_a_device_that_compiles_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles_kernels: bool
+) -> None:
+    warmed_up: list[ModelRunner] = []
+    monkeypatch.setattr("penstock.worker.worker.warm_up_requests", warmed_up.append)
+    worker = _loaded(folder)
+    worker.initialize_from_config(_kv_cache(worker), 64)
+    monkeypatch.setattr(type(worker.device), "compiles_kernels", compiles_kernels)
+    worker.compile_or_warm_up_model()
+    assert warmed_up == [worker.runner] * compiles_kernels
+    worker.shutdown()
+
+
 def test_profiling_changes_nothing_that_serves(folder: Path) -> None:
     worker = _loaded(folder)
     state = torch.get_rng_state()

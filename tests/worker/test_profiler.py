@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config import EngineConfig
 from penstock.contract import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, LifecycleError
@@ -200,6 +201,54 @@ def test_the_cuda_profiler_records_steps_between_start_and_stop(folder: Path, mo
     assert calls[:3] == ["start", "execute_context_1(3)_generation_0(0)", "pop"]
     assert calls[3] == "execute_context_0(0)_generation_1(1)"
     assert calls.index("stop") == len(calls) - 1
+
+
+def test_a_schedule_writes_a_trace_of_each_cycles_active_steps(folder: Path, tmp_path: Path) -> None:
+    cycle = {"profiler_wait_iterations": 1, "profiler_active_iterations": 2}
+    core = make_core(folder, profiler_dir=tmp_path, profiler_delay_iterations=1, profiler_repeat=2, **cycle)
+    start(core)
+    run(core, [[5, 6, 7]], greedy(3))
+    assert core.collective_rpc("profile", kwargs={"is_start": False}) == [None], "no step was active"
+    start(core)
+    # A delay, two cycles of four steps with two active ones each, and a step after them.
+    for length in range(1, 6):
+        run(core, [[9] * length], greedy(2))
+    last = stop(core)
+    core.close()
+    first, second = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert second == last
+    decode = "execute_context_0(0)_generation_1(1)"
+    assert steps(first) == [decode, "execute_context_1(3)_generation_0(0)"]
+    assert steps(second) == [decode, "execute_context_1(5)_generation_0(0)"]
+
+
+def test_the_cuda_profiler_follows_a_schedule(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.profiler.start", lambda: calls.append("start"))
+    monkeypatch.setattr("torch.cuda.profiler.stop", lambda: calls.append("stop"))
+    monkeypatch.setattr("torch.cuda.nvtx.range_push", calls.append)
+    monkeypatch.setattr("torch.cuda.nvtx.range_pop", lambda: None)
+    core = make_core(folder, profiler="cuda", profiler_active_iterations=2)
+    core.collective_rpc("profile")
+    run(core, [[5, 6, 7]], greedy(6))
+    core.collective_rpc("profile", kwargs={"is_start": False})
+    core.close()
+    decode = "execute_context_0(0)_generation_1(1)"
+    assert calls == ["start", decode, decode, "stop", "start", decode, decode, "stop"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profiler_active_iterations": -1}, "profiler_active_iterations=-1 is not valid"),
+        ({"profiler_repeat": 2}, "profiler_repeat=2 needs profiler_active_iterations"),
+        ({"profiler": "steps", "profiler_active_iterations": 2}, "not valid with profiler='steps'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.create("demo", **options)
 
 
 def test_the_cuda_profiler_needs_a_gpu_and_takes_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.contract import AttentionSpec
 from penstock.device.base import TORCH_DTYPES
-from penstock.kernels.paged_attention import AttentionSinks
+from penstock.kernels.paged_attention import NO_SCALES, AttentionSinks, CacheScales
 from penstock.kernels.rotary import Rotation, apply_rotary
 from penstock.parallel.context_share import ContextShare
 
@@ -43,6 +43,7 @@ class LayerAttention:
     the cache keeps keys alone; None for attention with values of their own.
     sinks: of the query heads; None for none. Its tensor is read in every step, since weights are loaded later.
     cpu_arithmetic: "bfloat16" for products in bfloat16 arithmetic over a bfloat16 KV cache (`ModelConfig`).
+    cache_scales: of an FP8 KV cache, from the checkpoint; None if it has none. They are constants of a recorded step.
     """
 
     name: str
@@ -57,6 +58,11 @@ class LayerAttention:
     sinks: AttentionSinks | None = None
     cpu_arithmetic: str = "float32"
     chunk_size: int | None = None
+    cache_scales: CacheScales | None = None
+
+    def scales_in(self, kv_cache: Tensor) -> CacheScales:
+        """Return the scales of this cache's keys and values: 1 without scales, and in other dtypes than FP8."""
+        return self.cache_scales or NO_SCALES if kv_cache.dtype is torch.float8_e4m3fn else NO_SCALES
 
     @property
     def window(self) -> int | None:

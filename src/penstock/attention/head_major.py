@@ -20,7 +20,7 @@ class HeadMajorBackend(AttentionBackend):
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
-        if not dtype.is_floating_point:
+        if not dtype.is_floating_point or dtype.itemsize == 1:
             return f"it does not support a {dtype} KV cache"
         return None if device.type == "cpu" else "it runs on the CPU only"
 

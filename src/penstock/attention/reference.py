@@ -34,4 +34,5 @@ class ReferenceBackend(TokenMajorBackend):
             layer.window,
             layer.soft_cap,
             layer.sink_values,
+            layer.scales_in(kv_cache),
         )

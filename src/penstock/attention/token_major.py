@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry, keys_then_values
 from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.device.base import TORCH_DTYPES
+from penstock.kernels.paged_attention import as_stored
 
 
 class TokenMajorBackend(AttentionBackend):
@@ -54,15 +55,24 @@ class TokenMajorBackend(AttentionBackend):
     ) -> None:
         num_tokens = metadata.num_actual_tokens
         slots_T, block_size = metadata.slot_mapping[:num_tokens], metadata.block_size
+        scales = layer.scales_in(kv_cache)
         if layer.latent_size is not None:
-            kv_cache.flatten(0, 2).index_copy_(0, slots_T, key_TKD[:num_tokens].to(kv_cache.dtype))
+            _put(kv_cache.flatten(0, 2), slots_T, as_stored(key_TKD[:num_tokens], kv_cache.dtype, scales.key))
             return
         # Rows of [num_blocks, 2, block_size], which alternate between a block's keys and its values.
         key_rows_T = slots_T + torch.div(slots_T, block_size, rounding_mode="floor") * block_size
         rows_XKD = kv_cache.transpose(0, 1).flatten(0, 2)
-        for rows_T, new_TKD in zip((key_rows_T, key_rows_T + block_size), (key_TKD, value_TKD), strict=True):
-            rows_XKD.index_copy_(0, rows_T, new_TKD[:num_tokens].to(kv_cache.dtype))
+        all_rows = key_rows_T, key_rows_T + block_size
+        for rows_T, new_TKD, scale in zip(all_rows, (key_TKD, value_TKD), scales, strict=True):
+            _put(rows_XKD, rows_T, as_stored(new_TKD[:num_tokens], kv_cache.dtype, scale))
 
     @abstractmethod
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
         """Return [T, H, D] of the actual tokens, whose keys and values are in the cache."""
+
+
+def _put(rows_XKD: Tensor, rows_T: Tensor, new_TKD: Tensor) -> None:
+    """Copy to these rows of the cache; as bytes in FP8, which torch cannot scatter."""
+    if new_TKD.dtype is torch.float8_e4m3fn:
+        rows_XKD, new_TKD = rows_XKD.view(torch.uint8), new_TKD.view(torch.uint8)
+    rows_XKD.index_copy_(0, rows_T, new_TKD)

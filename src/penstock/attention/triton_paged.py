@@ -96,7 +96,8 @@ class TritonPagedBackend(TokenMajorBackend):
 
         if layer.latent_size is not None:
             value_TKD = key_TKD  # written once more, to the same place
-        write_kv(key_TKD, value_TKD, kv_cache[0], kv_cache[-1], metadata.slot_mapping)
+        scales = layer.scales_in(kv_cache)
+        write_kv(key_TKD, value_TKD, kv_cache[0], kv_cache[-1], metadata.slot_mapping, scales)
 
     def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
         if layer.latent_size is not None:
@@ -106,12 +107,14 @@ class TritonPagedBackend(TokenMajorBackend):
 
         parameters = layer.scale, layer.window, layer.soft_cap, layer.sink_values
         table, seq_lens, query_len = geometry.block_table, geometry.seq_lens, geometry.max_query_len
+        scales = layer.scales_in(kv_cache)
         if query_len <= 1:
-            return decode_attention(query_THD, kv_cache[0], kv_cache[1], table, seq_lens, *parameters)
+            decodes = query_THD, kv_cache[0], kv_cache[1], table, seq_lens, *parameters
+            return decode_attention(*decodes, scales=scales)
         step = query_THD, kv_cache[0], kv_cache[1], table, geometry.query_start_loc, seq_lens, *parameters
         if query_len * (layer.num_heads // layer.num_kv_heads) <= MOST_ROWS:
-            return split_attention(*step, max_query_len=query_len)
-        return prefill_attention(*step)
+            return split_attention(*step, scales=scales, max_query_len=query_len)
+        return prefill_attention(*step, scales=scales)
 
     def _attend_latents(
         self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry
@@ -178,7 +181,8 @@ class TritonPagedBackend(TokenMajorBackend):
             return None
         slots_T = None if geometry.is_written else geometry.slot_mapping
         table_PR, positions_T = rotation.table_PR, rotation.positions_T
-        return rotate_and_write(qkv_TX, layer.num_heads, table_PR, positions_T, kv_cache[0], kv_cache[1], slots_T, rms)
+        step = qkv_TX, layer.num_heads, table_PR, positions_T, kv_cache[0], kv_cache[1], slots_T, rms
+        return rotate_and_write(*step, layer.scales_in(kv_cache))
 
 
 class TritonInvariantBackend(TritonPagedBackend):
@@ -194,4 +198,5 @@ class TritonInvariantBackend(TritonPagedBackend):
 
         layout = geometry.block_table, geometry.query_start_loc, geometry.seq_lens
         step = query_THD, kv_cache[0], kv_cache[1], *layout
-        return split_attention(*step, layer.scale, layer.window, layer.soft_cap, layer.sink_values)
+        parameters = layer.scale, layer.window, layer.soft_cap, layer.sink_values
+        return split_attention(*step, *parameters, scales=layer.scales_in(kv_cache))

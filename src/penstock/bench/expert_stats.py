@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 
 from rich.table import Table
 
+from penstock.engine.statistics.expert_load import imbalance
 from penstock.errors import ConfigError
 
 SUFFIXES = (".svg", ".json")
@@ -53,7 +54,7 @@ def as_json(tokens: TokensPerExpert) -> list[dict[str, Any]]:
     return [
         {
             "layer": layer,
-            "imbalance": _imbalance(counts),
+            "imbalance": imbalance(counts),
             "unused": sum(count == 0 for count in counts),
             "tokens": list(counts),
         }
@@ -73,7 +74,7 @@ def table(tokens: TokensPerExpert) -> Table:
             f"{sum(counts) / len(counts):,.1f}",
             str(counts.index(most)),
             f"{most:,}",
-            f"{_imbalance(counts):.2f} ×",
+            f"{imbalance(counts):.2f} ×",
             str(sum(count == 0 for count in counts)),
         )
     return made
@@ -97,7 +98,7 @@ def as_svg(title: str, tokens: TokensPerExpert) -> str:
             )
         middle = y + cell_height / 2 + 4
         labels.append(_text(str(layer), left - 8, middle, "quiet right"))
-        labels.append(_text(f"{_imbalance(counts):.2f} ×", left + _GRID_WIDTH + 8, middle))
+        labels.append(_text(f"{imbalance(counts):.2f} ×", left + _GRID_WIDTH + 8, middle))
     total = sum(map(sum, tokens.values()))
     subtitle = f"{num_experts} experts, {len(tokens)} layers, {total:,} choices; colour: over the layer's mean"
     return (
@@ -139,11 +140,6 @@ def _range_of(count: int, mean: float) -> int:
     if count == 0 or mean == 0:
         return 0
     return next((index for index, end in enumerate(_ENDS) if count / mean <= end), len(_ENDS))
-
-
-def _imbalance(counts: Sequence[int]) -> float:
-    mean = sum(counts) / len(counts)
-    return max(counts) / mean if mean else 1.0
 
 
 def _text(text: str, x: float, y: float, kind: str = "") -> str:

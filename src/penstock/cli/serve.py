@@ -11,6 +11,7 @@ import typer
 from penstock.cli import options
 from penstock.cli.dataclass_flags import create
 from penstock.config import env
+from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.queue import QueueLimits
 from penstock.config.recording import RecordingConfig
 from penstock.errors import ConfigError
@@ -22,7 +23,13 @@ _REASONING = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 
 @options.engine_command(
     without=(),
-    groups={"network": NetworkOptions, "server": ServerOptions, "queue": QueueLimits, "recording": RecordingConfig},
+    groups={
+        "network": NetworkOptions,
+        "server": ServerOptions,
+        "queue": QueueLimits,
+        "recording": RecordingConfig,
+        "statistics": ExpertStatsConfig,
+    },
     group_flags={"api_keys": "--api-key"},
 )
 def serve(
@@ -35,6 +42,7 @@ def serve(
     server: dict[str, Any],
     queue: dict[str, Any],
     recording: dict[str, Any],
+    statistics: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
@@ -49,7 +57,7 @@ def serve(
     names = tuple(server.pop("served_model_name") or [name])
     # The engine's constraints begin after the reasoning, and the server's parser splits it off.
     engine.update({name: server[name] for name in _REASONING if server[name] is not None})
-    engine.update({name: value for name, value in recording.items() if value is not None})
+    engine.update({name: value for name, value in {**recording, **statistics}.items() if value is not None})
     server_options = create(ServerOptions, server, api_keys=tuple(keys), served_model_name=names)
     network_options = create(NetworkOptions, network)
     limits = create(QueueLimits, queue)

@@ -3,6 +3,7 @@
 from penstock.config.cache import CacheConfig
 from penstock.config.device import DeviceConfig
 from penstock.config.engine import EngineConfig
+from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.graphs import GraphConfig
 from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
@@ -20,6 +21,7 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "EngineConfig",
+    "ExpertStatsConfig",
     "GraphConfig",
     "LiveViewConfig",
     "LoRAConfig",

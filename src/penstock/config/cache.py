@@ -20,7 +20,7 @@ class CacheConfig:
         `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV cache of common prompt prefixes.
     kv_cache_dtype: dtype of the KV cache; "auto" is the model's; "int8" is quantised, one scale per token and head;
-        "fp8" (e4m3), on a GPU, has no scales, so keys and values beyond 448 saturate.
+        "fp8" (e4m3), on a GPU, takes the checkpoint's scales; without them keys and values beyond 448 saturate.
     """
 
     block_size: int = 16

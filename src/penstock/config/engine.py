@@ -14,6 +14,7 @@ from penstock.config import env, vllm
 from penstock.config.cache import CacheConfig
 from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
+from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.graphs import GraphConfig
 from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
@@ -59,6 +60,7 @@ class EngineConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     recording: RecordingConfig = field(default_factory=RecordingConfig)
     live_view: LiveViewConfig = field(default_factory=LiveViewConfig)
+    expert_stats: ExpertStatsConfig = field(default_factory=ExpertStatsConfig)
     replaces_lost_core: bool = False
 
     def __post_init__(self) -> None:
@@ -247,6 +249,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "lora": LoRAConfig,
     "recording": RecordingConfig,
     "live_view": LiveViewConfig,
+    "expert_stats": ExpertStatsConfig,
 }
 
 

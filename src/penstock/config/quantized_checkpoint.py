@@ -7,7 +7,7 @@ Formats, as their own tools write them: compressed-tensors (https://github.com/v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ def read_quantized_checkpoint(hf_config: Mapping[str, Any], model: str) -> Quant
             f"{', '.join(QUANTIZED_CHECKPOINTS)}; or a checkpoint in float32, bfloat16 or float16 with "
             "quantization='int8' or 'int4'."
         )
-    readers = {
+    readers: dict[str, Callable[[_Fields], QuantizedCheckpoint | None]] = {
         COMPRESSED_TENSORS: _read_compressed_tensors,
         GPTQ: _read_gptq,
         AWQ: _read_awq,
@@ -201,15 +201,16 @@ def _read_mxfp4(_: _Fields) -> QuantizedCheckpoint:
     return QuantizedCheckpoint(MXFP4, MXFP4, 4, _GROUP_MULTIPLE, is_symmetric=True, is_float=True)
 
 
-def _read_compressed_tensors(fields: _Fields) -> QuantizedCheckpoint:
+def _read_compressed_tensors(fields: _Fields) -> QuantizedCheckpoint | None:
     sparsity = fields.section("sparsity_config")
     if sparsity is not None:
         sparsity.require("format", "dense", default="dense")
-    if fields.get("kv_cache_scheme") is not None:
-        raise fields.unsupported("kv_cache_scheme", fields.get("kv_cache_scheme"), "none")
+    has_cache = _check_cache_scheme(fields.section("kv_cache_scheme"))
     if fields.get("transform_config"):
         raise fields.unsupported("transform_config", fields.get("transform_config"), "none")
     groups = fields.section("config_groups")
+    if has_cache and (groups is None or not groups.content):
+        return None  # float weights
     if groups is None or len(groups.content) != 1:
         names = None if groups is None else sorted(groups.content)
         raise fields.unsupported("config_groups", names, "one group of layers")
@@ -256,3 +257,15 @@ def _read_compressed_tensors(fields: _Fields) -> QuantizedCheckpoint:
     is_symmetric = weights.require("symmetric", True, False, default=True)
     is_reordered = order in (True, "group", "dynamic")
     return QuantizedCheckpoint(COMPRESSED_TENSORS, layout, 4, group_size, is_symmetric, is_reordered)
+
+
+def _check_cache_scheme(scheme: _Fields | None) -> bool:
+    """Whether there are scales of an FP8 KV cache, one for keys and one for values of a layer."""
+    if scheme is None:
+        return False
+    scheme.require("num_bits", 8)
+    scheme.require("type", "float")
+    scheme.require("strategy", "tensor", default="tensor")
+    scheme.require("dynamic", False, default=False)
+    scheme.require("symmetric", True, default=True)
+    return True

@@ -94,12 +94,14 @@ class Device(ABC):
 
     kind: "cpu" or "cuda". overlaps_with_host: work is asynchronous, so the host can run ahead.
     attention_backends: names of candidate backends, best first. captures_graphs: whether `capture` works.
+    compiles_kernels: whether kernels are compiled at their first use, so that warm-up has to run them all.
     """
 
     kind: str
     torch_device: torch.device
     overlaps_with_host: bool
     captures_graphs: bool = False
+    compiles_kernels: bool = False
     attention_backends: tuple[str, ...]
 
     @abstractmethod

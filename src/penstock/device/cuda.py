@@ -52,6 +52,7 @@ class CudaDevice(Device):
     kind = "cuda"
     overlaps_with_host = True
     captures_graphs = True
+    compiles_kernels = True
     attention_backends: tuple[str, ...] = ("triton_paged", "torch_varlen", "reference")
 
     def __init__(self, index: int = 0, matmul_precision: str = "highest", *, batch_invariant: bool = False) -> None:

@@ -8,7 +8,7 @@ positions, Q queries of a request, X queries of all query heads of a KV head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,14 @@ class AttentionSinks(Protocol):
         """[H]."""
 
 
+class CacheScales(NamedTuple):
+    """Scales of an FP8 KV cache: a key is its stored value times `key`, a value times `value`."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+NO_SCALES = CacheScales()
 _Integers = TypeVar("_Integers", np.ndarray, Tensor)
 
 
@@ -64,6 +72,7 @@ def paged_attention_reference(
     window: int | None,
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
+    scales: CacheScales = NO_SCALES,
 ) -> Tensor:
     """Causal attention of every request's queries to its own positions. Pads all requests to the longest.
 
@@ -77,8 +86,8 @@ def paged_attention_reference(
     num_tokens, num_heads, _ = query_THD.shape
     num_kv_heads, value_size = key_BPKD.shape[2], value_BPKD.shape[3]
     table = block_table_RB.long()
-    key_RLKD = key_BPKD[table].flatten(1, 2).float()
-    value_RLKD = value_BPKD[table].flatten(1, 2).float()
+    key_RLKD = key_BPKD[table].flatten(1, 2).float().mul_(scales.key)
+    value_RLKD = value_BPKD[table].flatten(1, 2).float().mul_(scales.value)
 
     offset_Q = torch.arange(max_query_len, device=query_THD.device)
     starts_R = query_start_loc[:num_reqs].long()
@@ -102,6 +111,14 @@ def paged_attention_reference(
     is_own_RQ = offset_Q < query_len_R[:, None]
     output_THD[torch.where(is_own_RQ, token_RQ, num_tokens)] = output_RQHD
     return output_THD[:num_tokens].to(query_THD.dtype)
+
+
+def as_stored(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Convert keys or values to the dtype of the cache. FP8: divided by the scale, saturating at the largest number."""
+    if dtype is torch.float8_e4m3fn:
+        most = torch.finfo(dtype).max
+        values = (values.float() / scale).clamp(-most, most)
+    return values.to(dtype)
 
 
 def softmax_with_sinks(scores: Tensor, sinks_H: Tensor | None) -> Tensor:

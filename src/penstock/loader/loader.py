@@ -24,6 +24,7 @@ from penstock.layers.linear import LinearLayer, NativeBfloat16Method, process_we
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.gguf.tensors import find_gguf
+from penstock.loader.kv_cache_scales import CheckpointScales
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
 from penstock.loader.quantized.assembly import Rounding, assemble, linear_weights
@@ -156,12 +157,16 @@ def _fill(
             layer.batch_invariant = model_config.batch_invariant
             if rounding is None or rounding.keeps_floats:
                 layer.cpu_arithmetic = model_config.cpu_arithmetic
-    slots = state_slots(model) if load_config.load_format == SHARDED_STATE else None
+    is_state = load_config.load_format == SHARDED_STATE
+    slots = state_slots(model) if is_state else None
+    scales = CheckpointScales(model, is_state=is_state)
+    tensors = scales.take(tensors)
     if rounding is not None and late:
         slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, rounding.method)
     if rounding is not None:
         tensors = rounding.weights(tensors, (slots or {}).__contains__)
     model.load_weights(tensors, slots)
+    scales.apply()
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
     _choose_arithmetic(model, model_config)

@@ -22,6 +22,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
 from penstock.layers.quantization.method import refuse_quantized
 from penstock.layers.weights import WeightSlot
+from penstock.loader.kv_cache_scales import scales_of_state
 from penstock.loader.safetensors import opened
 from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
 from penstock.parallel import ParallelState
@@ -71,7 +72,7 @@ def save_sharded_state(
         raise ConfigError(f"{folder} holds {present[min(present)].name} already. Give an empty folder.")
     restore_weights(model)
     try:
-        tensors = {name: slot.target.detach() for name, slot in state_slots(model).items()}
+        tensors = {name: slot.target.detach() for name, slot in state_slots(model).items()} | scales_of_state(model)
         return _write_parts(tensors, folder, parallel, pattern, max_size)
     finally:
         process_weights_after_loading(model)

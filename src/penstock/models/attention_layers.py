@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.attention import CacheLayer, LayerAttention
 from penstock.contract import KVCacheSpec
+from penstock.layers.attention import Attention
 
 
 @runtime_checkable
@@ -45,6 +46,17 @@ def attend_in_bfloat16(model: nn.Module) -> None:
     for module in _modules(model):
         if isinstance(module.layer, LayerAttention):
             module.layer = dataclasses.replace(module.layer, cpu_arithmetic="bfloat16")
+
+
+def modules_of_attention(model: nn.Module) -> dict[int, Attention]:
+    """Attention modules by the id of each module beside them, such as the projections of queries, keys and values."""
+    return {
+        id(neighbour): module
+        for parent in model.modules()
+        for module in parent.children()
+        if isinstance(module, Attention)
+        for neighbour in parent.children()
+    }
 
 
 def attention_layers(model: nn.Module) -> dict[str, LayerAttention]:

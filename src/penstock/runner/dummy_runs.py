@@ -161,7 +161,7 @@ def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:
     limits = runner.limits
     num_rows = max(num_reqs, min(num_reqs * (1 + limits.max_drafts), limits.max_num_tokens))
     device = runner.device
-    params = _heaviest_params(runner)
+    params = heaviest_params(runner)
     # On the CPU penalties allocate nothing beside their table (`kernels.logits_shaping`); more of them only take time.
     without_penalties = msgspec.structs.replace(
         params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
@@ -204,7 +204,8 @@ def _request(params: SamplingParams) -> NewRequestData:
     )
 
 
-def _heaviest_params(runner: ModelRunner) -> SamplingParams:
+def heaviest_params(runner: ModelRunner) -> SamplingParams:
+    """Parameters that take most memory, and all log-probabilities that a request may ask for."""
     return SamplingParams(
         temperature=0.7,
         top_p=0.9,

@@ -221,6 +221,10 @@ class Frames:
     def replace_model(self, model: LanguageModel) -> None:
         """Run another model from the next step on."""
         self.model = model
+        self.forget_kept()
+
+    def forget_kept(self) -> None:
+        """Build the next step's frame anew."""
         for buffers in self._buffer_sets:
             buffers.kept = None
 

@@ -180,6 +180,11 @@ class ModelRunner:
         self.head.catch_up()
         return self.speculator.take_draft_token_ids()
 
+    def begin_anew(self) -> None:
+        """Forget the steps that have run, so that the next one may have any id. The runner is idle."""
+        self.steps = StepOrder()
+        self.frames.forget_kept()
+
     def forget_programs(self) -> None:
         """Drop recorded programs: the model or its weights have changed."""
         self.frames.forget_executables()

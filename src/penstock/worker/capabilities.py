@@ -88,7 +88,9 @@ def _calibration(config: EngineConfig) -> str | None:
 
 
 def _float8_cache(config: EngineConfig) -> str | None:
-    return "kv_cache_dtype='fp8'" if config.cache.kv_cache_dtype == "fp8" else None
+    """Return the dtype, unless the attention backend is given by name, which is asked itself."""
+    is_open = config.device.attention_backend is None
+    return "kv_cache_dtype='fp8'" if config.cache.kv_cache_dtype == "fp8" and is_open else None
 
 
 def _cache_dtype(config: EngineConfig) -> str | None:
@@ -205,7 +207,12 @@ REFUSALS = (
         "cuda",
     ),
     Refusal((MOE_BACKEND,), "its experts have the C++ kernels alone", "Leave moe_backend out.", "cpu"),
-    Refusal((FLOAT8_CACHE,), "its kernels are written for GPUs", "Use kv_cache_dtype='int8'.", "cpu"),
+    Refusal(
+        (FLOAT8_CACHE,),
+        "its kernels are written for GPUs",
+        "Use kv_cache_dtype='int8', or attention_backend='reference', which is slow.",
+        "cpu",
+    ),
     Refusal(
         (TRANSFORMERS, BATCH_INVARIANT),
         "its products are those of Transformers, which are cuBLAS's",

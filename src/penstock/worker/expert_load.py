@@ -23,8 +23,8 @@ class ExpertLoad:
         mixtures = _mixtures(model)
         if not any(parallel.pipeline.gather_values(len(mixtures))):
             raise UnsupportedFeature(
-                f"start_expert_stats: {type(model).__name__} has no layers with experts that count their tokens. "
-                "Allowed: the mixtures of experts among the native families (docs/models.md), not through Transformers."
+                f"expert_stats: {type(model).__name__} has no layers with experts that count their tokens. Allowed: "
+                "the mixtures of experts among the native families (docs/models.md), not through Transformers."
             )
         self._load: dict[int, Tensor] = {}
         if parallel.tensor.rank == 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from penstock.config import ProfilerConfig
 from penstock.contract import GrammarOutput, SchedulerOutput
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 PrefillLength = Callable[[str], int | None]
 RunStep = Callable[[SchedulerOutput], None]
 _Sampled = TypeVar("_Sampled")
+_RECORDED = ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE
 
 
 def step_label(output: SchedulerOutput, prefill_length: PrefillLength) -> str:
@@ -121,11 +122,15 @@ class StepProfiler(NoProfiler):
 class CudaProfiler(NoProfiler):
     """The CUDA profiler that the process runs under, between `start` and `stop`, with an NVTX range per step.
 
-    All engines of a process share it.
+    With a schedule it records the active steps only. All engines of a process share it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: ProfilerConfig) -> None:
+        self._schedule = _schedule(config)
         self._is_running = False
+        self._is_recording = False
+        # Steps with tokens since the start.
+        self._num_steps = 0
 
     def start(self, prefix: str | None) -> None:
         """Start recording.
@@ -138,21 +143,23 @@ class CudaProfiler(NoProfiler):
             raise ConfigError(f"profile_prefix={prefix!r} is not valid with profiler='cuda', which writes no files.")
         if not torch.cuda.is_available():
             raise ConfigError("profiler='cuda' needs a GPU, and torch sees none. Use profiler='torch'.")
-        torch.cuda.profiler.start()
-        self._is_running = True
-        logger.info("CUDA profiler started")
+        self._is_running, self._num_steps = True, 0
+        if self._schedule is None:
+            self._record()
 
     def stop(self) -> Path | None:
         """Stop recording; the profiler itself writes the trace. Raises LifecycleError without a running profile."""
         if not self._is_running:
             raise _not_running()
         self._is_running = False
-        torch.cuda.profiler.stop()
+        self._pause()
         return None
 
     def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
         """Run a step in an NVTX range with its label."""
-        if not self._is_running:
+        if self._is_running and self._schedule is not None and output.total_num_scheduled_tokens:
+            self._follow(self._schedule)
+        if not self._is_recording:
             run(output)
             return
         torch.cuda.nvtx.range_push(step_label(output, prefill_length))
@@ -166,11 +173,31 @@ class CudaProfiler(NoProfiler):
         if self._is_running:
             self.stop()
 
+    def _follow(self, action_of: Callable[[int], ProfilerAction]) -> None:
+        """Record the step that comes, or not."""
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        if number and action_of(number - 1) is ProfilerAction.RECORD_AND_SAVE:
+            self._pause()
+        if action_of(number) in _RECORDED:
+            self._record()
+
+    def _record(self) -> None:
+        if not self._is_recording:
+            self._is_recording = True
+            torch.cuda.profiler.start()
+            logger.info("CUDA profiler started")
+
+    def _pause(self) -> None:
+        if self._is_recording:
+            self._is_recording = False
+            torch.cuda.profiler.stop()
+
 
 class TorchProfiler(NoProfiler):
     """torch.profiler over all threads of this process, between `start` and `stop`.
 
-    File names have prefix, engine (of several), rank and time.
+    With a schedule it writes a trace of the active steps of each cycle. File names have prefix, engine (of several),
+    rank and time.
     """
 
     def __init__(self, config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> None:
@@ -179,6 +206,8 @@ class TorchProfiler(NoProfiler):
         rank = f"{of_engine}pp{parallel.pipeline.rank}_tp{parallel.tensor.rank}_rank{parallel.rank}"
         self._files = _TraceFiles(config, rank)
         self._profile: profile | None = None
+        self._has_begun = False
+        self._written: Path | None = None
 
     def start(self, prefix: str | None) -> None:
         """Start recording. prefix: prefix of the trace's file name.
@@ -195,25 +224,32 @@ class TorchProfiler(NoProfiler):
             )
         started = self._new_profile()
         started.start()
-        self._profile = started
+        self._profile, self._has_begun, self._written = started, False, None
         logger.info("Profiling into %s", self._files.folder)
 
-    def stop(self) -> Path:
-        """Stop recording, write the trace and return its path. Raises LifecycleError without a running profile."""
+    def stop(self) -> Path | None:
+        """Stop recording, write the trace and return its path; the last trace's path with a schedule.
+
+        None if no step of the schedule was recorded. Raises LifecycleError without a running profile.
+        """
         if self._profile is None:
             raise _not_running()
         stopped, self._profile = self._profile, None
         stopped.stop()
-        path = self._files.path("pt.trace.json")
-        stopped.export_chrome_trace(str(path))
-        logger.info("Profile written to %s", path)
-        return path
+        if self._written is None:
+            logger.warning("The profile ended before its schedule had recorded a step: no trace is written")
+        return self._written
 
     def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
         """Run a step with its label in the trace."""
         if self._profile is None:
             run(output)
             return
+        if output.total_num_scheduled_tokens:
+            if self._has_begun:
+                # Now, since the step before is sampled only now.
+                self._profile.step()
+            self._has_begun = True
         with record_function(step_label(output, prefill_length)):
             run(output)
 
@@ -227,18 +263,28 @@ class TorchProfiler(NoProfiler):
             # Logged and not raised, so that the worker frees its other resources.
             logger.exception("The profile that was running could not be written")
 
+    def _write(self, recorded: profile) -> None:
+        self._written = path = self._files.path("pt.trace.json")
+        recorded.export_chrome_trace(str(path))
+        logger.info("Profile written to %s", path)
+
     def _new_profile(self) -> profile:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        return profile(
+        made = profile(
             activities=activities,
+            schedule=_schedule(self._config),
+            on_trace_ready=self._write,
             record_shapes=self._config.profiler_record_shapes,
             profile_memory=self._config.profiler_with_memory,
             with_stack=self._config.profiler_with_stack,
             # Steps may run in another thread than `start`.
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         )
+        # Its own ranges of steps would begin in one thread and end in another.
+        made.record_steps = False
+        return made
 
 
 class _TraceFiles:
@@ -277,11 +323,25 @@ class _TraceFiles:
 def create_profiler(config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> NoProfiler:
     """Create the profiler of the options. engine: the engine's number, of several."""
     if config.profiler == "cuda":
-        return CudaProfiler()
+        return CudaProfiler(config)
     if config.profiler_dir is None:
         return NoProfiler()
     made = StepProfiler if config.profiler == "steps" else TorchProfiler
     return made(config, parallel, engine)
+
+
+def _schedule(config: ProfilerConfig) -> Callable[[int], ProfilerAction] | None:
+    """Action of each step since the start; None where all steps are recorded."""
+    if not config.profiler_active_iterations:
+        return None
+    action_of: Callable[[int], ProfilerAction] = schedule(
+        skip_first=config.profiler_delay_iterations,
+        wait=config.profiler_wait_iterations,
+        warmup=config.profiler_warmup_iterations,
+        active=config.profiler_active_iterations,
+        repeat=config.profiler_repeat,
+    )
+    return action_of
 
 
 def _is_running() -> LifecycleError:

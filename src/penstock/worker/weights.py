@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.attention import CacheLayer
+from penstock.attention import CacheLayer, LayerAttention
 from penstock.attention.cpu_native import bfloat16_layout
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
@@ -60,6 +60,7 @@ class Weights:
             dtype.name,
             "; ".join(filter(None, (dtype.reason, describe_narrow_products(self.model), self._describe_attention()))),
         )
+        self._log_cache_scales()
         if config.model.pooling is not None:
             logger.info("Pooling: %s", config.model.pooling.describe())
 
@@ -80,6 +81,21 @@ class Weights:
     @property
     def _kv_cache_dtype(self) -> str:
         return choose_kv_cache_dtype(self._cache.kv_cache_dtype, self._dtype.name)
+
+    def _log_cache_scales(self) -> None:
+        """Log which layers have scales of an FP8 KV cache, where the cache or the checkpoint is of that kind."""
+        layers = [layer for layer in self.layers.values() if isinstance(layer, LayerAttention)]
+        num_scaled = sum(layer.cache_scales is not None for layer in layers)
+        if self._kv_cache_dtype == "fp8" and layers:
+            logger.info(
+                "FP8 KV cache: %d of %d layers have scales in the checkpoint; others have scale 1, and saturate at 448",
+                num_scaled,
+                len(layers),
+            )
+        elif num_scaled:
+            logger.info(
+                "The checkpoint's scales of an FP8 KV cache are not used with kv_cache_dtype=%r", self._kv_cache_dtype
+            )
 
     def _describe_attention(self) -> str | None:
         """Describe attention in bfloat16 arithmetic for the log; None for others."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.config import EngineConfig
-from penstock.config.model import AUTO_LENGTH
+from penstock.config.model import AUTO_LENGTH, GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.contract.lora import LoRARequest
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
@@ -33,6 +33,7 @@ from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.pooling_states import pooling_states
 from penstock.runner.slot_owners import SlotOwner, SlotOwnerFactory, registered_slot_owners
 from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
+from penstock.runner.warm_up import warm_up_requests
 from penstock.worker.base import WorkerBase
 from penstock.worker.capabilities import check_options
 from penstock.worker.changes_model import changes_model
@@ -148,9 +149,13 @@ class Worker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> None:
         runner = self.runner
+        if self.config.expert_stats.expert_stats:
+            self.start_expert_stats()
         run_dummy_step(runner)
         with torch.no_grad():
             warm_up_decodes(runner)
+            if self.device.compiles_kernels and self.config.model.output_head == GENERATE:
+                warm_up_requests(runner)
         self.device.synchronize()
         if self.device.kind == "cpu":
             self._pages = PagePrefaulting(self.device, runner.block_tables, runner.kv_cache)
@@ -213,7 +218,7 @@ class Worker(WorkerBase):
     def get_expert_stats(self) -> dict[int, list[int]]:
         """Tokens of each expert since the start, by layer; no layers on ranks with copies of another rank's.
 
-        Raises LifecycleError before a start, as on a worker that replaces a lost one.
+        Raises LifecycleError before a start, as on a worker that replaces a lost one without the option `expert_stats`.
         """
         return self._required(self._expert_load, "start_expert_stats").read()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,23 +15,38 @@ from penstock.engine.processes.broker_connection import BrokerState
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Gauge, Histogram, Metric, Vector
 from penstock.scheduler.outputs import FinishReason
+from penstock.server.metrics.expert_tokens import NoExpertTokens
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import HttpCounts
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
 from penstock.server.metrics.table import TABLE
 from penstock.server.processes.health import Health
 from support.broker_statuses import BUSY
+from support.expert_tokens import Workers, expert_tokens
 
 
 class FrontEnd:
     """Front end with requests that are noted by hand."""
 
-    def __init__(self, folder: Path, number: int, broker: BrokerState | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        broker: BrokerState | None = None,
+        experts: NoExpertTokens | None = None,
+    ) -> None:
         self.totals = RequestTotals()
         self.http = HttpCounts()
         health = Health(broker or BrokerState(), step_limit_s=60.0, silence_limit_s=60.0)
         self.metrics = FrontEndMetrics(
-            cast(Any, self), health, self.http, folder, number=number, model_name="demo", max_num_seqs=4
+            cast(Any, self),
+            health,
+            self.http,
+            folder,
+            number=number,
+            model_name="demo",
+            max_num_seqs=4,
+            experts=experts,
         )
 
     def request_totals(self) -> RequestTotals:
@@ -63,7 +79,7 @@ def value_of(metric: Metric) -> Any:
 
 @pytest.fixture
 def front(tmp_path: Path) -> Callable[..., FrontEnd]:
-    return lambda number, broker=None: FrontEnd(tmp_path, number, broker)
+    return lambda number, broker=None, experts=None: FrontEnd(tmp_path, number, broker, experts)
 
 
 def test_any_front_end_gives_the_sums_of_all(front: Callable[..., FrontEnd]) -> None:
@@ -164,7 +180,9 @@ def test_every_metric_is_described_and_every_description_is_of_a_metric(
     broker = BrokerState()
     broker.note(BUSY)
     LauncherMetrics(tmp_path, 1)
-    one = front(0, broker)
+    experts = expert_tokens(Workers({0: [1, 2]}))
+    asyncio.run(experts.read())
+    one = front(0, broker, experts)
     one.note(3)
     one.totals.drafts.note(3, 1)
     kinds = {metric.name.removeprefix("penstock:"): kind_of(metric) for metric in one.metrics.collect()}

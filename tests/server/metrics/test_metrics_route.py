@@ -13,6 +13,7 @@ from openai import BadRequestError, NotFoundError, RateLimitError
 
 from penstock.engine.statistics.step_phases import StepPhase
 from penstock.server.metrics.table import TABLE
+from support.checkpoints import tiny_checkpoint
 from support.scrapes import OPEN_METRICS, Scrape, scrape
 from support.server_process import ServerProcess
 from support.waiting import wait_until
@@ -140,7 +141,7 @@ def test_counts_are_exactly_what_the_clients_did(server: ServerProcess) -> None:
     assert found.get("build_info", model_name="demo", version="0.1.0") == 1
     in_open_metrics = scrape(server.url, OPEN_METRICS)
     assert is_no_less(in_open_metrics, found)
-    described = {f"penstock:{name}": one.kind for name, one in TABLE.items()}
+    described = {f"penstock:{name}": one.kind for name, one in TABLE.items() if not name.startswith("expert_")}
     assert in_open_metrics.kinds == described
     # The older format knows no kind for it.
     del described["penstock:build"]
@@ -224,3 +225,28 @@ def test_a_server_without_its_broker_answers_and_forgets_nothing(server: ServerP
     assert after["step_duration_seconds_count"] > before["step_duration_seconds_count"]
     assert after.get("process_restarts_total", process="broker") == 1
     assert {name: after[name] for name in clients.expected} == clients.expected
+
+
+def test_a_mixture_shows_the_tokens_of_its_experts(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    options = ["--load-format", "dummy", "--tokenizer", "demo", "--expert-stats", "--data-parallel-size", "2"]
+    server = ServerProcess(tmp_path / "log", *SMALL[:4], *options, model=str(tmp_path / "model"))
+    try:
+        server.wait_until_ready()
+        assert scrape(server.url).get("expert_tokens_total", layer="0") == 0
+        with server.client() as client:
+            model = client.models.list().data[0].id
+            usages = [
+                client.completions.create(
+                    model=model, prompt=[*range(7, 20)], max_tokens=5, extra_body={"ignore_eos": True}
+                ).usage
+                for _ in range(2)
+            ]
+        assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages if usage] == [(13, 5)] * 2
+        found = fresh(server)
+        num_cached = found["prefix_cache_hits_total"]
+        # Three experts per token; the last generated token is not computed.
+        assert found.get("expert_tokens_total", layer="0") == 3 * (2 * (13 + 4) - num_cached)
+        assert found.get("expert_imbalance", layer="0") > 1
+    finally:
+        server.close()

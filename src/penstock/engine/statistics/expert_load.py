@@ -1,4 +1,4 @@
-"""Tokens per expert and layer over all workers of an engine."""
+"""Tokens per expert and layer over all workers of an engine, and their imbalance."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def sum_of_workers(answers: Iterable[Mapping[int, Sequence[int]]]) -> dict[int, 
             before = total.get(layer) or [0] * len(tokens)
             total[layer] = [count + more for count, more in zip(before, tokens, strict=True)]
     return dict(sorted(total.items()))
+
+
+def imbalance(tokens: Sequence[int]) -> float:
+    """Tokens of a layer's busiest expert relative to the mean of its experts: 1 at best, and without tokens."""
+    mean = sum(tokens) / len(tokens)
+    return max(tokens) / mean if mean else 1.0

@@ -55,6 +55,12 @@ def accumulate(scores, value, output, mass, peak):
 
 
 @triton.jit
+def averages(result, mass, value_scale):
+    """Averages of values, from their weighted sums and the sums of weights. value_scale: of an FP8 KV cache."""
+    return result / tl.where(mass > 0.0, mass, 1.0)[:, None] * value_scale
+
+
+@triton.jit
 def add_sink(sink, output, mass, peak):
     """Add a score without a value to an online softmax: the weighted sum, and the sum of weights."""
     sink = sink.to(tl.float32) * 1.4426950408889634
@@ -79,6 +85,7 @@ def decode_kernel(
     partial_lse,
     inner,
     outer,
+    value_scale,
     num_table_rows,
     num_splits,
     query_token_stride,
@@ -150,7 +157,7 @@ def decode_kernel(
 
     if HAS_SINKS and not IS_SPLIT:
         result, mass = add_sink(tl.load(sinks + heads, mask=group < GROUP, other=0.0), result, mass, peak)
-    result = result / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    result = averages(result, mass, value_scale)
     # Rows of queries and partial results are numbered alike.
     number = row * (tl.num_programs(1) * GROUP) + heads
     if not IS_SPLIT:
@@ -270,6 +277,7 @@ def store_attention(
     result,
     mass,
     peak,
+    value_scale,
     HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -277,7 +285,7 @@ def store_attention(
     """Store the attention of rows, normalised, sinks included."""
     if HAS_SINKS:
         result, mass = add_sink(tl.load(sinks + heads), result, mass, peak)
-    result = result / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    result = averages(result, mass, value_scale)
     dims = tl.arange(0, HEAD_PADDED)
     is_result = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
     tl.store(output + place[:, None] * HEAD_SIZE + dims[None, :], result.to(output.dtype.element_ty), mask=is_result)
@@ -356,6 +364,7 @@ def prefill_kernel(
     output,
     inner,
     outer,
+    value_scale,
     num_rows,
     query_token_stride,
     query_head_stride,
@@ -468,4 +477,6 @@ def prefill_kernel(
         True,
     )
     heads = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
-    store_attention(output, sinks, place, heads, is_row, result, mass, peak, HEAD_SIZE, HEAD_PADDED, HAS_SINKS)
+    store_attention(
+        output, sinks, place, heads, is_row, result, mass, peak, value_scale, HEAD_SIZE, HEAD_PADDED, HAS_SINKS
+    )

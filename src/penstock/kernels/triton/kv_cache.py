@@ -11,14 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.paged_attention import NO_SCALES, CacheScales
+
 # Elements of a program's tile.
 _TILE = 1024
 
 
 def write_kv(
-    key_TKD: Tensor, value_TKD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping_T: Tensor,
+    scales: CacheScales = NO_SCALES,
 ) -> None:
-    """Write keys and values to their slots; nothing for padding. The last dimension of each tensor is contiguous."""
+    """Write keys and values to their slots; nothing for padding. The last dimension of each tensor is contiguous.
+
+    scales: of an FP8 cache.
+    """
     num_tokens, num_heads, head_size = key_TKD.shape
     if num_tokens == 0 or key_TKD.is_meta:
         return
@@ -30,6 +40,7 @@ def write_kv(
         key_cache,
         value_cache,
         slot_mapping_T,
+        *scales,
         *key_TKD.stride()[:2],
         *value_TKD.stride()[:2],
         *key_cache.stride()[:3],
@@ -51,6 +62,7 @@ def rotate_and_write(
     value_cache: Tensor,
     slot_mapping_T: Tensor | None,
     norm: tuple[Tensor, float] | None = None,
+    scales: CacheScales = NO_SCALES,
 ) -> Tensor:
     """Query heads [T, H, D] of the output of the QKV projection, [T, (H + 2 * K) * D], which is not changed.
 
@@ -58,6 +70,7 @@ def rotate_and_write(
     table_PR: `kernels.rotary.rotary_table`. slot_mapping_T: None writes nothing.
     norm: weight [H + K, D] and epsilon of an RMSNorm of each head. It rounds to the heads' dtype before the product
     with a weight of that dtype (`rms_norm`), and after the product with a weight in float32 (`rms_norm_rounded_last`).
+    scales: of an FP8 cache.
     """
     num_tokens, (_, block_size, num_kv_heads, head_size) = qkv_TX.shape[0], key_cache.shape
     query_THD = qkv_TX.new_empty(num_tokens, num_heads, head_size)
@@ -77,6 +90,7 @@ def rotate_and_write(
         key_cache,
         value_cache,
         eps,
+        *scales,
         qkv_TX.stride(0),
         table_PR.stride(0),
         *key_cache.stride()[:3],
@@ -96,10 +110,10 @@ def rotate_and_write(
 
 
 @triton.jit
-def _as_stored(values, cache):
-    """Values in the cache's dtype; FP8 saturates at its largest number, 448."""
+def _as_stored(values, cache, scale):
+    """See `penstock.kernels.paged_attention.as_stored`."""
     if cache.dtype.element_ty == tl.float8e4nv:
-        values = tl.minimum(tl.maximum(values.to(tl.float32), -448.0), 448.0)
+        values = tl.minimum(tl.maximum(tl.div_rn(values.to(tl.float32), scale), -448.0), 448.0)
     return values.to(cache.dtype.element_ty)
 
 
@@ -117,6 +131,8 @@ def _write_kernel(
     key_cache,
     value_cache,
     slot_mapping,
+    key_scale,
+    value_scale,
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -139,8 +155,8 @@ def _write_kernel(
     place = _offset_of_slot(slot, block_stride, position_stride, BLOCK_SIZE) + head * kv_head_stride + dims
     keys = tl.load(key + token * key_token_stride + head * key_head_stride + dims, mask=mask, other=0.0)
     values = tl.load(value + token * value_token_stride + head * value_head_stride + dims, mask=mask, other=0.0)
-    tl.store(key_cache + place, _as_stored(keys, key_cache), mask=mask)
-    tl.store(value_cache + place, _as_stored(values, value_cache), mask=mask)
+    tl.store(key_cache + place, _as_stored(keys, key_cache, key_scale), mask=mask)
+    tl.store(value_cache + place, _as_stored(values, value_cache, value_scale), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -154,6 +170,8 @@ def _rotate_and_write_kernel(
     key_cache,
     value_cache,
     eps,
+    key_scale,
+    value_scale,
     qkv_stride,
     table_stride,
     block_stride,
@@ -218,7 +236,8 @@ def _rotate_and_write_kernel(
         cell = _offset_of_slot(slot, block_stride, position_stride, BLOCK_SIZE) + dims
         key_head = head - NUM_HEADS
         is_key = (key_head >= 0) & (key_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
-        tl.store(key_cache + cell + key_head * kv_head_stride, _as_stored(rotated, key_cache), mask=is_key)
+        tl.store(key_cache + cell + key_head * kv_head_stride, _as_stored(rotated, key_cache, key_scale), mask=is_key)
         value_head = key_head - NUM_KV_HEADS
         is_value = (value_head >= 0) & (value_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
-        tl.store(value_cache + cell + value_head * kv_head_stride, _as_stored(given, value_cache), mask=is_value)
+        stored = _as_stored(given, value_cache, value_scale)
+        tl.store(value_cache + cell + value_head * kv_head_stride, stored, mask=is_value)

@@ -196,7 +196,7 @@ def _latent_kernel(
             products = tl.dot(rotated, tl.trans(keys.to(rotated.dtype)), products, input_precision="ieee")
             scores = tl.where(visible[None, :], products * inner, float("-inf"))
             result, mass, peak = accumulate(scores, latents, result, mass, peak)
-        part, lse = normalised(result, mass, peak)
+        part, lse = normalised(result, mass, peak, 1.0)
         if IS_SPLIT:
             place = number * num_splits + split
             tl.store(partial + place[:, None] * LATENT + latent[None, :], part, mask=is_result)

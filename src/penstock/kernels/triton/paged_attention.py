@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from penstock.device.capability import choices_of, gpu_capability
+from penstock.kernels.paged_attention import NO_SCALES, CacheScales
 from penstock.kernels.triton.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
 
 _LOG2_E = math.log2(math.e)
@@ -29,7 +30,7 @@ MIN_DOT = 16
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """From the products of queries and keys to scores, in powers of two.
+    """From the products of queries and keys, as they are stored, to scores, in powers of two.
 
     Without a cap: products * inner. With one: tanh(products * inner / 2) * outer, where tanh takes powers of two too.
     """
@@ -39,7 +40,8 @@ class Scores:
     has_cap: bool
 
     @classmethod
-    def of(cls, scale: float, soft_cap: float | None) -> Scores:
+    def of(cls, scale: float, soft_cap: float | None, key_scale: float = 1.0) -> Scores:
+        scale *= key_scale
         if soft_cap is None:
             return cls(scale * _LOG2_E, 1.0, has_cap=False)
         return cls(2.0 * scale / soft_cap * _LOG2_E, soft_cap * _LOG2_E, has_cap=True)
@@ -66,13 +68,14 @@ def decode_attention(
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
     *,
+    scales: CacheScales = NO_SCALES,
     num_splits: int | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """Attention of one query per row, the last position of each row: [R, H, D].
 
-    A row of length 0 gives zeros, and so does one beyond the lengths. num_splits, tiling: None chooses them from the
-    shapes.
+    A row of length 0 gives zeros, and so does one beyond the lengths. scales: of an FP8 cache. num_splits, tiling: None
+    chooses them from the shapes.
     """
     num_rows, num_heads, head_size = query_RHD.shape
     output_RHD = query_RHD.new_empty(query_RHD.shape)
@@ -86,7 +89,7 @@ def decode_attention(
         partial_RHSD, lse_RHS = new_partials(query_RHD, num_splits)
     if query_RHD.is_meta:
         return output_RHD
-    scores = Scores.of(scale, soft_cap)
+    scores = Scores.of(scale, soft_cap, scales.key)
     sinks = query_RHD if sinks_H is None else sinks_H
     tiling = tiling or _decode_tiling(head_size, query_RHD.dtype)
     group_size = num_heads // num_kv_heads
@@ -102,6 +105,7 @@ def decode_attention(
         lse_RHS,
         scores.inner,
         scores.outer,
+        scales.value,
         min(seq_lens_R.shape[0], block_table_RB.shape[0]),
         num_splits,
         query_RHD.stride(0),
@@ -177,10 +181,12 @@ def prefill_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
+    *,
+    scales: CacheScales = NO_SCALES,
 ) -> Tensor:
     """Causal attention of any number of queries per row, which are the row's last positions: [T, H, D].
 
-    query_start_loc: [R + 1], first token of each row. Tokens that belong to no row give zeros.
+    query_start_loc: [R + 1], first token of each row. Tokens that belong to no row give zeros. scales: of an FP8 cache.
     """
     num_tokens, num_heads, head_size = query_THD.shape
     output_THD = query_THD.new_zeros(query_THD.shape)
@@ -188,7 +194,7 @@ def prefill_attention(
         return output_THD
     _, block_size, num_kv_heads, _ = key_cache.shape
     num_rows = min(seq_lens_R.shape[0], block_table_RB.shape[0], query_start_loc.shape[0] - 1)
-    scores = Scores.of(scale, soft_cap)
+    scores = Scores.of(scale, soft_cap, scales.key)
     group_size = num_heads // num_kv_heads
     tiling = _prefill_tiling(head_size, query_THD.dtype, group_size)
     tokens_of_tile = tiling.rows // group_size
@@ -203,6 +209,7 @@ def prefill_attention(
         output_THD,
         scores.inner,
         scores.outer,
+        scales.value,
         num_rows,
         query_THD.stride(0),
         query_THD.stride(1),

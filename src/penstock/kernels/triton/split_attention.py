@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.paged_attention import NO_SCALES, CacheScales
 from penstock.kernels.triton.attention_kernels import (
     add_sink,
     attend_tiles,
+    averages,
     first_visible,
     load_queries,
     store_attention,
@@ -51,14 +53,15 @@ def split_attention(
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
     *,
+    scales: CacheScales = NO_SCALES,
     max_query_len: int | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
     """Causal attention of any number of queries per row, which are the row's last positions: [T, H, D].
 
-    query_start_loc: [R + 1], first token of each row. Tokens that belong to no row give zeros. max_query_len: upper
-    bound of a row's queries; None makes the attention batch-invariant. num_splits: None chooses it from the shapes; any
-    number gives a batch-invariant attention's bits, whose splits have a fixed size.
+    query_start_loc: [R + 1], first token of each row. Tokens that belong to no row give zeros. scales: of an
+    FP8 cache. max_query_len: upper bound of a row's queries; None makes the attention batch-invariant. num_splits: None
+    chooses it from the shapes; any number gives a batch-invariant attention's bits, whose splits have a fixed size.
     """
     num_tokens, num_heads, head_size = query_THD.shape
     output_THD = query_THD.new_zeros(query_THD.shape)
@@ -79,7 +82,7 @@ def split_attention(
     partial_THSD, lse_THS = partials_of_tokens(output_THD, num_splits)
     if query_THD.is_meta:
         return output_THD
-    scores = Scores.of(scale, soft_cap)
+    scores = Scores.of(scale, soft_cap, scales.key)
     _split_kernel[(num_tiles, num_kv_heads, num_splits)](
         query_THD,
         key_cache,
@@ -93,6 +96,7 @@ def split_attention(
         lse_THS,
         scores.inner,
         scores.outer,
+        scales.value,
         num_rows,
         num_splits,
         query_THD.stride(0),
@@ -172,10 +176,9 @@ def _tiling(head_size: int, dtype: torch.dtype, group_size: int, max_query_len: 
 
 
 @triton.jit
-def normalised(result, mass, peak):
+def normalised(result, mass, peak, value_scale):
     """Attention of one split, and its log-sum-exp in powers of two: -inf where it has no positions."""
-    mass = tl.where(mass > 0.0, mass, 1.0)
-    return result / mass[:, None], peak + tl.log2(mass)
+    return averages(result, mass, value_scale), peak + tl.log2(tl.where(mass > 0.0, mass, 1.0))
 
 
 @triton.jit
@@ -205,6 +208,7 @@ def _split_kernel(
     partial_lse,
     inner,
     outer,
+    value_scale,
     num_rows,
     num_splits,
     query_token_stride,
@@ -304,7 +308,7 @@ def _split_kernel(
             HAS_CAP,
             True,
         )
-        part, lse = normalised(result, mass, peak)
+        part, lse = normalised(result, mass, peak, value_scale)
         if IS_SPLIT:
             number = place * num_splits + split
             is_part = is_row[:, None] & (dims < HEAD_SIZE)[None, :]
@@ -316,7 +320,7 @@ def _split_kernel(
     if not IS_SPLIT:
         heads = kv_head * GROUP + tl.arange(0, ROWS) % GROUP
         store_attention(
-            output, sinks, place, heads, is_row, total, total_mass, total_peak, HEAD_SIZE, HEAD_PADDED, HAS_SINKS
+            output, sinks, place, heads, is_row, total, total_mass, total_peak, 1.0, HEAD_SIZE, HEAD_PADDED, HAS_SINKS
         )
 
 

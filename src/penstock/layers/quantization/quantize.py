@@ -24,6 +24,8 @@ _INT4_GROUP_SIZE_ON_GPU = 128
 _ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 18, 1 << 24
 # Fractions of a group's range that the clipping search tries.
 _RANGES = (1.0, 0.9, 0.8)
+# Of float32; all of them are set in infinity.
+_EXPONENT_BITS = 0x7F800000
 
 
 def quantize_int8(weight_OI: Tensor, group_size: int | None = None) -> QuantizedWeight:
@@ -114,15 +116,22 @@ def round_to_e2m1(weight_OI: Tensor, scales_OG: Tensor, group_size: int) -> Quan
     """
     are_numbers = weight_OI.dtype is torch.int8
     values_OGS = _groups(weight_OI, group_size) if are_numbers else _quotients(weight_OI, scales_OG, None, group_size)
-    scales_OG = torch.where(values_OGS.any(dim=2), scales_OG, 0.0)
+    scales_OG = torch.where(_any_in_group(values_OGS), scales_OG, 0.0)
     scale_bytes = 1 if scales_OG.is_meta or _are_powers_of_two(scales_OG) else 4
     return _weight(4, weight_OI, values_OGS, scales_OG, None, group_size, scale_bytes)
 
 
+def _any_in_group(values_OGS: Tensor) -> Tensor:
+    """Whether a value of the group is not zero: bool [O, G]."""
+    if values_OGS.dtype is torch.int8 and values_OGS.shape[2] % torch.int64.itemsize == 0:
+        values_OGS = values_OGS.view(torch.int64)
+    return values_OGS.any(dim=2)
+
+
 def _are_powers_of_two(scales: Tensor) -> bool:
-    """Whether all are zero or normal powers of two."""
-    is_normal = scales.abs() >= torch.finfo(torch.float32).tiny
-    return bool(((scales == 0) | (is_normal & (torch.frexp(scales).mantissa == 0.5))).all())
+    """Whether all are zero or normal powers of two. scales: float32."""
+    bits = scales.view(torch.int32)
+    return bool(((bits & ~_EXPONENT_BITS == 0) & (bits != _EXPONENT_BITS)).all())
 
 
 def _weight(

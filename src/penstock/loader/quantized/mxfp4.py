@@ -5,6 +5,8 @@ Suffixes: O output features, I input features, B blocks of a row.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -52,12 +54,23 @@ def dequantize_mxfp4(blocks: Tensor, scales_OB: Tensor) -> Tensor:
 
 def doubled(blocks: Tensor) -> Tensor:
     """Twice the E2M1 numbers of blocks [O, B, 16], uint8, without their scales: int8 [O, 32 * B]."""
-    numbers = torch.tensor(E2M1_VALUES, device=blocks.device).mul_(2).to(torch.int8)
-    pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=-1).view(torch.int16).flatten()
-    return pairs.index_select(0, blocks.flatten().int()).view(torch.int8).view(blocks.shape[0], -1)
+    codes = blocks.flatten().view(torch.uint16).int()
+    return _doubled_by_codes().to(blocks.device).index_select(0, codes).view(torch.int8).view(blocks.shape[0], -1)
+
+
+@functools.cache
+def _doubled_by_codes() -> Tensor:
+    """Twice the numbers of four codes, by the 16 bits of these: int32, whose bytes are int8 numbers."""
+    numbers = torch.tensor(E2M1_VALUES).mul_(2).to(torch.int8)
+    for wider in (torch.int16, torch.int32):
+        low, high = numbers.repeat(len(numbers)), numbers.repeat_interleave(len(numbers))
+        numbers = torch.stack((low, high), dim=-1).view(wider).flatten()
+    return numbers
 
 
 def factors(scales_OB: Tensor) -> Tensor:
     """Powers of two that scales in E8M0 stand for: float32."""
-    factors_OB = torch.ldexp(torch.ones_like(scales_OB, dtype=torch.float32), scales_OB.int() - _E8M0_BIAS)
-    return factors_OB.masked_fill(scales_OB == _E8M0_NAN, float("nan"))
+    exponents = torch.arange(_E8M0_NAN + 1, device=scales_OB.device) - _E8M0_BIAS
+    factors = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    factors[_E8M0_NAN] = float("nan")
+    return factors.index_select(0, scales_OB.flatten().int()).view(scales_OB.shape)

@@ -12,6 +12,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import PREFIX, Counter, Gauge, Metric, gauges_of, histogram_of, metrics_of
+from penstock.server.metrics.expert_tokens import NoExpertTokens
 from penstock.server.metrics.folder import SharedFile, shared_files
 from penstock.server.metrics.http_requests import HttpCount, HttpCounts
 from penstock.server.metrics.launcher_metrics import LAUNCHER, LauncherTotals
@@ -35,7 +36,8 @@ class FrontEndMetrics:
     Counters never decrease: a front end writes its counts before it shows them, so the loss of its process loses none
     that a scrape has shown.
 
-    number: of this front end among all ever started. folder: see `SharedFile`. max_num_seqs: of each core.
+    number: of this front end among all ever started. folder: see `SharedFile`. max_num_seqs: of each core. experts:
+    tokens of the model's experts; None for none.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class FrontEndMetrics:
         number: int,
         model_name: str,
         max_num_seqs: int,
+        experts: NoExpertTokens | None = None,
     ) -> None:
         self._labels = {"model_name": model_name}
         self._engine = engine
@@ -56,6 +59,11 @@ class FrontEndMetrics:
         self._folder = folder
         self._file = SharedFile(folder, f"{_FRONT_END}{number}")
         self._max_num_seqs = max_num_seqs
+        self._experts = experts or NoExpertTokens()
+
+    async def read_workers(self) -> None:
+        """Read what only the workers count, for `collect`; waits for the steps in flight, if there is anything."""
+        await self._experts.read()
 
     async def keep_written(self) -> None:
         """Write the counts every second, until the task is cancelled."""
@@ -86,7 +94,7 @@ class FrontEndMetrics:
         return SharedFile(self._folder, LAUNCHER).read(LauncherTotals)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of the server, without a wait for a step or for the broker."""
+        """All metrics of the server, those of the workers as they were read last."""
         totals = self.totals()
         yield Gauge(f"{PREFIX}build", {**self._labels, "version": __version__}, 1.0)
         yield from self._gauges()
@@ -94,6 +102,7 @@ class FrontEndMetrics:
         for one in totals.http:
             labels = {**self._labels, "handler": one.handler, "method": one.method, "status": str(one.status)}
             yield Counter(f"{PREFIX}http_requests", labels, one.count)
+        yield from self._experts.metrics(self._labels)
         launcher = self.launcher_totals()
         if launcher is not None:
             yield from self._launcher_metrics(launcher)

@@ -27,6 +27,7 @@ _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
     summary="Metrics of the server, of all its front ends together, for Prometheus",
 )
 async def metrics(http: Request) -> Response:
+    await http.app.state.metrics.read_workers()
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(http.app.state.metrics))
     accepted = [part.partition(";")[0].strip() for part in http.headers.get("Accept", "").split(",")]

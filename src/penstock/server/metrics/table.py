@@ -57,6 +57,12 @@ TABLE: dict[str, Described] = {
     "spec_decode_num_draft_tokens": Described("counter", "Verified draft tokens."),
     "spec_decode_num_accepted_tokens": Described("counter", "Accepted draft tokens."),
     "spec_decode_num_accepted_tokens_per_pos": Described("counter", "Accepted draft tokens by position in the draft."),
+    "expert_tokens": Described(
+        "counter", "Tokens that experts computed, by layer, once for each expert of a token (--expert-stats).", None
+    ),
+    "expert_imbalance": Described(
+        "gauge", "Tokens of a layer's busiest expert over the mean of its experts; 1 at best (--expert-stats).", None
+    ),
     "process_restarts": Described(
         "counter", "Processes started again after a loss: broker, front-end, core, workers (of a core, together).", None
     ),

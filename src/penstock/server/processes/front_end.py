@@ -27,6 +27,7 @@ from penstock.server.app import create_app
 from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.http.slow_headers import protocol_with_timeout
 from penstock.server.metrics import route as metrics_route
+from penstock.server.metrics.expert_tokens import ExpertTokens
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import CountRequests, HttpCounts
 from penstock.server.options import ServerOptions
@@ -109,6 +110,7 @@ def _add_metrics(
         number=arguments.number,
         model_name=arguments.options.served_model_name[0],
         max_num_seqs=arguments.config.scheduler.max_num_seqs,
+        experts=ExpertTokens(engine, state) if arguments.config.expert_stats.expert_stats else None,
     )
     app.include_router(metrics_route.router)
     app.add_middleware(CountRequests, counts=counts)

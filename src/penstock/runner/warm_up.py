@@ -1,0 +1,130 @@
+"""Warm-up of devices that compile kernels at their first use: dummy requests with every kind of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, count
+
+import msgspec
+import numpy as np
+
+from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract.structured_outputs import StructuredOutputsParams
+from penstock.runner.dummy_runs import heaviest_params
+from penstock.runner.model_runner import ModelRunner
+
+_PROMPT = (0, 0)
+# Numbers of requests beside the largest. Kernels are compiled anew for 1, for multiples of 16, and for other numbers.
+_FEW = (16, 3, 1)
+_TIMEOUT_S = 300.0
+
+
+def warm_up_requests(runner: ModelRunner) -> None:
+    """Run dummy requests through prefills, steps that verify drafts, and decodes, in the runner's own steps.
+
+    As many at once as a step has room for, and a few. Nothing stays of them: the runner must be idle, and begins anew.
+    Does nothing where the context length or the KV cache has no room for such a request.
+    """
+    limits = runner.limits
+    tokens_per_step = max(len(_PROMPT), 1 + limits.max_drafts)
+    most = min(limits.max_num_reqs, limits.max_num_tokens // tokens_per_step)
+    length = len(_PROMPT) + 3 * (1 + limits.max_drafts)
+    block_ids = _block_ids(runner, length)
+    has_room = max(chain(*block_ids), default=0) < runner.kv_cache.config.num_blocks
+    if not most or length > limits.max_model_len or not has_room:
+        return
+    step_ids = count()
+    for num_reqs in dict.fromkeys([most, *(few for few in _FEW if few < most)]):
+        for params in _kinds_of_sampling(runner):
+            requests = _requests(num_reqs, params, block_ids)
+            for output in _steps(requests, limits.max_drafts, step_ids):
+                runner.execute_model(output)
+                runner.sample_tokens(_grammar(runner, output, params)).get_output(_TIMEOUT_S)
+    for group, ids in enumerate(block_ids):
+        runner.kv_cache.clear_blocks(group, runner.device.upload(np.array(ids)))
+    runner.begin_anew()
+
+
+def _block_ids(runner: ModelRunner, length: int) -> tuple[list[int], ...]:
+    """Blocks for so many tokens in each KV-cache group; all requests write to the same ones."""
+    block_ids, first = [], 1
+    for group, block_size in enumerate(runner.block_tables.block_sizes):
+        num_blocks = min(-(-length // block_size), runner.block_tables.table(group).shape[1])
+        block_ids.append(list(range(first, first + num_blocks)))
+        first += num_blocks
+    return tuple(block_ids)
+
+
+def _kinds_of_sampling(runner: ModelRunner) -> list[SamplingParams]:
+    """Greedy, drawn, drawn from the most likely tokens, and all logits transforms at once with log-probabilities."""
+    params = heaviest_params(runner)
+    all_at_once = msgspec.structs.replace(
+        params,
+        # The whole vocabulary would take the host seconds.
+        logprobs=min(params.logprobs or 0, 20),
+        allowed_token_ids=[0, 1],
+        bad_words_token_ids=[[0, 0, 0, 0, 0]],
+        all_stop_token_ids=[1],
+        min_tokens=1,
+        structured_outputs=StructuredOutputsParams(json_object=True),
+    )
+    return [
+        SamplingParams(temperature=0.0, seed=0),
+        SamplingParams(temperature=0.7, seed=0),
+        SamplingParams(temperature=0.7, seed=0, top_k=50, top_p=0.9),
+        all_at_once,
+    ]
+
+
+def _requests(num_reqs: int, params: SamplingParams, block_ids: tuple[list[int], ...]) -> list[NewRequestData]:
+    prompt = list(_PROMPT)
+    return [
+        NewRequestData(
+            req_id=f"warm-up {number}",
+            prompt_token_ids=prompt,
+            prefill_token_ids=prompt,
+            sampling_params=params,
+            block_ids=block_ids,
+            num_computed_tokens=0,
+        )
+        for number in range(num_reqs)
+    ]
+
+
+def _steps(requests: list[NewRequestData], num_drafts: int, step_ids: Iterator[int]) -> Iterator[SchedulerOutput]:
+    """Steps of requests that come and end together, as the scheduler sends them."""
+    num_reqs, req_ids = len(requests), [request.req_id for request in requests]
+    yield SchedulerOutput(
+        step_id=next(step_ids),
+        scheduled_new_reqs=requests,
+        num_scheduled_tokens=dict.fromkeys(req_ids, len(_PROMPT)),
+        total_num_scheduled_tokens=len(_PROMPT) * num_reqs,
+        num_drafts_wanted=num_drafts,
+    )
+    num_computed = len(_PROMPT)
+    for drafts in sorted({num_drafts, 0}, reverse=True):
+        yield SchedulerOutput(
+            step_id=next(step_ids),
+            scheduled_cached_reqs=CachedRequestData(req_ids=req_ids, num_computed_tokens=[num_computed] * num_reqs),
+            num_scheduled_tokens=dict.fromkeys(req_ids, 1 + drafts),
+            total_num_scheduled_tokens=(1 + drafts) * num_reqs,
+            scheduled_spec_decode_tokens=dict.fromkeys(req_ids, [-1] * drafts) if drafts else {},
+        )
+        num_computed += 1 + drafts
+    yield SchedulerOutput(step_id=next(step_ids), finished_req_ids=set(req_ids))
+
+
+def _grammar(runner: ModelRunner, output: SchedulerOutput, params: SamplingParams) -> GrammarOutput:
+    """Allow all tokens, in a bitmask where the requests have structured outputs."""
+    if params.structured_outputs is None or not output.num_scheduled_tokens:
+        return GrammarOutput(step_id=output.step_id)
+    num_words = -(-runner.limits.vocab_size // 32)
+    req_ids = list(output.num_scheduled_tokens)
+    num_rows = [1 + len(output.scheduled_spec_decode_tokens.get(req_id, ())) for req_id in req_ids]
+    return GrammarOutput(
+        step_id=output.step_id,
+        structured_output_request_ids=req_ids,
+        grammar_bitmask=b"\xff" * (4 * num_words * sum(num_rows)),
+        num_words=num_words,
+        num_rows=num_rows,
+    )
