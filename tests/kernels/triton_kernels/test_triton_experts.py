@@ -83,7 +83,7 @@ def test_mixtures_equal_the_specification(
 @pytest.mark.parametrize("num_tokens", [1, 70])
 @pytest.mark.parametrize("form", NAMES[1:])
 def test_mixtures_of_quantised_weights_equal_the_specification(form: str, num_tokens: int, dtype: torch.dtype) -> None:
-    """Of the dequantised weights. Groups of inputs end within a tile, with the row, and within a row of tiles."""
+    """The specification has the dequantised weights. Groups of inputs end within a tile, a row, and a row of tiles."""
     hidden_TD = _random(num_tokens, 160, dtype=dtype) * 6
     _assert_equals_the_specification(hidden_TD, silu_and_mul, *_experts(dtype, hidden_size=160, size=72, form=form))
 
