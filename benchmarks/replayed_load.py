@@ -19,7 +19,7 @@ from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.engine.replay import replay
 
 _NUM_REQUESTS = 24
-_DRAFTS = {
+DRAFTS = {
     "ngram": {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False},
     "eagle3": {"num_speculative_tokens": 3, "adaptive": False},
 }
@@ -28,7 +28,7 @@ _SCHEMA = {
     "properties": {"name": {"enum": ["Romeo", "Juliet"]}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
-_KINDS: list[dict[str, Any]] = [
+KINDS: list[dict[str, Any]] = [
     {"structured_outputs": StructuredOutputsParams(json=_SCHEMA)},
     {"structured_outputs": StructuredOutputsParams(regex="([a-z]+ ){30}[a-z]+"), "temperature": 0.8},
     {"temperature": 0.0, "ignore_eos": True},
@@ -44,14 +44,14 @@ def record(file: Path, seconds: float, method: str, num_ranks: int) -> dict[str,
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": (1536 << 10) // num_ranks,
         "tensor_parallel_size": num_ranks,
-        "speculative_config": {"method": method, **_DRAFTS[method]},
+        "speculative_config": {"method": method, **DRAFTS[method]},
     }
     with LLM("demo", record=file, record_prompts=True, record_window_s=10 * seconds + 60, **options) as llm:
         end, round_ = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             numbers = range(round_ * _NUM_REQUESTS, (round_ + 1) * _NUM_REQUESTS)
             prompts = [f"ROMEO: {'my love, ' * (number % 7)}{number}" for number in numbers]
-            params = [SamplingParams(**_KINDS[n % 4], seed=n, max_tokens=60 + n % _NUM_REQUESTS) for n in numbers]
+            params = [SamplingParams(**KINDS[n % 4], seed=n, max_tokens=60 + n % _NUM_REQUESTS) for n in numbers]
             llm.generate(prompts, params, use_tqdm=False)
             round_ += 1
         counters = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -61,7 +61,7 @@ def record(file: Path, seconds: float, method: str, num_ranks: int) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--method", choices=_DRAFTS, default="eagle3")
+    parser.add_argument("--method", choices=DRAFTS, default="eagle3")
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

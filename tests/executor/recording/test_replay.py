@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.replayed_load import DRAFTS, KINDS
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
@@ -121,29 +122,16 @@ def test_constrained_requests_are_replayed_with_their_masks(tmp_path: Path) -> N
     assert report.num_compared == sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-SPECULATIVE = {
-    "ngram": {"num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False},
-    "eagle3": {"num_speculative_tokens": 3, "adaptive": False},
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("method", SPECULATIVE)
+@pytest.mark.parametrize("method", DRAFTS)
 def test_a_mixed_load_gives_the_same_tokens_in_one_worker_and_in_two(
     tmp_path: Path, method: str, num_ranks: int
 ) -> None:
     from penstock import LLM
 
     file = tmp_path / "steps.rec"
-    schema = {"type": "object", "properties": {"name": {"enum": ["Romeo", "Juliet"]}, "age": {"type": "integer"}}}
-    kinds: list[dict[str, Any]] = [
-        {"structured_outputs": StructuredOutputsParams(json={**schema, "required": ["name", "age"]})},
-        {"structured_outputs": StructuredOutputsParams(regex="([a-z]+ ){30}[a-z]+"), "temperature": 0.8},
-        {"temperature": 0.0, "ignore_eos": True},
-        {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "ignore_eos": True},
-    ]
-    params = [SamplingParams(**kinds[number % 4], seed=number, max_tokens=60 + number) for number in range(24)]
+    params = [SamplingParams(**KINDS[number % 4], seed=number, max_tokens=60 + number) for number in range(24)]
     options = {
         "num_threads": 1,
         "max_model_len": 256,
@@ -151,7 +139,7 @@ def test_a_mixed_load_gives_the_same_tokens_in_one_worker_and_in_two(
         # Too few blocks for all.
         "kv_cache_memory_bytes": (1536 << 10) // num_ranks,
         "tensor_parallel_size": num_ranks,
-        "speculative_config": {"method": method, **SPECULATIVE[method]},
+        "speculative_config": {"method": method, **DRAFTS[method]},
     }
     with LLM("demo", record=file, record_prompts=True, **options) as llm:
         prompts = [f"ROMEO: {'my love, ' * (number % 7)}" for number in range(24)]
