@@ -51,6 +51,16 @@ def test_the_limits_are_those_that_the_engine_keeps_to(report: dict[str, dict[st
     assert machine["memory"].endswith(f"{format_bytes(psutil.virtual_memory().total)} in the machine")
 
 
+def test_the_kernels_of_each_kind_of_product_are_named(report: dict[str, dict[str, str]]) -> None:
+    from penstock.kernels.native import describe_bfloat16_products, describe_kernels
+    from penstock.kernels.native.quantized import native_quantized_products
+
+    kernels, quantized = report["Kernels"], native_quantized_products()
+    assert kernels["in use"] == describe_kernels()
+    assert kernels["bfloat16 arithmetic"] == f"products and attention {describe_bfloat16_products()}"
+    assert kernels["quantized products"] == ("torch's" if quantized is None else f"by {quantized.name} kernels")
+
+
 def test_every_extra_is_listed(report: dict[str, dict[str, str]]) -> None:
     extras = report["Extras"]
     assert extras.keys() >= {"server", "distributed", "gpu"} or "unknown" in extras

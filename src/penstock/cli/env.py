@@ -142,8 +142,14 @@ def _machine() -> dict[str, str]:
 
 def _kernels() -> dict[str, str]:
     from penstock.kernels.native import describe_bfloat16_products, describe_kernels, why_no_tiles
+    from penstock.kernels.native.quantized import native_quantized_products
 
-    kernels = {"in use": describe_kernels(), "bfloat16 arithmetic": describe_bfloat16_products()}
+    quantized = native_quantized_products()
+    kernels = {
+        "in use": describe_kernels(),
+        "bfloat16 arithmetic": f"products and attention {describe_bfloat16_products()}",
+        "quantized products": "torch's" if quantized is None else f"by {quantized.name} kernels",
+    }
     reason = why_no_tiles()
     return kernels if reason is None else kernels | {"AMX tiles": f"not used: {reason}"}
 
