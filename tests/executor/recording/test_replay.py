@@ -246,6 +246,17 @@ def test_an_engine_goes_on_without_a_recording_when_the_disk_is_full(
     assert num_writes == 0 or read_recording(file).start
 
 
+def test_a_file_that_another_engine_records_to_is_refused(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "model", vocab_size=VOCAB_SIZE)
+    file = tmp_path / "steps.rec"
+    first = make_core(tmp_path / "model", record=str(file))
+    with pytest.raises(ConfigError, match=r"record='.*steps\.rec' is not valid: another engine records to it"):
+        make_core(tmp_path / "model", record=str(file))
+    first.close()
+    make_core(tmp_path / "model", record=str(file)).close()
+    assert read_recording(file).start
+
+
 def test_a_process_that_is_killed_leaves_its_steps(tmp_path: Path) -> None:
     file = tmp_path / "steps.rec"
     source = f"""

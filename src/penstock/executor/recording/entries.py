@@ -6,10 +6,12 @@ little-endian, and msgpack.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import struct
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -105,10 +107,12 @@ class Recording:
 
 
 class RecordingFile:
-    """File of entries, to be written. Raises OSError where it cannot be created."""
+    """File of entries, to be written, and locked while it is open. Raises OSError where it cannot be created."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._encoder = msgspec.msgpack.Encoder()
         versions = {
             "kind": _KIND,
@@ -126,6 +130,18 @@ class RecordingFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether another `RecordingFile` of this path is open, in this process or another one."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def read_recording(path: Path) -> Recording:

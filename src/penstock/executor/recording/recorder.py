@@ -15,7 +15,7 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from penstock.contract.lora import LoRARequest
-from penstock.errors import LifecycleError
+from penstock.errors import ConfigError, LifecycleError
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
 from penstock.executor.recording.entries import (
     Called,
@@ -26,6 +26,7 @@ from penstock.executor.recording.entries import (
     RecordingFile,
     Sampled,
     Start,
+    is_being_written,
     now_s,
 )
 from penstock.executor.recording.held_requests import HeldRequests
@@ -60,12 +61,17 @@ class Recorder:
 
     A new file begins with the requests that the workers hold. The old one is written until the state of these is exact,
     so that a crash always leaves a whole recording. The recording ends with a warning where its file can no longer be
-    written, as on a full disk; the engine goes on.
+    written, as on a full disk; the engine goes on. Raises ConfigError where another engine records to the same file.
     """
 
     def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         options, rank = config.recording, config.parallel.data_parallel_rank
         self._path = options.file(None if config.parallel.data_parallel_size == 1 else rank)
+        if is_being_written(self._path):
+            raise ConfigError(
+                f"record={str(self._path)!r} is not valid: another engine records to it. "
+                "Give each engine a file of its own."
+            )
         self._window_s = options.record_window_s
         self._is_redacted = not options.record_prompts
         self._start = Start(
@@ -254,10 +260,10 @@ class RecordingExecutor:
         return answers
 
     def shutdown(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.close()
         self._executor.shutdown()
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
 
     @contextmanager
     def _noting_failures(self) -> Iterator[Recorder]:
