@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--lengths", type=int, nargs=2, default=(400, 60), help="tokens of one request, of each of 32")
+    parser.add_argument("--seconds", type=float, default=2.0, help="shortest turn of an engine")
     parser.add_argument("--busy", type=int, nargs="*", default=(0, 1, 2))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without", type=Path, help="a checkout, for all threads always")
@@ -181,17 +183,35 @@ def measure(engines: dict[str, Engine | Peer], own: list[str], arguments: argpar
     for busy in arguments.busy:
         with busy_loops(busy):
             for count, length in zip((1, _REQUESTS), arguments.lengths, strict=True):
-                rows.append(_row(engines, own, busy, count, length, arguments.rounds))
+                turn = Turn(count, length, arguments.seconds)
+                rows.append(f"| {busy} | {count} | " + _columns(engines, own, turn, arguments.rounds))
                 print(rows[-1], flush=True)
     return "\n".join(rows) + "\n"
 
 
-def _row(engines: dict[str, Engine | Peer], own: list[str], busy: int, count: int, length: int, num_rounds: int) -> str:
-    rounds = [{name: engine.rate(count, length) for name, engine in engines.items()} for _ in range(num_rounds)]
+@dataclass(frozen=True)
+class Turn:
+    """An engine's turn: runs of `count` requests of `length` tokens, until they took `seconds` together."""
+
+    count: int
+    length: int
+    seconds: float
+
+    def rate(self, engine: Engine | Peer) -> float:
+        """Tokens per second."""
+        num_tokens, spent = 0, 0.0
+        while spent < self.seconds:
+            num_tokens += self.count * self.length
+            spent += self.count * self.length / engine.rate(self.count, self.length)
+        return num_tokens / spent
+
+
+def _columns(engines: dict[str, Engine | Peer], own: list[str], turn: Turn, num_rounds: int) -> str:
+    rounds = [{name: turn.rate(engine) for name, engine in engines.items()} for _ in range(num_rounds)]
     medians = [statistics.median(one[name] for one in rounds) for name in engines]
     ratios = [one[own[0]] / max(one[name] for name in own[1:]) for one in rounds]
     ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"| {busy} | {count} | " + " | ".join(f"{median:.0f}" for median in medians) + f" | {ratio} |"
+    return " | ".join(f"{median:.0f}" for median in medians) + f" | {ratio} |"
 
 
 if __name__ == "__main__":
