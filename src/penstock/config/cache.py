@@ -19,7 +19,8 @@ class CacheConfig:
     kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB"; None takes what
         `memory_fraction` leaves.
     enable_prefix_caching: reuse the KV cache of common prompt prefixes.
-    kv_cache_dtype: dtype of the KV cache; "auto" is the model's; "int8" is quantised, one scale per token and head;
+    kv_cache_dtype: dtype of the KV cache; "auto" is the model's, and bfloat16 for attention in bfloat16 arithmetic
+        (`cpu_arithmetic`); "int8" is quantised, one scale per token and head;
         "fp8" (e4m3), on a GPU, takes the checkpoint's scales; without them keys and values beyond 448 saturate.
     """
 

@@ -72,11 +72,6 @@ def choose_cuda_dtype(requested: str, checkpoint: str) -> DtypeChoice:
     return DtypeChoice(name, reason, name)
 
 
-def choose_kv_cache_dtype(requested: str, model_dtype: str) -> str:
-    """Resolve the KV cache dtype: "auto" is the model's compute dtype."""
-    return model_dtype if requested == "auto" else requested
-
-
 def has_native_kernels() -> bool:
     """Whether the C++ kernels are built and enabled, found without importing torch."""
     built = (Path(__file__).parents[1] / "kernels" / "native").glob("_kernels*.*")

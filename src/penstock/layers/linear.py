@@ -254,13 +254,22 @@ def process_weights_after_loading(
             module.method.process_weights_after_loading(module)
 
 
+def has_bfloat16_products(model: nn.Module) -> bool:
+    """Whether some of the model's matrix products are in bfloat16 arithmetic."""
+    return any(isinstance(method, NativeBfloat16Method) for method in _methods(model))
+
+
 def describe_narrow_products(model: nn.Module) -> str | None:
     """Describe the arithmetic of products with 16-bit weights in a float32 computation; None without such products."""
-    methods = [module.method for module in model.modules() if isinstance(module, LinearLayer)]
-    if any(isinstance(method, NativeBfloat16Method) for method in methods):
+    methods = _methods(model)
+    if has_bfloat16_products(model):
         return f"products in bfloat16 arithmetic, added in float32, {describe_bfloat16_products()}"
     kept = [packed for method in methods if isinstance(method, NativeMethod) for packed in method.kept]
     return "products widen them" if any(packed.dtype.itemsize == 2 for packed in kept) else None
+
+
+def _methods(model: nn.Module) -> list[LinearMethod]:
+    return [module.method for module in model.modules() if isinstance(module, LinearLayer)]
 
 
 def restore_weights(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, PenstockError
 from penstock.layers.experts import Experts
-from penstock.layers.linear import LinearLayer, NativeBfloat16Method, process_weights_after_loading
+from penstock.layers.linear import LinearLayer, has_bfloat16_products, process_weights_after_loading
 from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.gguf.tensors import find_gguf
@@ -41,7 +41,7 @@ from penstock.loader.weight_files import (
     has_weight_files,
     what_is_there,
 )
-from penstock.models.attention_layers import attend_in_bfloat16
+from penstock.models.attention_layers import choose_attention_arithmetic
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.observability.progress_bar import progress_bar
@@ -169,18 +169,14 @@ def _fill(
     scales.apply()
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
-    _choose_arithmetic(model, model_config)
+    choose_attention_arithmetic(model)
+    _check_arithmetic(model, model_config)
 
 
-def _choose_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
-    """Give attention the arithmetic of the products.
-
-    Raises ConfigError if bfloat16 arithmetic is asked for and no layer can have it.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LinearLayer)]
-    if any(isinstance(layer.method, NativeBfloat16Method) for layer in layers):
-        attend_in_bfloat16(model)
-    elif model_config.cpu_arithmetic == "bfloat16" and layers:
+def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
+    """Raise ConfigError if bfloat16 arithmetic is asked for and no layer can have it."""
+    has_layers = any(isinstance(module, LinearLayer) for module in model.modules())
+    if model_config.cpu_arithmetic == "bfloat16" and has_layers and not has_bfloat16_products(model):
         raise ConfigError(
             f"cpu_arithmetic='bfloat16' is not valid for {model_config.model} here: it needs unquantized weights in "
             "bfloat16 (dtype='bfloat16' converts them), on the CPU, with the C++ kernels. Use cpu_arithmetic='auto'."

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.attention import CacheLayer, LayerAttention
 from penstock.contract import KVCacheSpec
 from penstock.layers.attention import Attention
+from penstock.layers.linear import has_bfloat16_products
 
 
 @runtime_checkable
@@ -41,11 +42,12 @@ def prefix_layers(model: nn.Module, prefix: str) -> None:
         module.layer = dataclasses.replace(layer, name=prefix + layer.name)
 
 
-def attend_in_bfloat16(model: nn.Module) -> None:
-    """Choose bfloat16 arithmetic for attention over a bfloat16 KV cache, before the layers' backends are made."""
+def choose_attention_arithmetic(model: nn.Module) -> None:
+    """Give attention the arithmetic of the model's matrix products, before the layers' backends are made."""
+    arithmetic = "bfloat16" if has_bfloat16_products(model) else "float32"
     for module in _modules(model):
         if isinstance(module.layer, LayerAttention):
-            module.layer = dataclasses.replace(module.layer, cpu_arithmetic="bfloat16")
+            module.layer = dataclasses.replace(module.layer, cpu_arithmetic=arithmetic)
 
 
 def modules_of_attention(model: nn.Module) -> dict[int, Attention]:

@@ -21,7 +21,7 @@ from penstock.layers.quantization.observe import accumulate_grams, record_peaks
 from penstock.layers.quantization.quantize import quantize_int4
 from penstock.layers.quantization.smoothing import smooth, smoothable
 from penstock.loader.loader import load_model
-from penstock.models.attention_layers import cache_layers, kv_cache_specs
+from penstock.models.attention_layers import cache_layers, choose_attention_arithmetic, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
@@ -75,6 +75,7 @@ def load_for_device(
     with torch.no_grad():
         num_smoothed = 0 if has_adapters else calibration.smooth(parallel)
         passes = calibration.quantize(_max_gram_bytes(device, parallel))
+    choose_attention_arithmetic(model)
     model.requires_grad_(False)
     logger.info(
         "Quantized weights: %s calibrated on %s tokens of %s in %.1f s: %s, inputs of %d layers smoothed%s",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheSpec
-from penstock.device.dtypes import DtypeChoice, choose_kv_cache_dtype
+from penstock.device.dtypes import DtypeChoice
 from penstock.device.stand_in import standing_for
 from penstock.device.without_memory import DeviceWithoutMemory
 from penstock.errors import UnsupportedFeature
@@ -32,6 +32,7 @@ from penstock.worker.drafter import (
     load_drafter_without_memory,
     place_for_drafter,
 )
+from penstock.worker.kv_cache_dtype import choose_kv_cache_dtype
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
 
@@ -47,7 +48,8 @@ class UnloadedModel:
     num_parameters: including the drafter. weights: bytes of parameters and buffers after packing. lookups: bytes
     of untied embeddings among them. step: peak memory of a step. specs: KV cache spec by layer.
     num_heads: maximum query heads of a layer. num_aux_received: auxiliary hidden states per token that a pipeline
-    stage receives for a speculator. adapters: bytes of LoRA adapters. products: `describe_narrow_products`.
+    stage receives for a speculator. adapters: bytes of LoRA adapters. kv_cache_dtype: by name. products:
+    `describe_narrow_products`.
     """
 
     num_parameters: int
@@ -57,6 +59,7 @@ class UnloadedModel:
     specs: Mapping[str, KVCacheSpec]
     num_heads: int
     num_aux_received: int
+    kv_cache_dtype: str
     adapters: int = 0
     products: str | None = None
 
@@ -78,10 +81,10 @@ def measure_unloaded(
     model, num_parameters = load_without_memory(
         config.model, config.load, parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype, tensors
     )
-    cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name)
+    backend = config.device.attention_backend
+    cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, model, backend)
     drafter, num_drafter_parameters = load_drafter_without_memory(config, model, parallel, kind, dtype, tensors)
     layers, specs = cache_layers(model), drafted_specs(model, drafter, config.cache.block_size, cache_dtype)
-    backend = config.device.attention_backend
     try:
         with standing_for(kind):
             device = DeviceWithoutMemory(kind)
@@ -113,6 +116,7 @@ def measure_unloaded(
         specs=specs,
         num_heads=most_query_heads(layers),
         num_aux_received=num_noted_before(speculator.aux_layers, layers_of_target(model, parallel)),
+        kv_cache_dtype=cache_dtype,
         adapters=adapter_bytes(model, config.lora, kind, dtype.torch_dtype),
         products=describe_narrow_products(model),
     )

@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from penstock.attention import CacheLayer, LayerAttention
-from penstock.attention.cpu_native import bfloat16_layout
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice
-from penstock.device.dtypes import choose_kv_cache_dtype
 from penstock.layers.linear import describe_narrow_products, weights_size_bytes
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
-from penstock.models.attention_layers import attention_layers, cache_layers
+from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
 from penstock.observability.units import format_bytes
@@ -28,6 +26,7 @@ from penstock.parallel import ParallelState
 from penstock.runner.speculative.create import create_speculator
 from penstock.worker.calibration import load_for_device
 from penstock.worker.drafter import attach_drafter, aux_layers_of_head, drafted_specs, load_drafter
+from penstock.worker.kv_cache_dtype import attends_in_bfloat16, choose_kv_cache_dtype
 from penstock.worker.reload import load_replacement
 
 logger = logging.getLogger(__name__)
@@ -40,12 +39,15 @@ class Weights:
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
-        self._cache = config.cache
+        self._block_size = config.cache.block_size
         with device.loading_weights():
             self.model: nn.Module = load_for_device(
                 config.model, config.load, parallel, device, dtype, has_adapters=config.lora.enable_lora
             )
             self.drafter: CausalLM | None = load_drafter(config, self.model, parallel, device, dtype)
+        self._kv_cache_dtype = choose_kv_cache_dtype(
+            config.cache.kv_cache_dtype, dtype.name, self.model, config.device.attention_backend
+        )
         self.speculator = create_speculator(
             config.speculative,
             device,
@@ -76,11 +78,7 @@ class Weights:
     @property
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """KV cache specs of these layers, by name."""
-        return drafted_specs(self.model, self.drafter, self._cache.block_size, self._kv_cache_dtype)
-
-    @property
-    def _kv_cache_dtype(self) -> str:
-        return choose_kv_cache_dtype(self._cache.kv_cache_dtype, self._dtype.name)
+        return drafted_specs(self.model, self.drafter, self._block_size, self._kv_cache_dtype)
 
     def _log_cache_scales(self) -> None:
         """Log which layers have scales of an FP8 KV cache, where the cache or the checkpoint is of that kind."""
@@ -99,10 +97,7 @@ class Weights:
 
     def _describe_attention(self) -> str | None:
         """Describe attention in bfloat16 arithmetic for the log; None for others."""
-        if self._kv_cache_dtype != "bfloat16":
-            return None
-        layers = attention_layers(self.model).values()
-        is_narrow = any(bfloat16_layout(layer, torch.bfloat16) is not None for layer in layers)
+        is_narrow = self._kv_cache_dtype == "bfloat16" and attends_in_bfloat16(self.model)
         return "attention in it too, over the bfloat16 KV cache" if is_narrow else None
 
     @property

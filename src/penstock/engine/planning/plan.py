@@ -19,7 +19,7 @@ from penstock.config.quantized_checkpoint import quantization_of_checkpoint
 from penstock.config.resolve import resolve_metadata_folder
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import gpu_memory
-from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype, choose_kv_cache_dtype
+from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype
 from penstock.device.limits import MemoryLimit, cpu_quota, memory_limit
 from penstock.device.threads import plan_threads
 from penstock.engine.planning.engine_plan import EnginePlan, StagePlan, kv_bytes_per_token
@@ -99,7 +99,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
             for stage, plan in zip(stages, plans, strict=True)
         ),
         block_size=config.cache.block_size,
-        kv_cache_dtype=choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name),
+        kv_cache_dtype=stages[0].kv_cache_dtype,
         kv_cache=kv_cache,
         max_model_len=max_model_len,
         num_tokens=num_tokens_that_fit(kv_cache, **lengths),
