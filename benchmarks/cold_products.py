@@ -29,7 +29,7 @@ DTYPES = {
 class Product:
     """One weight, in as many copies as `most_bytes` hold, so that none is in a cache, and the time of a pass over them.
 
-    dtype: of `DTYPES`, "int4" in groups of 32, or "torch" for torch's own float32 product.
+    dtype: of `DTYPES`, "int8" or "int4" in groups of 32, or "torch" for torch's own float32 product.
     """
 
     def __init__(self, inputs: int, outputs: int, dtype: str, most_bytes: int) -> None:
@@ -51,26 +51,40 @@ class Product:
         return statistics.median(times)
 
 
+def _int8_weight(inputs: int, outputs: int) -> QuantizedWeight:
+    shape = QuantizedShape(8, outputs, inputs, 32)
+    values_OI = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    return QuantizedWeight(shape, values_OI, torch.rand(outputs, shape.num_groups) + 0.01, None)
+
+
+def _int4_weight(inputs: int, outputs: int) -> QuantizedWeight:
+    shape = QuantizedShape(4, outputs, inputs, 32, has_minimums=True)
+    values_OI = torch.randint(0, 16, (outputs, inputs), dtype=torch.int8)
+    scales_OG = torch.rand(outputs, shape.num_groups) + 0.01
+    return QuantizedWeight(shape, values_OI, scales_OG, -8 * scales_OG)
+
+
+_QUANTIZED = {"int8": _int8_weight, "int4": _int4_weight}
+
+
 def _multiplication(
     inputs: int, outputs: int, dtype: str
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], Tensor], int]:
     """A product of rows with a packed weight, a maker of packed copies, and the bytes of one."""
     assert NATIVE is not None
     native = NATIVE
-    if dtype == "int4":
+    if dtype in _QUANTIZED:
         products = native_quantized_products()
         assert products is not None
-        shape = QuantizedShape(4, outputs, inputs, 32, has_minimums=True)
-        values_OI = torch.randint(0, 16, (outputs, inputs), dtype=torch.int8)
-        scales_OG = torch.rand(outputs, shape.num_groups) + 0.01
-        quantized = QuantizedWeight(shape, values_OI, scales_OG, -8 * scales_OG)
+        quantized = _QUANTIZED[dtype](inputs, outputs)
+        shape = quantized.shape
         packed = products.pack(quantized)
         return (
             lambda x_TI, weight: products.linear(x_TI, weight, shape, None),
             packed.clone,
             packed.numel() * packed.element_size(),
         )
-    weight_OI = torch.empty(outputs, inputs).uniform_(-1, 1).to(DTYPES.get(dtype, torch.float32))
+    weight_OI = torch.empty(outputs, inputs).uniform_(-1, 1).to(torch.float32 if dtype == "torch" else DTYPES[dtype])
     num_bytes = weight_OI.numel() * weight_OI.element_size()
     if dtype == "torch":
         return F.linear, weight_OI.clone, num_bytes
