@@ -28,7 +28,7 @@ RECORDED = [
 ]
 _MIXTURES = [
     *["qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe", "mixtral"],
-    *["ernie4_5_moe", "hunyuan_v1_moe", "phimoe"],
+    *["dots1", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe"],
 ]
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
 PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)

@@ -59,6 +59,9 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
     ("gpt_oss", {"swiglu_alpha": 0.9, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True}),
     ("gpt_oss", {"attention_bias": False, "num_key_value_heads": 1, "num_experts_per_tok": 1}),
+    ("dots1", {}),
+    ("dots1", {"norm_topk_prob": False, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 0}),
+    ("dots1", {"layer_types": ["sliding_attention", "full_attention"], "attention_bias": True}),
     ("ernie4_5_moe", {}),
     (
         "ernie4_5_moe",

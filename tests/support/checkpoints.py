@@ -151,6 +151,20 @@ MIXTURES = {
             "pad_token_id": 0,
         },
     ),
+    "dots1": Family(
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {
+            **{name: value for name, value in _TINY_MOE.items() if name != "num_experts"},
+            "n_routed_experts": 6,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+    ),
     "ernie4_5_moe": Family(
         "Ernie4_5_MoeConfig",
         "Ernie4_5_MoeForCausalLM",

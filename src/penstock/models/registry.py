@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _MODELS = {
     "DeepseekV2ForCausalLM": "penstock.models.deepseek",
     "DeepseekV3ForCausalLM": "penstock.models.deepseek",
+    "Dots1ForCausalLM": "penstock.models.dots1",
     "Ernie4_5ForCausalLM": "penstock.models.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "penstock.models.ernie4_5",
     "GPT2LMHeadModel": "penstock.models.gpt2",
