@@ -21,9 +21,9 @@ _HEAD = """\
 Every feature works with every other, with each arrangement of workers ([parallel.md](parallel.md)) and on each device,
 except the combinations below. An engine that is asked for one of them ends at start with an error that says why, and
 what to do instead. Tests start each of them, and run the allowed ones on CPUs, with the tokens of one worker. The code
-for CUDA was run on one H200 with every family of models but Granite and gpt-oss, through Transformers too, and with
-every feature below that is not refused, quantised weights and an FP8 KV cache included
-([gpu.md](internals/gpu.md)). It was never run on several GPUs.
+for CUDA was run on one H200 with every family of models but Granite, gpt-oss, Ernie 4.5, HunYuan, Phi-3.5-MoE and
+dots.llm1, through Transformers too, and with every feature below that is not refused, quantised weights and an FP8 KV
+cache included ([gpu.md](internals/gpu.md)). It was never run on several GPUs.
 
 ```sh
 penstock env --capabilities

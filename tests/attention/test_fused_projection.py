@@ -34,8 +34,9 @@ def new_cache(backend: AttentionBackend, num_blocks: int, num_kv_heads: int, hea
 class Norm:
     """A norm by its specification; `is_plain` says that it is no more than that."""
 
-    def __init__(self, weight_HD: Tensor, eps: float, *, is_plain: bool) -> None:
+    def __init__(self, weight_HD: Tensor, eps: float, *, is_plain: bool, follows_rotation: bool = False) -> None:
         self.weight_HD, self.eps, self.is_plain = weight_HD, eps, is_plain
+        self.follows_rotation = follows_rotation
 
     @property
     def rms_of_each_head(self) -> tuple[Tensor, float] | None:
@@ -77,14 +78,14 @@ def _positions(parts: Sequence[tuple[int, int]], num_padding: int) -> Tensor:
     return torch.tensor([p for before, count in parts for p in range(before, before + count)] + [0] * num_padding)
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("order", [None, "norm first", "norm last"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "rotated"), [(4, 2, 16, 16), (3, 1, 20, 20), (2, 2, 32, 12)]
 )
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (7, 3.0)])
 @pytest.mark.parametrize("num_padding", [0, 3])
 def test_it_is_norm_rotation_and_attention(
-    has_norm: bool,
+    order: str | None,
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
@@ -96,7 +97,7 @@ def test_it_is_norm_rotation_and_attention(
     generator = torch.Generator().manual_seed(5)
     layer = LayerAttention("layer", num_heads, num_kv_heads, head_size, 0.2, window, soft_cap)
     weight_HD = torch.randn(num_heads + num_kv_heads, head_size, generator=generator)
-    norm = Norm(weight_HD, 1e-5, is_plain=True) if has_norm else None
+    norm = Norm(weight_HD, 1e-5, is_plain=True, follows_rotation=order == "norm last") if order else None
     table_PR = rotary_table(1.0 / 100 ** torch.linspace(0, 1, rotated // 2), 100, 1.0)
     outputs = []
     for backend_class in (ReferenceBackend, CpuNativeBackend):

@@ -37,8 +37,8 @@ DECODES = [(0, 1), (40, 1), (99, 1)]
 class Norm:
     """A norm of each head; `is_plain` says that it is no more than that."""
 
-    def __init__(self, *, is_plain: bool) -> None:
-        self.is_plain = is_plain
+    def __init__(self, *, is_plain: bool, follows_rotation: bool = False) -> None:
+        self.is_plain, self.follows_rotation = is_plain, follows_rotation
         self.weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(8)).to(DEVICE)
 
     @property
@@ -88,7 +88,9 @@ def new_cache(backend: AttentionBackend) -> Tensor:
 
 @needs_triton
 @pytest.mark.parametrize("parts", [MIXED, DECODES])
-@pytest.mark.parametrize("norm", [None, Norm(is_plain=True), Norm(is_plain=False)])
+@pytest.mark.parametrize(
+    "norm", [None, Norm(is_plain=True), Norm(is_plain=False), Norm(is_plain=True, follows_rotation=True)]
+)
 @pytest.mark.parametrize(("num_padding_rows", "num_padding"), [(0, 0), (1, 3), (4, 4), (3, 1)])
 @pytest.mark.parametrize("window", [{}, {"sliding_window": 9}, {"chunk_size": 9}], ids=str)
 def test_a_step_from_the_projection_equals_the_reference(

@@ -242,6 +242,7 @@ FURTHER = {
     "phi3": [{"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}],
     "gemma3": [{"r": 4, "target_modules": ["q_proj", "embed_tokens", "down_proj"]}],
     "qwen3_moe": [{"r": 4, "target_modules": ["q_proj", "o_proj", "lm_head"]}],
+    "llama4": [{"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}],
     "deepseek_v3": [{"r": 4, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "lm_head"]}],
 }
 

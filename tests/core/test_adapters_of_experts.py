@@ -40,6 +40,12 @@ _FAMILIES: dict[str, list[dict[str, Any]]] = {
     # Outputs of gate and up alternate, and attention has sinks.
     "gpt_oss": variants_of("mlp", "router", _ATTENTION),
     "granitemoe": variants_of("block_sparse_moe", "router", _ATTENTION),
+    "ernie4_5_moe": [*variants_of("mlp", "gate", _ATTENTION), *_SHARED],
+    "hunyuan_v1_moe": [
+        *variants_of("mlp", "gate.wg", _ATTENTION),
+        {"r": 4, "target_modules": r".*shared_mlp\.(gate|up|down)_proj"},
+    ],
+    "phimoe": variants_of("mlp", "router", _ATTENTION),
 }
 _NUMBERS = [1, 0, 2, 3]
 

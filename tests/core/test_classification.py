@@ -43,6 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen2": ("Qwen2Config", TINY_DECODER, "last"),
     "Qwen3": ("Qwen3Config", _HEADS, "last"),
     "Gemma2": ("Gemma2Config", _HEADS, "last"),
+    "HunYuanDenseV1": ("HunYuanDenseV1Config", _HEADS, "last"),
     "Llama": ("LlamaConfig", TINY_DECODER, "last"),
     "Mistral": ("MistralConfig", TINY_DECODER, "last"),
     "Phi3": ("Phi3Config", TINY_DECODER, "last"),

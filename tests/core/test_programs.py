@@ -22,7 +22,14 @@ pytestmark = [
     pytest.mark.one_path(reason="looks at what is recorded of a model, which on the plain path is nothing"),
 ]
 
-RECORDED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "granite"]
+RECORDED = [
+    *["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "granite"],
+    *["ernie4_5", "hunyuan_v1_dense"],
+]
+_MIXTURES = [
+    *["qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe", "mixtral"],
+    *["dots1", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe"],
+]
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
 PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -71,7 +78,7 @@ def test_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str)
     both(tmp_path, monkeypatch, **OPTIONS["chunked"])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe", "mixtral"])
+@pytest.mark.parametrize("family", _MIXTURES)
 @pytest.mark.parametrize("option", ["chunked", "int4", "bfloat16"])
 @pytest.mark.one_case_quick
 def test_experts_are_part_of_a_program(

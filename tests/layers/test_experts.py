@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from penstock.kernels.native import NATIVE
-from penstock.layers.experts import SIGMOID, SOFTMAX, ExpertRows, Experts, Routing
+from penstock.layers.experts import SIGMOID, SOFTMAX, SPARSEMIXER, ExpertRows, Experts, Routing
 from penstock.parallel import ParallelState
 from support.answers import patient
 
@@ -59,6 +60,39 @@ def test_experts_and_weights_are_those_of_the_definition(
         ):
             assert ids == sorted(expected), row
             assert values == pytest.approx([expected[expert] for expert in ids], rel=1e-5), row
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_sparsemixer_is_that_of_transformers(jitter: float) -> None:
+    logits = torch.randn(200, NUM_EXPERTS, generator=torch.Generator().manual_seed(4))
+    # Negative logits alone, and zeros.
+    logits[:50] = -logits[:50].abs()
+    logits[50:60] = logits[50:60].clamp(max=0.0)
+    weights, experts = sparsemixer(logits, jitter, training=False)
+    expected = torch.zeros(200, NUM_EXPERTS).scatter_(1, experts, weights)
+    routing = Routing(NUM_EXPERTS, 2, scoring=SPARSEMIXER, normalizes=False, jitter=jitter)
+    for choose in (routing.choose, routing.choose_reference):
+        found, values = choose(logits)
+        is_chosen = torch.zeros(200, NUM_EXPERTS, dtype=torch.bool).scatter_(1, found, True)
+        # Of zeros any is the best.
+        is_chosen[50:60] = expected[50:60] > 0
+        assert torch.equal(is_chosen, expected > 0)
+        torch.testing.assert_close(values.sum(-1), expected.sum(-1), rtol=1e-6, atol=0)
+        weights = torch.zeros(200, NUM_EXPERTS).scatter_(1, found, values)
+        torch.testing.assert_close(weights[60:], expected[60:], rtol=1e-6, atol=0)
+        assert (found[:, 0] < found[:, 1]).all()
+
+
+def test_weights_are_divided_by_their_sum_or_by_the_least_one() -> None:
+    logits = torch.tensor([[9.0] + [0.0] * 7, [0.0] * 8])
+    bias = torch.tensor([-1.0] + [0.0] * 4 + [1.0] * 3)
+    routing = Routing(NUM_EXPERTS, 3, least_sum=0.3)
+    for choose in (routing.choose, routing.choose_reference):
+        experts, weights = choose(logits, bias)
+        assert experts.tolist() == [[5, 6, 7]] * 2
+        scores = logits.softmax(-1)[:, 5:]
+        assert float(scores[0].sum()) < 0.3 < float(scores[1].sum())
+        torch.testing.assert_close(weights, scores / torch.tensor([[0.3], [3 / 8]]))
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")

@@ -27,6 +27,7 @@ from penstock.layers.linear import (
 )
 from penstock.layers.norm import QueryKeyNorm
 from penstock.parallel import ParallelState
+from support.ranks import SilentGroup
 
 ONE_RANK = ParallelState()
 needs_packing = pytest.mark.skipif(
@@ -169,12 +170,50 @@ def test_query_key_and_value_have_the_sizes_of_their_heads() -> None:
     assert layer.weight.shape == (40, 16)
 
 
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_pairs_that_are_adjacent_in_a_checkpoint_are_half_a_head_apart(rank: int | None) -> None:
+    """In adapters too. Values are not rotated."""
+    parallel = ONE_RANK if rank is None else ParallelState(tensor=SilentGroup(rank, 2))
+    layer = QKVParallelLinear(
+        3, num_heads=4, num_kv_heads=2, head_size=6, bias=True, parallel=parallel, is_interleaved=True
+    )
+    for shard, count in (("q", 4), ("k", 2), ("v", 2)):
+        slots = layer.fused_slots(shard)
+        weight, bias = torch.randn(slots["weight"].shape), torch.randn(slots["bias"].shape)
+        slots["weight"].load(weight)
+        slots["bias"].load(bias)
+        heads = range(count) if rank is None else range(rank * count // 2, (rank + 1) * count // 2)
+        order = (0, 1, 2, 3, 4, 5) if shard == "v" else (0, 2, 4, 1, 3, 5)
+        rows = [head * 6 + place for head in heads for place in order]
+        part, place = layer.rows_of(shard), layer.adapter_place(shard)
+        assert layer.bias is not None
+        assert torch.equal(layer.weight[part], weight[rows])
+        assert torch.equal(layer.bias[part], bias[rows])
+        assert place.shape == weight.shape
+        assert torch.equal(weight if place.output_part is None else place.output_part.of(weight), weight[rows])
+
+
 def test_query_and_key_norms_reach_their_own_heads() -> None:
     norm = QueryKeyNorm(num_heads=3, num_kv_heads=2, head_size=4, eps=1e-6)
     norm.fused_slots("k")["weight"].load(torch.full((4,), 5.0))
     norm.fused_slots("q")["weight"].load(torch.full((4,), 2.0))
     heads = norm(torch.ones(1, 5, 4))
     assert heads[0, :, 0].tolist() == pytest.approx([2, 2, 2, 5, 5], rel=1e-5)
+
+
+def test_the_largest_logits_count_a_bias() -> None:
+    head = LMHead(11, 8, bias=True, parallel=ONE_RANK)
+    random = torch.Generator().manual_seed(3)
+    for parameter in head.parameters():
+        parameter.data.normal_(generator=random)
+    hidden = torch.randn(20, 8, generator=random)
+    chosen = head.compute_greedy(hidden)
+    assert head.bias is not None
+    expected = (hidden @ head.weight.T + head.bias).argmax(-1)
+    assert not torch.equal(expected, (hidden @ head.weight.T).argmax(-1))
+    if chosen is not None:  # with the C++ kernels
+        assert torch.equal(chosen.token_ids_R, expected)
+    torch.testing.assert_close(head(hidden).argmax(-1), expected)
 
 
 def test_logits_are_float32_whatever_the_weights_are() -> None:

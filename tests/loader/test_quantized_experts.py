@@ -46,6 +46,8 @@ FORMATS = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 16},
     "mixtral": {},
+    # Rows of query and key projections are in another order than in the checkpoint.
+    "ernie4_5_moe": {"intermediate_size": 64, "moe_intermediate_size": 64},
 }
 _BLOCK, _LARGEST = 32, 448.0
 

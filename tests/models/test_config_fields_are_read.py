@@ -19,6 +19,7 @@ WITHOUT_EFFECT = {
     "attn_pdrop",
     "bos_token_id",
     "embd_pdrop",
+    "eod_token_id",
     "eos_token_id",
     "initializer_range",
     "pad_token_id",

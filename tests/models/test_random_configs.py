@@ -94,6 +94,31 @@ CONFIGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "olmo2": st.fixed_dictionaries(
         {**HEADS, "hidden_act": GATED, "attention_bias": st.booleans(), "rope_parameters": linear_rope()}
     ),
+    "ernie4_5": st.fixed_dictionaries(
+        {
+            **HEADS,
+            "hidden_act": GATED,
+            "use_bias": st.booleans(),
+            "head_dim": st.sampled_from([8, 16, 32]),
+            "rope_parameters": linear_rope(),
+        }
+    ),
+    "hunyuan_v1_dense": st.fixed_dictionaries(
+        {
+            **HEADS,
+            "hidden_act": GATED,
+            "attention_bias": st.booleans(),
+            "head_dim": st.sampled_from([8, 16, 32]),
+            "rope_parameters": st.fixed_dictionaries(
+                {
+                    "rope_type": st.just("dynamic"),
+                    "rope_theta": THETAS,
+                    "alpha": st.floats(1.5, 2000.0),
+                    "factor": st.just(1.0),
+                }
+            ),
+        }
+    ),
     "gpt2": st.fixed_dictionaries(
         {
             "n_head": st.sampled_from([1, 2, 8]),
@@ -108,7 +133,13 @@ CONFIGS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+# Families made of parts of others, whose own tests are quick enough for every change.
+_SLOW = ("ernie4_5", "hunyuan_v1_dense")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow if family in _SLOW else ()) for family in CONFIGS]
+)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_any_configuration_gives_transformers_logits(family: str, data: st.DataObject) -> None:

@@ -31,6 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": SIZES,
     "gemma2": SIZES,
     "granite": SIZES,
+    "ernie4_5": {**SIZES, "use_bias": True},
+    "hunyuan_v1_dense": SIZES,
     "olmo2": SIZES,
     "gpt2": {"vocab_size": 97, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
 }

@@ -36,6 +36,12 @@ _TINY_GRANITE = {
     "logits_scaling": 0.6,
     "pad_token_id": 0,
 }
+_TINY_HUNYUAN = {
+    **_TINY,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 50.0, "factor": 1.0},
+    "pad_token_id": 0,
+}
 _TINY_GPT2 = {
     "vocab_size": VOCAB_SIZE,
     "n_embd": 64,
@@ -71,6 +77,8 @@ FAMILIES = {
     "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM", _TINY_GEMMA, norm_weight=0.0),
     "gpt2": Family("GPT2Config", "GPT2LMHeadModel", _TINY_GPT2),
     "granite": Family("GraniteConfig", "GraniteForCausalLM", _TINY_GRANITE),
+    "ernie4_5": Family("Ernie4_5Config", "Ernie4_5ForCausalLM", {**_TINY, "head_dim": 16, "pad_token_id": 0}),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", _TINY_HUNYUAN),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", {**_TINY, "pad_token_id": 0}),
 }
 
@@ -93,6 +101,16 @@ _TINY_LATENT = {
     "q_lora_rank": 36,
 }
 _TINY_LATENT_FLASH = {name: value for name, value in _TINY_LATENT.items() if name != "first_k_dense_replace"}
+# Factors of each pair of dimensions of a head of 16.
+TINY_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 9.0],
+    "short_mscale": 1.1,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 128,
+}
 MIXTURES = {
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {**_TINY, "num_local_experts": 5}),
     "qwen2_moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**_TINY_MOE, "shared_expert_intermediate_size": 40}),
@@ -130,6 +148,54 @@ MIXTURES = {
             "sliding_window": 9,
             "swiglu_limit": 0.9,
             "rope_parameters": {**_TINY_YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+            "pad_token_id": 0,
+        },
+    ),
+    "dots1": Family(
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {
+            **{name: value for name, value in _TINY_MOE.items() if name != "num_experts"},
+            "n_routed_experts": 6,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+    ),
+    "ernie4_5_moe": Family(
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **_TINY,
+            "moe_intermediate_size": 48,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "pad_token_id": 0,
+        },
+    ),
+    "hunyuan_v1_moe": Family(
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {**_TINY_HUNYUAN, "intermediate_size": 48, "num_experts": 6, "moe_topk": 3},
+    ),
+    "phimoe": Family(
+        "PhimoeConfig",
+        "PhimoeForCausalLM",
+        {
+            **_TINY,
+            "intermediate_size": 48,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "rope_parameters": TINY_LONGROPE,
+            "original_max_position_embeddings": 128,
             "pad_token_id": 0,
         },
     ),

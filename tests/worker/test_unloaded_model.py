@@ -44,6 +44,8 @@ NATIVE: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {}),
     ("gpt2", {"n_positions": 1024, "n_embd": 128}),
     ("granite", {}),
+    ("ernie4_5", {}),
+    ("hunyuan_v1_dense", {}),
     ("olmo2", {}),
 ]
 # So that not all weights of a layer are widened at once.

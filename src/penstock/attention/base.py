@@ -176,7 +176,11 @@ class BringsBackend(CacheLayer, Protocol):
 
 
 class HeadNorm(Protocol):
-    """Normalisation of query and key heads, [T, H + K, D], before rotary embedding."""
+    """Normalisation of query and key heads, [T, H + K, D], before rotary embedding, or after it."""
+
+    @property
+    def follows_rotation(self) -> bool:
+        """Whether heads are rotated first."""
 
     @property
     def rms_of_each_head(self) -> tuple[Tensor, float] | None:
@@ -307,10 +311,12 @@ def prepared_heads(
     num_query_key_heads = layer.num_heads + layer.num_kv_heads
     heads_THD = qkv_TX.view(qkv_TX.shape[0], -1, layer.head_size)
     query_key_THD = heads_THD[:, :num_query_key_heads]
-    if norm is not None:
+    if norm is not None and not norm.follows_rotation:
         query_key_THD = norm(query_key_THD)
     if rotation is not None:
         apply_rotary(query_key_THD, rotation)
+    if norm is not None and norm.follows_rotation:
+        query_key_THD = norm(query_key_THD)
     query_THD, key_TKD = query_key_THD.split_with_sizes([layer.num_heads, layer.num_kv_heads], 1)
     if layer.latent_size is not None:
         return query_THD, key_TKD, key_TKD[..., layer.head_size - layer.latent_size :]

@@ -188,7 +188,9 @@ def head_preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparati
     if norm is None:
         return HeadPreparation(rotation.positions_T, rotation.table_PR)
     rms = norm.rms_of_each_head
-    return None if rms is None else HeadPreparation(rotation.positions_T, rotation.table_PR, *rms)
+    if rms is None:
+        return None
+    return HeadPreparation(rotation.positions_T, rotation.table_PR, *rms, norm_is_last=norm.follows_rotation)
 
 
 def _without_padding(output: Tensor, metadata: CpuNativeMetadata) -> Tensor:

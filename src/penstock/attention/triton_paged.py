@@ -182,7 +182,8 @@ class TritonPagedBackend(TokenMajorBackend):
         slots_T = None if geometry.is_written else geometry.slot_mapping
         table_PR, positions_T = rotation.table_PR, rotation.positions_T
         step = qkv_TX, layer.num_heads, table_PR, positions_T, kv_cache[0], kv_cache[1], slots_T, rms
-        return rotate_and_write(*step, layer.scales_in(kv_cache))
+        norm_is_last = norm is not None and norm.follows_rotation
+        return rotate_and_write(*step, layer.scales_in(kv_cache), norm_is_last=norm_is_last)
 
 
 class TritonInvariantBackend(TritonPagedBackend):

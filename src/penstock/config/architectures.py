@@ -13,6 +13,7 @@ _DECODERS = {
     "Gemma2": "Gemma2ForCausalLM",
     "Gemma3": "Gemma3ForCausalLM",
     "Gemma3Text": "Gemma3ForCausalLM",
+    "HunYuanDenseV1": "HunYuanDenseV1ForCausalLM",
     "Llama": "LlamaForCausalLM",
     "MiMo": "MiMoForCausalLM",
     "Mistral": "MistralForCausalLM",

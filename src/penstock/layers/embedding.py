@@ -80,10 +80,16 @@ class LMHead(ColumnParallelLinear):
     """The output projection: [V, D]. With `tied_to` it shares the embedding's weight."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, parallel: ParallelState, tied_to: VocabEmbedding | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        bias: bool = False,
+        parallel: ParallelState,
+        tied_to: VocabEmbedding | None = None,
     ) -> None:
         share = rows_of_vocabulary(vocab_size, parallel.tensor)
-        super().__init__(hidden_size, vocab_size, bias=False, parallel=parallel, share=share)
+        super().__init__(hidden_size, vocab_size, bias=bias, parallel=parallel, share=share)
         self._vocab_size = vocab_size
         self._most_rows = -(-vocab_size // parallel.tensor.size)
         self._group = parallel.tensor
@@ -130,8 +136,9 @@ class LMHead(ColumnParallelLinear):
     def _argmax_of_rank(
         self, hidden_LD: Tensor, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """`LinearMethod.argmax`, of logits with the requests' adapters."""
-        if self.adapters is None or not self.adapters.are_routed:
+        """`LinearMethod.argmax`, of logits with the bias and the requests' adapters."""
+        is_product = self.bias is None and (self.adapters is None or not self.adapters.are_routed)
+        if is_product:
             return self.method.argmax(self, hidden_LD, with_largest=with_largest)
         if NATIVE is None or not NATIVE.runs(hidden_LD):
             return None

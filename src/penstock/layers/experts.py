@@ -26,17 +26,23 @@ from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
 
-SOFTMAX, SIGMOID = "softmax", "sigmoid"
+SOFTMAX, SIGMOID, SPARSEMIXER = "softmax", "sigmoid", "sparsemixer"
+_SCORINGS = SOFTMAX, SIGMOID, SPARSEMIXER
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Rule by which a token's experts and their weights follow from the router's logits.
 
-    scoring: `SOFTMAX` over all experts, or `SIGMOID` of each. normalizes: the chosen experts' scores are divided by
-    their sum. scale: factor of all weights. num_groups, top_groups: experts are in equal groups, and a token takes
-    those of the best groups only; a group is as good as its `best_of_group` best experts together. weighs_inputs: the
-    weights multiply the experts' inputs (Llama 4), not their outputs.
+    scoring: `SOFTMAX` over all experts, `SIGMOID` of each, or `SPARSEMIXER`. normalizes: the chosen experts' scores are
+    divided by their sum, or by `least_sum` where that is larger. scale: factor of all weights. num_groups, top_groups:
+    experts are in equal groups, and a token takes those of the best groups only; a group is as good as its
+    `best_of_group` best experts together. weighs_inputs: the weights multiply the experts' inputs (Llama 4), not their
+    outputs. jitter: of `SPARSEMIXER`, half the relative distance from the best logit within which others count.
+
+    SparseMixer (Liu et al. 2024, https://arxiv.org/abs/2409.12136, without its noise) chooses experts one after the
+    other. The weight of each is a softmax over those not chosen before whose logits are near its own. It knows no
+    correction, groups or normalisation.
     """
 
     num_experts: int
@@ -48,13 +54,16 @@ class Routing:
     top_groups: int = 1
     best_of_group: int = 1
     weighs_inputs: bool = False
+    least_sum: float = 0.0
+    jitter: float = 0.0
 
     @property
     def arguments(self) -> RuleArguments:
         """The rule as the C++ kernels take it."""
-        scoring = (SOFTMAX, SIGMOID).index(self.scoring)
+        scoring = _SCORINGS.index(self.scoring)
         groups = self.num_groups, self.top_groups, self.best_of_group
-        return self.num_experts, self.top_k, scoring, self.normalizes, float(self.scale), *groups
+        scale, least_sum, jitter = float(self.scale), float(self.least_sum), float(self.jitter)
+        return self.num_experts, self.top_k, scoring, self.normalizes, scale, *groups, least_sum, jitter
 
     def choose(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Experts of each token, ascending, and their weights: int64 [T, K] and float32 [T, K].
@@ -68,6 +77,8 @@ class Routing:
 
     def choose_reference(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The specification of `choose`."""
+        if self.scoring == SPARSEMIXER:
+            return self._choose_one_by_one(logits_TE)
         scores_TE = torch.softmax(logits_TE, -1) if self.scoring == SOFTMAX else _sigmoid(logits_TE)
         for_choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if self.num_groups > 1:
@@ -75,8 +86,22 @@ class Routing:
         experts_TK = torch.topk(for_choice_TE, self.top_k, dim=-1).indices.sort(-1).values
         weights_TK = scores_TE.gather(-1, experts_TK)
         if self.normalizes:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + (1e-20 if self.scoring == SIGMOID else 0.0))
+            sum_T1 = weights_TK.sum(-1, keepdim=True) + (1e-20 if self.scoring == SIGMOID else 0.0)
+            weights_TK = weights_TK / sum_T1.clamp(min=self.least_sum)
         return experts_TK, weights_TK * self.scale if self.scale != 1.0 else weights_TK
+
+    def _choose_one_by_one(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """SparseMixer."""
+        left_TE, experts, weights = logits_TE, [], []
+        for _ in range(self.top_k):
+            best_T1, expert_T1 = left_TE.max(-1, keepdim=True)
+            distances_TE = (best_T1 - logits_TE) / torch.maximum(logits_TE.abs(), best_T1)
+            near_TE = left_TE.masked_fill(distances_TE > 2 * self.jitter, float("-inf"))
+            experts.append(expert_T1)
+            weights.append(torch.softmax(near_TE, -1).gather(-1, expert_T1))
+            left_TE = left_TE.scatter(-1, expert_T1, float("-inf"))
+        experts_TK, order_TK = torch.cat(experts, -1).sort(-1)
+        return experts_TK, torch.cat(weights, -1).gather(-1, order_TK) * self.scale
 
     def _of_best_groups(self, scores_TE: Tensor) -> Tensor:
         """Scores without those of the experts in other groups, which get the lowest value."""

@@ -456,12 +456,18 @@ class MergedColumnParallelLinear(LinearLayer):
             num_rows, part = self._rows_of_all()
             return AdapterPlace(0, self.output_size, (num_rows, self.input_size), output_part=part)
         share, shape = self.output_shares[shard], (self.output_shares[shard].whole, self.input_size)
-        return AdapterPlace(self._offset(shard), share.size, shape, output_part=_part(0, share))
+        return AdapterPlace(self._offset(shard), share.size, shape, output_part=self.part_of(shard))
 
     def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
-        share, offset = self.output_shares[shard], self._offset(shard)
-        parameters = self.named_parameters(recurse=False)
-        return {name: rows_of_rank(parameter.narrow(0, offset, share.size), share) for name, parameter in parameters}
+        share, rows, part = self.output_shares[shard], self.rows_of(shard), self.part_of(shard)
+        return {
+            name: WeightSlot((share.whole, *parameter.shape[1:]), parameter[rows], part)
+            for name, parameter in self.named_parameters(recurse=False)
+        }
+
+    def part_of(self, shard: Shard) -> Part | None:
+        """This rank's part of a shard's outputs; None for all as they are."""
+        return _part(0, self.output_shares[shard])
 
     def rows_of(self, shard: Shard) -> slice:
         """Outputs of a shard on this rank."""
@@ -486,7 +492,8 @@ class MergedColumnParallelLinear(LinearLayer):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """Fused query, key and value projections of an attention layer: shards "q", "k" and "v".
 
-    num_heads, num_kv_heads: over all ranks; the layer's own are this rank's.
+    num_heads, num_kv_heads: over all ranks; the layer's own are this rank's. is_interleaved: pairs of a query or key
+    head that rotate are adjacent in checkpoints and adapters, which have the three projections one by one.
     """
 
     def __init__(
@@ -498,11 +505,18 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         head_size: int,
         bias: bool,
         parallel: ParallelState,
+        is_interleaved: bool = False,
     ) -> None:
         heads, kv_heads = heads_of_rank(num_heads, num_kv_heads, parallel.tensor)
         shares = {"q": heads * head_size, "k": kv_heads * head_size, "v": kv_heads * head_size}
         super().__init__(hidden_size, shares, bias=bias)
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
+        self._interleaved = head_size if is_interleaved else None
+
+    def part_of(self, shard: Shard) -> Part | None:
+        if self._interleaved is None or shard == "v":
+            return super().part_of(shard)
+        return Part(0, (self.output_shares[shard],), self._interleaved)
 
 
 def _part(dim: int, share: Share) -> Part | None:

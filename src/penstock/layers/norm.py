@@ -84,6 +84,8 @@ class QueryKeyNorm(nn.Module):
     weight: [H + K, D], the query norm's weight repeated H times, then the key norm's K times: shards "q" and "k".
     """
 
+    follows_rotation = False
+
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -102,9 +104,16 @@ class QueryKeyNorm(nn.Module):
         return {"weight": WeightSlot((rows.shape[-1],), rows)}
 
 
+class QueryKeyNormAfterRotation(QueryKeyNorm):
+    """A QueryKeyNorm of heads that were rotated."""
+
+    follows_rotation = True
+
+
 class UnweightedQueryKeyNorm(nn.Module):
     """RMSNorm of every query and key head without a weight. weight: float32 [H + K, D], ones."""
 
+    follows_rotation = False
     weight: Tensor
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
@@ -141,6 +150,8 @@ class RoundedLastQueryKeyNorm(QueryKeyNorm):
 
 class WholeQueryKeyNorm(nn.Module):
     """RMSNorm over all query heads of a token together, and another over all its key heads."""
+
+    follows_rotation = False
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
         super().__init__()
@@ -179,6 +190,7 @@ class SplitWholeQueryKeyNorm(nn.Module):
     heads, kv_heads: this rank's shares; several ranks may have the same KV heads.
     """
 
+    follows_rotation = False
     rms_of_each_head = None
 
     def __init__(

@@ -71,11 +71,16 @@ class RopeParameters:
 
 
 def read_rope_parameters(
-    hf_config: Mapping[str, Any], *, head_size: int, num_positions: int, may_be_partial: bool = False
+    hf_config: Mapping[str, Any],
+    *,
+    head_size: int,
+    num_positions: int,
+    may_be_partial: bool = False,
+    default_theta: float = _DEFAULT_THETA,
 ) -> RopeParameters:
     """Read the settings of Transformers 4 (`rope_theta`, `rope_scaling`) or Transformers 5 (`rope_parameters`).
 
-    may_be_partial: the model supports `partial_rotary_factor`.
+    may_be_partial: the model supports `partial_rotary_factor`. default_theta: of an absent `rope_theta`.
     Raises ModelError for invalid fields, UnsupportedFeature for an unknown `rope_type`.
     """
     settings = rope_settings(hf_config)
@@ -94,7 +99,7 @@ def read_rope_parameters(
             f"config.json asks for rope_type={rope_type!r}. Supported: {', '.join(sorted(ROPE_FUNCTIONS))}."
         )
     theta = _given("rope_theta", settings, hf_config)
-    theta = _DEFAULT_THETA if theta is None else theta
+    theta = default_theta if theta is None else theta
     own = dict(settings)
     # As in Transformers, a field of the model itself overrides the one among the rotary settings.
     if rope_type in _KEEP_PRETRAINED_LENGTH and hf_config.get("original_max_position_embeddings") is not None:

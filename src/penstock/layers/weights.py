@@ -42,10 +42,15 @@ Shard = str
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rank's part of a whole tensor: shares of one dimension, concatenated."""
+    """A rank's part of a whole tensor: shares of one dimension, concatenated.
+
+    interleaved: size of heads along the dimension whose pairs that rotate are adjacent in the whole tensor; in the part
+    they are half a head apart, as `kernels.rotary` takes them. None for no such heads.
+    """
 
     dim: int
     shares: tuple[Share, ...]
+    interleaved: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Slice the part: a view where it is contiguous, so that the rest of a mapped file is not read.
@@ -53,7 +58,11 @@ class Part:
         Zero if empty.
         """
         pieces = [tensor.narrow(self.dim, share.start, share.size) for share in self.shares]
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0] if pieces else tensor.new_zeros(())
+        part = torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0] if pieces else tensor.new_zeros(())
+        if self.interleaved is None:
+            return part
+        pairs: Tensor = part.unflatten(self.dim, (-1, self.interleaved // 2, 2))
+        return pairs.transpose(self.dim + 1, self.dim + 2).flatten(self.dim, self.dim + 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.config import ModelConfig
@@ -72,6 +72,12 @@ class ConfigFields:
         for name in names:
             if self.flag(name, default=False):
                 raise self.unsupported(name, True, "false")
+
+    def refuse_others(self, values: Mapping[str, Any]) -> None:
+        """Raise UnsupportedFeature if one of these fields is there with another value than the one given."""
+        for name, value in values.items():
+            if self.hf_config.get(name) not in (None, value):
+                raise self.unsupported(name, self.hf_config[name], repr(value))
 
     @property
     def num_positions(self) -> int:

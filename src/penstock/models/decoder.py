@@ -24,6 +24,7 @@ from penstock.layers.experts import MoE
 from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import (
+    LayerNorm,
     NoNorm,
     QueryKeyNorm,
     RMSNorm,
@@ -74,7 +75,11 @@ _IGNORABLE = (
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Parameters of the layers, from `config.json`."""
+    """Parameters of the layers, from `config.json`.
+
+    rope_interleave: pairs of dimensions that rotate are adjacent in checkpoints. norm: class of the norms of hidden
+    states. lm_head_bias: whether the LM head has a bias.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -87,6 +92,9 @@ class DecoderConfig:
     norm_eps: float
     tie_word_embeddings: bool
     rope: RopeParameters
+    rope_interleave: bool = False
+    norm: type[RMSNorm | LayerNorm] = RMSNorm
+    lm_head_bias: bool = False
 
     @classmethod
     def read(
@@ -174,6 +182,7 @@ class SelfAttention(nn.Module):
             head_size=config.head_size,
             bias=qkv_bias,
             parallel=parallel,
+            is_interleaved=config.rope_interleave,
         )
         self.query_key_norm = None
         if query_key_norm is not None:
@@ -212,8 +221,8 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the additions are fused with the norms that follow them.
 
     A layer takes and returns the residual stream as two tensors, x = hidden + residual, so that the next norm can add
-    them. self_attn: `SelfAttention`, or a layer called like it. input_layernorm: replaces the RMSNorm. moe: replaces
-    the MLP.
+    them. self_attn: `SelfAttention`, or a layer called like it. input_layernorm: replaces the norm of the
+    configuration. moe: replaces the MLP.
     """
 
     def __init__(
@@ -227,9 +236,9 @@ class DecoderLayer(nn.Module):
         moe: MoE | None = None,
     ) -> None:
         super().__init__()
-        self.input_layernorm = input_layernorm or RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = input_layernorm or config.norm(config.hidden_size, config.norm_eps)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = config.norm(config.hidden_size, config.norm_eps)
         self.mlp = moe or GatedMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -292,7 +301,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(
             layer(index) if index in stage else Elsewhere() for index in range(config.num_layers)
         )
-        self.norm = (norm or RMSNorm(config.hidden_size, config.norm_eps)) if self.is_last else elsewhere()
+        self.norm = (norm or config.norm(config.hidden_size, config.norm_eps)) if self.is_last else elsewhere()
 
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
@@ -430,4 +439,4 @@ def _embedding(config: DecoderConfig, parallel: ParallelState) -> VocabEmbedding
 
 def _head(config: DecoderConfig, parallel: ParallelState, model: DecoderModel) -> LMHead:
     tied_to = model.embed_tokens if config.tie_word_embeddings else None
-    return LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)
+    return LMHead(config.vocab_size, config.hidden_size, bias=config.lm_head_bias, parallel=parallel, tied_to=tied_to)

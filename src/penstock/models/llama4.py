@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.errors import UnsupportedFeature
 from penstock.layers.experts import SIGMOID
 from penstock.layers.norm import UnweightedQueryKeyNorm
 from penstock.layers.rotary import LayerRotations
@@ -23,13 +22,11 @@ from penstock.models.causal_lm import StackedParameter
 from penstock.models.config_fields import FULL, ConfigFields
 from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, gated_mlp, mixtures, read_routing
-from penstock.models.weights import Into, WeightTable
+from penstock.models.weights import WeightTable
 from penstock.parallel import ParallelState, layers_of_stage
 
 CHUNKED = "chunked_attention"
 _STACKED_EXPERTS = re.compile(r"(.*\.feed_forward\.experts)\.(gate_up_proj|down_proj)")
-_ROTATED = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qk]_proj\.(\w+)")
-_ROTATED_PROJECTIONS = ("q_proj", "k_proj")
 # Defaults of absent fields.
 _DEFAULT_HEAD_SIZE = 128
 _DEFAULT_CHUNK_SIZE = 8192
@@ -97,9 +94,8 @@ class Llama4ForCausalLM(MixtureForCausalLM):
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
-        config = DecoderConfig.read(fields, default_head_size=_DEFAULT_HEAD_SIZE)
+        config = replace(DecoderConfig.read(fields, default_head_size=_DEFAULT_HEAD_SIZE), rope_interleave=True)
         has_rope = _read_rope_layers(fields, config.num_layers)
-        self._head_size, self._rope_layers = config.head_size, {layer for layer, has in enumerate(has_rope) if has}
         chunk_sizes = _read_chunk_sizes(fields, has_rope)
         layers = _read_moe_layers(fields, config.num_layers)
         routing = replace(read_routing(fields, normalizes=False), scoring=SIGMOID, weighs_inputs=True)
@@ -127,17 +123,8 @@ class Llama4ForCausalLM(MixtureForCausalLM):
         super().__init__(config, parallel, model, layers, routing)
 
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Cut the tensors of all experts, [inputs, outputs]; move pairs that rotate, which are adjacent, apart."""
-        stacked, rotated = _STACKED_EXPERTS.fullmatch(name), _ROTATED.fullmatch(name)
-        if rotated is not None and int(rotated[1]) in self._rope_layers:
-            if rotated[2] not in ("weight", "bias"):
-                raise UnsupportedFeature(
-                    f"{name} belongs to a quantized projection whose rows Llama 4 needs in another order, which is not "
-                    "supported. Take a checkpoint whose attention is not quantized."
-                )
-            apart = tensor.unflatten(0, (-1, self._head_size // 2, 2)).transpose(1, 2).reshape(tensor.shape)
-            yield _half_split(name), apart
-            return
+        """Cut the tensors of all experts, [inputs, outputs]."""
+        stacked = _STACKED_EXPERTS.fullmatch(name)
         if stacked is None:
             yield from super().pieces(name, tensor)
             return
@@ -153,23 +140,9 @@ class Llama4ForCausalLM(MixtureForCausalLM):
         """None, so that adapters of the stacked experts are refused."""
         return {}
 
-    def _table(self) -> WeightTable:
-        table = {name: into for name, into in super()._table().items() if not name.endswith(_ROTATED_PROJECTIONS)}
-        for layer in range(self.config.num_layers):
-            for name in (f"model.layers.*.self_attn.{projection}" for projection in _ROTATED_PROJECTIONS):
-                into = self.weight_table[name]
-                theirs, ours = (one.replace("*", str(layer)) for one in (name, into.module))
-                table[_half_split(theirs) if layer in self._rope_layers else theirs] = Into(ours, into.shard)
-        return table
-
     def _expert_table(self, layer: int) -> WeightTable:
         shared = f"model.layers.{layer}.feed_forward.shared_expert", f"model.layers.{layer}.mlp.shared_expert"
         return {**super()._expert_table(layer), **dict(gated_mlp(*shared, ExpertNames()))}
-
-
-def _half_split(name: str) -> str:
-    """Name of a projection, or of its parameter, once pairs that rotate are apart."""
-    return re.sub(r"([qk]_proj)", r"\1_half_split", name)
 
 
 def _read_rope_layers(fields: ConfigFields, num_layers: int) -> list[bool]:

@@ -35,9 +35,7 @@ class MiniMaxM2ForCausalLM(MixtureForCausalLM):
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
-        for name, value in _FIXED.items():
-            if fields.hf_config.get(name, value) != value:
-                raise fields.unsupported(name, fields.hf_config[name], repr(value))
+        fields.refuse_others(_FIXED)
         if 0 in fields.hf_config.get("attn_type_list", ()):
             raise fields.unsupported("attn_type_list", fields.hf_config["attn_type_list"], "1 for each layer")
         config = DecoderConfig.read(fields, rope=partial(_read_rope, fields))

@@ -20,14 +20,15 @@ from penstock.models.weights import Into, WeightTable, modules_of_table
 from penstock.parallel import ParallelState
 
 # Families, and versions of Transformers, differ in the name.
-_NAMES_OF_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_NAMES_OF_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Names of a mixture's modules in checkpoints.
 
-    block: of the mixture in its layer. router: in the block. gate_proj, up_proj, down_proj: of an expert.
+    block: of the mixture in its layer. router, shared: of the router and of shared experts in the block. gate_proj,
+    up_proj, down_proj: of an expert.
     stacked_block, stacked_router: of Transformers' modules, in which the experts' weights are stacked.
     """
 
@@ -36,6 +37,7 @@ class ExpertNames:
     up_proj: str = "up_proj"
     down_proj: str = "down_proj"
     router: str = "gate"
+    shared: str = "shared_experts"
     stacked_block: str = "mlp"
     stacked_router: str = "gate"
 
@@ -44,10 +46,12 @@ class MixtureForCausalLM(DecoderForCausalLM):
     """A decoder in which some layers have experts instead of the MLP.
 
     expert_names: as in checkpoints. gate_up_alternate: outputs of gate and up alternate where they are stacked.
+    has_shared: whether checkpoints have shared experts, as one MLP.
     """
 
     expert_names: ClassVar[ExpertNames] = ExpertNames()
     gate_up_alternate: ClassVar[bool] = False
+    has_shared = False
 
     def __init__(
         self,
@@ -103,13 +107,13 @@ class MixtureForCausalLM(DecoderForCausalLM):
 
     def _expert_table(self, layer: int) -> WeightTable:
         theirs, ours = f"model.layers.{layer}.{self.expert_names.block}", f"model.layers.{layer}.mlp"
-        return expert_weights(theirs, ours, self._routing.num_experts, self.expert_names)
+        return expert_weights(theirs, ours, self._routing.num_experts, self.expert_names, has_shared=self.has_shared)
 
 
 class SharedExpertsForCausalLM(MixtureForCausalLM):
-    """A mixture with `shared_experts`, and layers for drafting more tokens after the others, which are not loaded.
+    """A mixture with shared experts, and layers for drafting more tokens after the others, which are not loaded.
 
-    num_drafting: number of these layers. has_shared: whether there are shared experts.
+    num_drafting: number of these layers.
     """
 
     num_drafting = 0
@@ -120,21 +124,17 @@ class SharedExpertsForCausalLM(MixtureForCausalLM):
         drafting = [rf"model\.layers\.{layer}\..*" for layer in range(first, first + self.num_drafting)]
         return [*super().names_elsewhere(), *drafting]
 
-    def _expert_table(self, layer: int) -> WeightTable:
-        prefix = f"model.layers.{layer}.mlp"
-        return expert_weights(prefix, prefix, self._routing.num_experts, has_shared=self.has_shared)
-
 
 def expert_weights(
     theirs: str, ours: str, num_experts: int, names: ExpertNames | None = None, *, has_shared: bool = False
 ) -> WeightTable:
-    """Weights of a mixture with these names in the checkpoint and in the model. has_shared: of `shared_experts` too."""
+    """Weights of a mixture with these names in the checkpoint and in the model. has_shared: of shared experts too."""
     names = names or ExpertNames()
     table = {f"{theirs}.{names.router}": Into(f"{ours}.gate")}
     for expert in range(num_experts):
         table |= dict(gated_mlp(f"{theirs}.experts.{expert}", f"{ours}.experts.{expert}", names))
     if has_shared:
-        table |= dict(gated_mlp(f"{theirs}.shared_experts", f"{ours}.shared_expert", names))
+        table |= dict(gated_mlp(f"{theirs}.{names.shared}", f"{ours}.shared_expert", names))
     return table
 
 
@@ -144,13 +144,18 @@ def gated_mlp(theirs: str, ours: str, names: ExpertNames) -> Iterator[tuple[str,
     yield f"{theirs}.{names.down_proj}", Into(f"{ours}.down_proj")
 
 
-def read_routing(fields: ConfigFields, *, normalizes: bool | None = None) -> Routing:
-    """Softmax routing. normalizes: None takes `norm_topk_prob`. Raises ModelError for more experts than there are."""
+def read_routing(
+    fields: ConfigFields, *, normalizes: bool | None = None, of_token: str = "num_experts_per_tok"
+) -> Routing:
+    """Softmax routing. normalizes: None takes `norm_topk_prob`. of_token: field of the number of a token's experts.
+
+    Raises ModelError for more experts than there are.
+    """
     name = next((name for name in _NAMES_OF_NUM_EXPERTS if name in fields.hf_config), "num_experts")
-    num_experts, top_k = fields.integer(name), fields.integer("num_experts_per_tok")
+    num_experts, top_k = fields.integer(name), fields.integer(of_token)
     if top_k > num_experts:
         raise ModelError(
-            f"config.json of {fields.model_config.model} has num_experts_per_tok={top_k}. It must be at most "
+            f"config.json of {fields.model_config.model} has {of_token}={top_k}. It must be at most "
             f"{name}={num_experts}."
         )
     if normalizes is None:

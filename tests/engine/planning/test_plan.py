@@ -67,6 +67,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {}),
     ("gpt2", {"n_inner": 500}),
     ("granite", {}),
+    ("ernie4_5", {"use_bias": True}),
+    ("hunyuan_v1_dense", {}),
     ("olmo2", {}),
 ]
 
@@ -187,7 +189,7 @@ def test_a_plan_is_what_the_engine_uses(tmp_path: Path, family: str, changes: di
 
 def test_every_native_family_is_compared() -> None:
     compared = {{**NATIVE_FAMILIES, **MIXTURES}[family].architecture for family, _ in FAMILIES}
-    assert compared | {"MiMoForCausalLM"} == set(supported_architectures())
+    assert compared | {"MiMoForCausalLM", "PhiMoEForCausalLM"} == set(supported_architectures())
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_keys_and_values_are_written_to_their_slots(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [None, "rounded first", "rounded last"])
+@pytest.mark.parametrize("norm", [None, "rounded first", "rounded last", "after rotation"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "rotated"),
     [(4, 2, 16, 16), (3, 1, 20, 20), (2, 2, 32, 12), (20, 4, 64, 64)],
@@ -118,8 +118,11 @@ def test_the_fused_kernel_is_norm_rotation_and_write(
     elif norm == "rounded last":
         normed, rms = rms_norm_rounded_last(normed, weight, EPS), (weight.float(), EPS)
     expected = _rotated(normed, table, positions)
+    is_last = norm == "after rotation"
+    if is_last:
+        expected, rms = rms_norm_reference(expected.to(dtype), weight, EPS).double(), (weight, EPS)
 
-    query = rotate_and_write(qkv, num_heads, table, positions, cache[0], cache[1], slots, rms)
+    query = rotate_and_write(qkv, num_heads, table, positions, cache[0], cache[1], slots, rms, norm_is_last=is_last)
 
     assert torch.equal(qkv, before)
     tolerance = max(3 * torch.finfo(dtype).eps, 3e-6)

@@ -23,7 +23,7 @@ from penstock.kernels.paged_attention import AttentionSinks
 # The library's numbers of the phases of a call, which may be run separately.
 _BOTH, _WRITE, _ATTEND, _WHOLE_TEXTS = 0, 1, 2, 3
 # No normalisation and no rotary embedding; unused row arguments.
-_AS_THEY_ARE = (None, 0.0, None, 0)
+_AS_THEY_ARE = (None, 0.0, False, None, 0)
 _NOTHING = (0, 0)
 # Library arguments of a group of one rank.
 _ALONE = (0, 0, 1, 0, 0, 0)
@@ -138,18 +138,19 @@ class HeadPreparation(NamedTuple):
     """Normalisation and rotary embedding of query and key heads.
 
     positions_T: int64, contiguous, rows of the rotary table. norm_weight: float32 [H + K, D], None for no norm.
-    table_PR: `kernels.rotary.rotary_table`.
+    table_PR: `kernels.rotary.rotary_table`. norm_is_last: heads are rotated before they are normalised.
     """
 
     positions_T: Tensor
     table_PR: Tensor
     norm_weight: Tensor | None = None
     norm_eps: float = 0.0
+    norm_is_last: bool = False
 
     @property
     def arguments(self) -> tuple[Tensor | float | None, ...]:
         """Library arguments of the preparation."""
-        return self.norm_weight, self.norm_eps, self.table_PR, self.table_PR.shape[1] // 2
+        return self.norm_weight, self.norm_eps, self.norm_is_last, self.table_PR, self.table_PR.shape[1] // 2
 
 
 class NativeAttention:

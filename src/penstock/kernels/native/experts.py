@@ -20,8 +20,8 @@ _MAX_EXPERTS = 1024
 # Operations of an expert: products with gate and up, activation, product with down.
 _NUM_OPERATIONS = 3
 # The rule's numbers: experts, experts of a token, scoring, whether weights are normalised, their factor, groups,
-# groups of a token, and experts whose sum ranks a group.
-RuleArguments = tuple[int, int, int, bool, float, int, int, int]
+# groups of a token, experts whose sum ranks a group, the least divisor of weights, and the jitter.
+RuleArguments = tuple[int, int, int, bool, float, int, int, int, float, float]
 
 
 class NativeExperts:

@@ -63,6 +63,8 @@ def rotate_and_write(
     slot_mapping_T: Tensor | None,
     norm: tuple[Tensor, float] | None = None,
     scales: CacheScales = NO_SCALES,
+    *,
+    norm_is_last: bool = False,
 ) -> Tensor:
     """Query heads [T, H, D] of the output of the QKV projection, [T, (H + 2 * K) * D], which is not changed.
 
@@ -70,7 +72,7 @@ def rotate_and_write(
     table_PR: `kernels.rotary.rotary_table`. slot_mapping_T: None writes nothing.
     norm: weight [H + K, D] and epsilon of an RMSNorm of each head. It rounds to the heads' dtype before the product
     with a weight of that dtype (`rms_norm`), and after the product with a weight in float32 (`rms_norm_rounded_last`).
-    scales: of an FP8 cache.
+    scales: of an FP8 cache. norm_is_last: heads are rotated before they are normalised.
     """
     num_tokens, (_, block_size, num_kv_heads, head_size) = qkv_TX.shape[0], key_cache.shape
     query_THD = qkv_TX.new_empty(num_tokens, num_heads, head_size)
@@ -102,6 +104,7 @@ def rotate_and_write(
         BLOCK_SIZE=block_size,
         HEADS=heads_at_once,
         HAS_NORM=norm is not None,
+        NORM_IS_LAST=norm_is_last,
         ROUNDS_FIRST=weight.dtype is qkv_TX.dtype,
         WRITES=slot_mapping_T is not None,
         num_warps=4,
@@ -185,6 +188,7 @@ def _rotate_and_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NORM_IS_LAST: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
     WRITES: tl.constexpr,
 ):
@@ -215,7 +219,7 @@ def _rotate_and_write_kernel(
     angles = tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(row + angles, mask=is_rotated, other=1.0).to(tl.float32)
     sin = tl.load(row + HALF + angles, mask=is_rotated, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if HAS_NORM and not NORM_IS_LAST:
         scale = tl.rsqrt(tl.sum(given * given, 1) / HEAD_SIZE + eps)[:, None]
         one = one * scale
         other = other * scale
@@ -227,6 +231,12 @@ def _rotate_and_write_kernel(
         one = one.to(qkv.dtype.element_ty).to(tl.float32)
         other = other.to(qkv.dtype.element_ty).to(tl.float32)
     rotated = one * cos + other * tl.where(dims < HALF, -sin, sin)
+    if HAS_NORM and NORM_IS_LAST:
+        rotated = rotated.to(qkv.dtype.element_ty).to(tl.float32)
+        rotated = rotated * tl.rsqrt(tl.sum(rotated * rotated, 1) / HEAD_SIZE + eps)[:, None]
+        if ROUNDS_FIRST:
+            rotated = rotated.to(qkv.dtype.element_ty).to(tl.float32)
+        rotated = rotated * weight_of_one
     tl.store(
         query + token * (NUM_HEADS * HEAD_SIZE) + head * HEAD_SIZE + dims,
         rotated.to(query.dtype.element_ty),

@@ -119,15 +119,17 @@ PENSTOCK_INLINE void write_value(const AttentionArgs& a, const float* x, int8_t*
     narrow_one(inverse_scale != 0.0f ? x[d] : 0.0f, inverse_scale, to + d * step);
 }
 
-// Prepares a query or key head: RMS norm and RoPE where configured, then times `factor`.
+// Prepares a query or key head: RMS norm and RoPE where configured, in either order, then times `factor`.
 PENSTOCK_INLINE void prepare_head(const AttentionArgs& a, const float* x, int64_t head, int64_t token, float factor,
                                   float* out) {
   const int64_t size = a.head_size;
-  if (a.norm_weight != nullptr)
-    normalise(x, a.norm_weight + head * size, out, size, a.norm_eps);
+  const float* weight = a.norm_weight == nullptr ? nullptr : a.norm_weight + head * size;
+  if (weight != nullptr && !a.norm_is_last)
+    normalise(x, weight, out, size, a.norm_eps);
   else
     std::memcpy(out, x, size * sizeof(float));
   if (a.rotary_table != nullptr) turn(out, a.rotary_table + a.positions[token] * 2 * a.rotary_half, a.rotary_half);
+  if (weight != nullptr && a.norm_is_last) normalise(out, weight, out, size, a.norm_eps);
   for (int64_t d = 0; d < size; ++d) out[d] *= factor;
 }
 

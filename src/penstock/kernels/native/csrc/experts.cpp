@@ -46,17 +46,38 @@ void score(const RoutingRule& rule, const float* logits, float* scores) {
   for (int64_t i = 0; i < count; ++i) scores[i] /= sum;
 }
 
+// The best item that is not taken.
+int64_t best_of(const float* values, int64_t count, const bool* is_taken) {
+  int64_t best = -1;
+  for (int64_t i = 0; i < count; ++i)
+    if (!is_taken[i] && (best < 0 || values[i] > values[best] || values[best] != values[best])) best = i;
+  return best;
+}
+
 // Takes the `most` best of `count` items: sets `is_taken`, and returns the sum of their values.
 float take_best(const float* values, int64_t count, int64_t most, bool* is_taken) {
   float sum = 0.0f;
   for (int64_t n = 0; n < most; ++n) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < count; ++i)
-      if (!is_taken[i] && (best < 0 || values[i] > values[best] || values[best] != values[best])) best = i;
+    const int64_t best = best_of(values, count, is_taken);
     is_taken[best] = true;
     sum += values[best];
   }
   return sum;
+}
+
+// SparseMixer: takes the best experts one after the other. The score of each is its softmax over those not taken before
+// that are near it.
+void take_one_by_one(const RoutingRule& rule, const float* logits, float* scores, bool* is_taken) {
+  for (int64_t n = 0; n < rule.top_k; ++n) {
+    const int64_t best = best_of(logits, rule.num_experts, is_taken);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < rule.num_experts; ++i) {
+      const float distance = (logits[best] - logits[i]) / std::fmax(std::fabs(logits[i]), logits[best]);
+      if (!is_taken[i] && !(distance > 2.0f * rule.jitter)) sum += std::exp(logits[i] - logits[best]);
+    }
+    is_taken[best] = true;
+    scores[best] = 1.0f / sum;
+  }
 }
 
 // Gives the experts of all but the best groups the lowest value.
@@ -76,10 +97,15 @@ void keep_best_groups(const RoutingRule& rule, float* marks) {
 void route_row(const RoutingRule& rule, const float* logits, int32_t* experts, float* weights) {
   float scores[kMostExperts], marks[kMostExperts];
   bool is_taken[kMostExperts] = {};
-  score(rule, logits, scores);
-  for (int64_t i = 0; i < rule.num_experts; ++i) marks[i] = rule.bias == nullptr ? scores[i] : scores[i] + rule.bias[i];
-  if (rule.num_groups > 1) keep_best_groups(rule, marks);
-  take_best(marks, rule.num_experts, rule.top_k, is_taken);
+  if (rule.scoring == Scoring::kSparseMixer) {
+    take_one_by_one(rule, logits, scores, is_taken);
+  } else {
+    score(rule, logits, scores);
+    for (int64_t i = 0; i < rule.num_experts; ++i)
+      marks[i] = rule.bias == nullptr ? scores[i] : scores[i] + rule.bias[i];
+    if (rule.num_groups > 1) keep_best_groups(rule, marks);
+    take_best(marks, rule.num_experts, rule.top_k, is_taken);
+  }
   int64_t n = 0;
   float sum = 0.0f;
   for (int64_t i = 0; i < rule.num_experts; ++i) {
@@ -89,6 +115,7 @@ void route_row(const RoutingRule& rule, const float* logits, int32_t* experts, f
   }
   if (rule.normalizes) {
     if (rule.scoring == Scoring::kSigmoid) sum += 1e-20f;
+    if (sum < rule.least_sum) sum = rule.least_sum;
     for (n = 0; n < rule.top_k; ++n) weights[n] /= sum;
   }
   for (n = 0; n < rule.top_k; ++n) weights[n] *= rule.scale;

@@ -7,7 +7,7 @@
 
 namespace penstock {
 
-enum class Scoring : int { kSoftmax = 0, kSigmoid = 1 };
+enum class Scoring : int { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
 
 // Rule by which a row's experts and their weights follow from the router's logits, as `Routing` of the layers.
 struct RoutingRule {
@@ -17,6 +17,7 @@ struct RoutingRule {
   int normalizes;
   float scale;
   int64_t num_groups, top_groups, best_of_group;
+  float least_sum, jitter;
 };
 
 // experts, weights: [rows][top_k], experts rising. On ties the first expert wins; NaN loses.

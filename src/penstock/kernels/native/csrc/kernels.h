@@ -47,7 +47,8 @@ struct GreedyArgs {
 // window: sliding window in positions, the current one included; negative for chunked local attention, where a position
 // sees those of its chunk of -window positions; 0 for neither. soft_cap: 0 for none.
 // sinks: scores, without a soft cap, of a position without a value that every softmax of a head has too; alone only.
-// With a norm weight and a rotary table, query and key heads are normalised and rotated first.
+// With a norm weight and a rotary table, query and key heads are normalised and rotated first, in this order unless
+// norm_is_last.
 // phase: kWrite or kAttend for one half alone, when a separate call does the other half. kWrite reads no query and has
 // no output.
 // num_shares: decode context parallel ranks, with runs of `interleave` positions each; this one is `share`. Requests,
@@ -84,6 +85,7 @@ struct AttentionArgs {
   const float* sinks;        // [heads], or nullptr
   const float* norm_weight;  // [heads + kv heads][head_size], or nullptr
   float norm_eps;
+  int norm_is_last;
   const float* rotary_table;  // [positions][cosines, then sines; rotary_half of each], or nullptr
   int64_t rotary_half;
   const int64_t* positions;  // [tokens]

@@ -121,7 +121,7 @@ PyObject* route(PyObject*, PyObject* const* values, Py_ssize_t count) {
   RouteArgs a;
   in.read(a.logits, a.stride, a.rows, a.experts, a.weights, a.num_threads, a.rule.bias, a.rule.num_experts,
           a.rule.top_k, a.rule.scoring, a.rule.normalizes, a.rule.scale, a.rule.num_groups, a.rule.top_groups,
-          a.rule.best_of_group);
+          a.rule.best_of_group, a.rule.least_sum, a.rule.jitter);
   if (!in.are_good()) return nullptr;
   Py_BEGIN_ALLOW_THREADS;
   penstock::route(a);
