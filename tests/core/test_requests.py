@@ -162,7 +162,7 @@ async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, **op
 
 async def settled(engine: AsyncEngine) -> None:
     """Once the core has taken in what it was told, and has nothing to run."""
-    await engine._call("settled", lambda: None)
+    await engine._thread.call("settled", lambda: None)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
