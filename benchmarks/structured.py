@@ -96,8 +96,8 @@ def run(session: Session, requests: list[SamplingParams], steps: int) -> list[di
     """Seconds of each part, step by step, once all requests decode."""
     clock = PartClock()
     core, runner = parts_of(session)
-    clock.wrap(core._grammar, "bitmask", "bitmasks")
-    clock.wrap(core._grammar, "accept", "matchers")
+    clock.wrap(core._constrained, "bitmask", "bitmasks")
+    clock.wrap(core._constrained, "accept", "matchers")
     clock.wrap(runner.sampler.grammar, "take", "applying the masks")
     clock.wrap(runner.sampler.grammar, "apply", "applying the masks")
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)

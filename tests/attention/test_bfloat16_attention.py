@@ -20,29 +20,15 @@ from penstock.kernels.native import (
     NATIVE,
     Bfloat16Layout,
     NativeKernels,
-    available_instruction_sets,
-    load_native_kernels,
 )
 from penstock.kernels.native.attention import HeadShape, StepRequests
 from support.bfloat16_sums import sum_in_order
 from support.checkpoints import tiny_config
 from support.engines import greedy, make_core, random_prompts, run
+from support.instruction_sets import needs_native_kernels
 
-AVAILABLE = [found.name for found in available_instruction_sets()]
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+pytestmark = needs_native_kernels
 TILE = 64  # positions
-
-
-@pytest.fixture(params=AVAILABLE, scope="module")
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    loaded = load_native_kernels(request.param)
-    assert loaded is not None
-    return loaded
-
-
-@pytest.fixture(params=Bfloat16Layout, ids=lambda layout: layout.name, scope="module")
-def layout(request: pytest.FixtureRequest) -> Bfloat16Layout:
-    return request.param
 
 
 def attend(

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.native import NativeKernels, load_native_kernels
 from penstock.kernels.native.attention import HeadShape, StepRequests
+from support.instruction_sets import AVAILABLE, needs_native_kernels
 
-AVAILABLE = [found.name for found in available_instruction_sets()]
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+pytestmark = needs_native_kernels
 SCALE = 0.3
 
 

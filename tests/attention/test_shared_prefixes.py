@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.native import NativeKernels, load_native_kernels
 from penstock.kernels.native.attention import HeadShape, StepRequests
+from support.instruction_sets import AVAILABLE, needs_native_kernels
 from support.kv_caches import KV_CACHES
 
-AVAILABLE = [found.name for found in available_instruction_sets()]
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+pytestmark = needs_native_kernels
 NUM_KV_HEADS, HEAD_SIZE = 2, 24
 
 

@@ -162,7 +162,7 @@ async def collect(engine: AsyncEngine, prompt: Any, params: SamplingParams, **op
 
 async def settled(engine: AsyncEngine) -> None:
     """Once the core has taken in what it was told, and has nothing to run."""
-    await engine._call("settled", lambda: None)
+    await engine._thread.call("settled", lambda: None)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -318,7 +318,7 @@ def test_what_one_request_makes_the_scheduler_raise_ends_no_other_stream(
 def test_a_request_whose_grammar_cannot_be_followed_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(folder)
     try:
-        monkeypatch.setattr(core._grammar, "add", lambda request: 1 // 0)
+        monkeypatch.setattr(core._constrained, "add", lambda request: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             add(core, "a", [1, 2, 3], greedy(4))
         assert_nothing_is_left(core)

@@ -13,23 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.native import Bfloat16Layout, NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.native import Bfloat16Layout, NativeKernels, available_instruction_sets
 from support.bfloat16_sums import SMALLEST_NORMAL, sum_in_order
+from support.instruction_sets import needs_native_kernels
 
-AVAILABLE = [found.name for found in available_instruction_sets()]
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
-
-
-@pytest.fixture(params=AVAILABLE, scope="module")
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    loaded = load_native_kernels(request.param)
-    assert loaded is not None
-    return loaded
-
-
-@pytest.fixture(params=Bfloat16Layout, ids=lambda layout: layout.name, scope="module")
-def layout(request: pytest.FixtureRequest) -> Bfloat16Layout:
-    return request.param
+pytestmark = needs_native_kernels
 
 
 @pytest.fixture(params=[1, 2, 3])

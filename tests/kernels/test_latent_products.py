@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from penstock.kernels.latent import absorb, expand
-from penstock.kernels.native import available_instruction_sets, load_native_kernels
+from penstock.kernels.native import load_native_kernels
 from penstock.kernels.native.latent_shape import LatentShape
+from support.instruction_sets import AVAILABLE, needs_native_kernels
 
-AVAILABLE = [found.name for found in available_instruction_sets()]
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+pytestmark = needs_native_kernels
 SHAPES = [LatentShape(4, 12, 8, 24, 20, True), LatentShape(3, 16, 4, 64, 32, False)]
 
 

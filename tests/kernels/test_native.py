@@ -18,23 +18,16 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.kernels.activation import ClampedSwiglu, gelu_tanh_and_mul_reference, silu_and_mul_reference
 from penstock.kernels.logits_shaping import allow_by_bits_reference
-from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.native import NativeKernels, load_native_kernels
 from penstock.kernels.norm import rms_norm_reference
 from penstock.kernels.rotary import apply_rotary, gather_rotation_reference, rotary_table
 from penstock.kernels.sampling import draw_tokens_reference
+from support.instruction_sets import needs_native_kernels
 
-AVAILABLE = [found.name for found in available_instruction_sets()]
 WEIGHT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the C++ kernels were not built")
+pytestmark = needs_native_kernels
 
 GATED_REFERENCES = {"silu": silu_and_mul_reference, "gelu_tanh": gelu_tanh_and_mul_reference}
-
-
-@pytest.fixture(params=AVAILABLE, scope="module")
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    loaded = load_native_kernels(request.param)
-    assert loaded is not None
-    return loaded
 
 
 @contextmanager

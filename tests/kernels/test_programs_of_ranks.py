@@ -18,7 +18,8 @@ from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.tracing import TracedTensor
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.embedding import LMHead, VocabEmbedding
-from penstock.layers.linear import RowParallelLinear, process_weights_after_loading
+from penstock.layers.linear import process_weights_after_loading
+from penstock.layers.parallel_linear import RowParallelLinear
 from penstock.layers.quantization.method import choose_method
 from penstock.parallel import GroupAgreement, ParallelState
 from support.ranks import run_ranks, shared_memory_groups

@@ -10,24 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.native import NativeKernels, available_instruction_sets, load_native_kernels
+from penstock.kernels.native import NativeKernels
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.quantized import native_quantized_products
 from penstock.kernels.native.tracing import TracedTensor
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight, minimums_of
+from support.instruction_sets import needs_native_kernels
 
-pytestmark = pytest.mark.skipif(not available_instruction_sets(), reason="the C++ kernels were not built")
+pytestmark = needs_native_kernels
 
 VOCAB_SIZE, WIDTH = 45, 40
 FORMS = ["table", "bfloat16 table", "packed", "int8", "int4 and its rest"]
-
-
-@pytest.fixture(params=[found.name for found in available_instruction_sets()])
-def kernels(request: pytest.FixtureRequest) -> NativeKernels:
-    found = load_native_kernels(request.param)
-    assert found is not None
-    return found
 
 
 def rounded(bits: int, seed: int) -> QuantizedWeight:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS
-from penstock.layers.linear import ColumnParallelLinear
+from penstock.layers.parallel_linear import ColumnParallelLinear
 from penstock.layers.quantization import gptq
 from penstock.layers.quantization.gptq import gptq_quantize
 from penstock.layers.quantization.observe import accumulate_grams

@@ -14,18 +14,16 @@ from penstock.kernels.native import NATIVE
 from penstock.kernels.sampling import greedy_tokens
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
     NativeMethod,
     OneDnnMethod,
     PackedMethod,
     PlainMethod,
-    QKVParallelLinear,
     process_weights_after_loading,
     restore_weights,
     weights_size_bytes,
 )
 from penstock.layers.norm import QueryKeyNorm
+from penstock.layers.parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
 from penstock.parallel import ParallelState
 from support.ranks import SilentGroup
 

@@ -13,7 +13,6 @@ from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import (
-    ColumnParallelLinear,
     LinearLayer,
     PlainMethod,
     process_weights_after_loading,
@@ -21,6 +20,7 @@ from penstock.layers.linear import (
     weights_size_bytes,
 )
 from penstock.layers.mlp import GatedMLP
+from penstock.layers.parallel_linear import ColumnParallelLinear
 from penstock.layers.quantization.method import QuantizedMethod, choose_method
 from penstock.layers.quantization.quantize import quantize_int4, quantize_int4_residual, quantize_int8, round_to_int4
 from penstock.parallel import ParallelState

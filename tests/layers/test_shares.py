@@ -13,15 +13,14 @@ from penstock.kernels.native import NATIVE
 from penstock.kernels.quantized import QuantizedWeight
 from penstock.kernels.sampling import greedy_tokens, largest_logits, merge_largest
 from penstock.layers.embedding import LMHead, VocabEmbedding
-from penstock.layers.linear import (
+from penstock.layers.linear import NativeMethod, process_weights_after_loading
+from penstock.layers.mlp import GatedMLP, PlainMLP
+from penstock.layers.parallel_linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
-    NativeMethod,
     QKVParallelLinear,
     RowParallelLinear,
-    process_weights_after_loading,
 )
-from penstock.layers.mlp import GatedMLP, PlainMLP
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.layers.quantization.quantize import quantize_int4, quantize_int8
 from penstock.layers.weights import weight_slots

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -19,8 +17,7 @@ from penstock.config import EngineConfig, ModelConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
-from penstock.contract.param_checks import shown
-from penstock.engine.adapter_methods import AsyncAdapterMethods, with_adapter
+from penstock.engine.adapter_methods import AsyncAdapterMethods
 from penstock.engine.core.core_client import CoreClient, check_timeout
 from penstock.engine.core.core_place import with_core_process
 from penstock.engine.core.core_thread import CoreThread
@@ -30,6 +27,7 @@ from penstock.engine.inputs.default_sampling import default_sampling_params
 from penstock.engine.inputs.params_processor import check_is_params
 from penstock.engine.inputs.pooling_prompts import check_is_pooling_params
 from penstock.engine.inputs.prompts import Prompt
+from penstock.engine.inputs.request_intake import RequestIntake, checked_id
 from penstock.engine.inputs.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.output.output_stream import OutputStream, StreamLock
 from penstock.engine.output.outputs import RequestOutput
@@ -38,18 +36,13 @@ from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from penstock.errors import InvalidParameter, PenstockError
+from penstock.errors import PenstockError
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging
 from penstock.worker.capabilities import check_async_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_Result = TypeVar("_Result")
-# Threads that tokenise and check what would take an event loop too long.
-_NUM_INTAKE_THREADS = 2
 
 
 class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
@@ -113,7 +106,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         self._dispatcher = self._thread.dispatcher
         self._tokenizer = tokenizer()
         self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core, front_end)
-        self._intake = ThreadPoolExecutor(_NUM_INTAKE_THREADS, thread_name_prefix="penstock-intake")
+        self._intake = RequestIntake(self._input_processor, self._thread.check_running)
         # An engine that is garbage-collected without a shutdown must free its memory.
         weakref.finalize(self, self._thread.stop).atexit = False
 
@@ -231,7 +224,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
 
         Raises what `generate` does; InvalidRequest also when there is no template or it refuses the messages.
         """
-        prompt = await self._prepare(
+        prompt = await self._intake.in_thread(
             lambda: render_prompt(
                 self._tokenizer,
                 messages,
@@ -240,8 +233,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
-            ),
-            is_quick=False,
+            )
         )
         outputs = self.generate(
             prompt,
@@ -262,7 +254,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         req_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if self._thread.is_running:
             # A cancelled caller does not cancel the abort itself.
-            await asyncio.shield(self._call("abort", lambda: self._dispatcher.abort(req_ids)))
+            await asyncio.shield(self._thread.call("abort", lambda: self._dispatcher.abort(req_ids)))
 
     async def abort_all(self) -> None:
         """End all requests; their streams get a last output with finish_reason "abort"."""
@@ -282,8 +274,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         reset_running_requests: preempt running requests first; their KV cache is recomputed.
         """
         reset = self._dispatcher.core.reset_prefix_cache
-        is_reset: bool = await self._call("reset_prefix_cache", lambda: reset(reset_running_requests))
-        return is_reset
+        return await self._thread.call("reset_prefix_cache", lambda: reset(reset_running_requests))
 
     @also_from_vllm
     async def collective_rpc(
@@ -297,15 +288,11 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         """Call a method of every worker, or a function of the worker, between two steps; as `LLM.collective_rpc`."""
         check_timeout(timeout)
         call = self._dispatcher.core.collective_rpc
-        answers: list[Any] = await self._call(
-            "collective_rpc", lambda: call(method, timeout, args, kwargs, unique_reply_rank)
-        )
-        return answers
+        return await self._thread.call("collective_rpc", lambda: call(method, timeout, args, kwargs, unique_reply_rank))
 
     async def get_metrics(self) -> list[Metric]:
         """Metrics of this engine since its start, read after the current step; see `LLM.get_metrics`."""
-        metrics: list[Metric] = await self._call("get_metrics", self._dispatcher.metrics)
-        return metrics
+        return await self._thread.call("get_metrics", self._dispatcher.metrics)
 
     def request_totals(self) -> RequestTotals:
         """Counters and histograms of the requests since the start; it waits for no step."""
@@ -365,7 +352,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
             self._thread.join()
         finally:
             # After the join: a request that arrives meanwhile is refused with the engine's LifecycleError.
-            self._intake.shutdown(wait=False)
+            self._intake.shutdown()
             self._tokenizer.close()
 
     async def __aenter__(self) -> Self:
@@ -384,11 +371,10 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         priority: int,
         lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        name = _checked_id(request_id)
+        name = checked_id(request_id)
 
-        async def encode_part(part: Prompt, is_first: bool) -> list[int]:
-            is_quick = self._input_processor.is_quick(part, params)
-            return await self._prepare(lambda: self._input_processor.encode_part(part, is_first), is_quick=is_quick)
+        def encode_part(part: Prompt, is_first: bool) -> Awaitable[list[int]]:
+            return self._intake.encode_part(part, params, is_first)
 
         def run_turn(prompt_token_ids: list[int], turn: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
             prompt: Prompt = {"prompt_token_ids": prompt_token_ids}
@@ -397,27 +383,6 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
             )
 
         return generate_in_turns(inputs, params, encode_part, run_turn)
-
-    async def _prepare(self, work: Callable[[], _Result], *, is_quick: bool) -> _Result:
-        """Result of preprocessing a request; work that would block the event loop runs in an intake thread."""
-        if is_quick:
-            return work()
-        self._thread.check_running()
-        return await asyncio.wrap_future(self._intake.submit(work))
-
-    def _call(self, what: str, action: Callable[[], Any]) -> Coroutine[None, None, Any]:
-        """Run `action` in the core's thread before its next step; await the coroutine for its result."""
-        return self._outcome(what, asyncio.wrap_future(self._thread.submit(action)))
-
-    async def _outcome(self, what: str, future: asyncio.Future[Any]) -> Any:
-        """Result of a call, awaited for as long as the core's thread makes progress."""
-        try:
-            while not (await asyncio.wait([future], timeout=self._thread.turn_timeout_s))[0]:
-                self._thread.check_progress(what)
-        except BaseException:
-            future.cancel()
-            raise
-        return future.result()
 
     async def _open(
         self,
@@ -430,19 +395,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         """Check the request and submit it to the core's thread."""
         self._thread.check_running()
         await self._add_given(lora_request)
-        if isinstance(params, PoolingParams):
-            prompt, lora_request = with_adapter(prompt, lora_request), None
-        name = _checked_id(request_id)
-        processor = self._input_processor
-        is_quick = processor.is_quick(prompt, params)
-        # The seed follows the order of arrival, not the timing of the intake threads.
-        number = None if is_quick else processor.take_number()
-        accepted = await self._prepare(
-            lambda: processor.process(
-                prompt, params, request_id=name, priority=priority, number=number, lora_request=lora_request
-            ),
-            is_quick=is_quick,
-        )
+        accepted = await self._intake.process(prompt, params, request_id, priority, lora_request)
         kind = RequestOutputKind.FINAL_ONLY if isinstance(params, PoolingParams) else params.output_kind
         stream = OutputStream(kind, self._lock)
         with self._lock:
@@ -491,13 +444,3 @@ def _start_given(
         return load_core(config)
 
     return start
-
-
-def _checked_id(request_id: Any) -> str:
-    if request_id is None:
-        return f"request-{uuid.uuid4().hex}"
-    if not isinstance(request_id, str) or not request_id:
-        raise InvalidParameter(
-            f"request_id={shown(request_id)} is not valid. Allowed: a text that is not empty, or None."
-        )
-    return request_id

@@ -18,7 +18,7 @@ from penstock.contract import (
     SlidingWindowSpec,
 )
 from penstock.kernels.rotary import Rotation
-from penstock.layers.linear import rows_of_rank
+from penstock.layers.parallel_linear import rows_of_rank
 from penstock.layers.weights import WeightSlot, new_parameter
 from penstock.parallel import ParallelState, heads_of_rank
 

@@ -15,7 +15,7 @@ from penstock.kernels.embedding import embedding, rows_of_share
 from penstock.kernels.native import NATIVE
 from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
 from penstock.layers.adapters import EmbeddingAdapters
-from penstock.layers.linear import ColumnParallelLinear, rows_of_rank
+from penstock.layers.parallel_linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
 from penstock.parallel import ParallelState, rows_of_vocabulary
 

@@ -20,16 +20,9 @@ from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.norm import leading_rms_norm
 from penstock.kernels.rotary import Rotation
 from penstock.layers.attention import Attention
-from penstock.layers.linear import (
-    ColumnParallelLinear,
-    LinearLayer,
-    LinearMethod,
-    MergedColumnParallelLinear,
-    PackedMethod,
-    PlainMethod,
-    RowParallelLinear,
-)
+from penstock.layers.linear import LinearLayer, LinearMethod, PackedMethod, PlainMethod
 from penstock.layers.norm import RMSNorm
+from penstock.layers.parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.parallel import ParallelState, Share
 from penstock.parallel.share import heads_of_rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, GatedActivation
-from penstock.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from penstock.layers.parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.layers.scalable_inputs import FactorOutputs
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.layers.linear import MergedColumnParallelLinear
 from penstock.layers.norm import LayerNorm, NoNorm, RMSNorm, RMSNormRoundedLast
+from penstock.layers.parallel_linear import MergedColumnParallelLinear
 from penstock.layers.weights import Shard
 
 

@@ -19,9 +19,9 @@ from penstock.kernels.activation import ACTIVATIONS
 from penstock.kernels.rows import sum_rows
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.encoder_attention import EncoderAttention
-from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
+from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.config_fields import ConfigFields

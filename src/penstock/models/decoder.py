@@ -21,7 +21,6 @@ from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.attention import Attention, HeadSinks
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.experts import MoE
-from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import (
     LayerNorm,
@@ -32,6 +31,7 @@ from penstock.layers.norm import (
     UnweightedQueryKeyNorm,
     WholeQueryKeyNorm,
 )
+from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.scalable_inputs import outputs_of

@@ -17,9 +17,9 @@ from penstock.config import ModelConfig
 from penstock.kernels.activation import ACTIVATIONS
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import LMHead, VocabEmbedding
-from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
+from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.scalable_inputs import outputs_of
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM

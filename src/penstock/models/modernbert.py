@@ -19,9 +19,9 @@ from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.encoder_attention import EncoderAttention
-from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import LayerNorm, NoNorm
+from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.rope_scaling import RopeParameters
 from penstock.layers.rotary import LayerRotations
 from penstock.layers.weights import Shard, WeightSlot

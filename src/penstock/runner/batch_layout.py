@@ -134,6 +134,13 @@ class DraftCounts(NamedTuple):
     num_drafts: np.ndarray
     num_checked: np.ndarray
 
+    def logits_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Batch index of each logits row, its number within the request, and each request's first row; int64 each."""
+        num_rows = 1 + self.num_checked
+        batch_indices = np.repeat(np.arange(len(num_rows)), num_rows)
+        first_rows = np.cumsum(num_rows) - num_rows
+        return batch_indices, np.arange(len(batch_indices)) - first_rows[batch_indices], first_rows
+
 
 def _lay_out(
     buffers: InputBuffers,
@@ -165,10 +172,7 @@ def _lay_out(
     logits_slots = slots
     draft_parts: tuple[np.ndarray, ...] = ()
     if drafts is not None:
-        num_rows_of = 1 + drafts.num_checked
-        batch_indices = np.repeat(np.arange(num_reqs), num_rows_of)
-        first_rows = np.cumsum(num_rows_of) - num_rows_of
-        numbers = np.arange(len(batch_indices)) - first_rows[batch_indices]
+        batch_indices, numbers, first_rows = drafts.logits_rows()
         logits_slots = slots[batch_indices]
         logits_indices = (logits_indices - drafts.num_drafts)[batch_indices] + numbers
         draft_parts = (logits_slots, numbers, *drafts, first_rows)

@@ -52,7 +52,6 @@ class KVCacheManager:
     num_lookahead_tokens: tokens beyond those of a step that a speculator may write.
     blocks_need_next_token: whether the KV of a block's last token depends on the token after it too, as with an EAGLE
         head. Then the last block of a prefix-cache hit is computed anew, since another token may follow it.
-    shares_in_step: whether a request may read a block in the step that fills it for another request.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class KVCacheManager:
         ]
         can_cache = bool(self.groups) and all(group.finds_prefixes for group in self.groups)
         self._caches_prefixes = enable_prefix_caching and can_cache
-        self.shares_in_step = all(group.shares_in_step for group in self.groups)
+        self._shares_in_step = all(group.shares_in_step for group in self.groups)
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
         # Blocks held by transfers, by request id and holder.
@@ -198,6 +197,15 @@ class KVCacheManager:
                 shared += self.pool.cache_full_blocks(held.groups[index][first:end], keys)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
         return shared
+
+    def share_next(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Sequence[KVCacheBlock]:
+        """Cache the blocks that the request's next tokens fill, for requests of the same step on.
+
+        Attention backends support that for prefill chunks of more than one token only.
+        """
+        if num_tokens == 1 or not self._shares_in_step:
+            return ()
+        return self.cache_blocks(request, min(num_computed_tokens + num_tokens, request.num_tokens))
 
     def forget_content(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Evict blocks whose content was not computed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -12,11 +11,11 @@ from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, SchedulerOutput
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
-from penstock.scheduler.block_pool import KVCacheBlock
+from penstock.scheduler.admission import Admission
 from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
-from penstock.scheduler.request import Request, RequestStatus, no_logprobs
+from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.request_limits import check_chunks, check_fits, check_prompt, check_unfinished
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
@@ -98,6 +97,9 @@ class Scheduler:
         self._next_step_id = 0
         self._num_computed_tokens = 0
         self._features = [make_feature(self) for make_feature in features]
+        self._admission = Admission(
+            config, self._requests, self._in_flight, self.kv_cache, self._features, self._break_off
+        )
 
     @property
     def num_running(self) -> int:
@@ -346,7 +348,7 @@ class Scheduler:
         self._schedule_running(builder, turns)
         # A new request would take blocks that preempted and running requests need.
         if not builder.preempted_req_ids and not builder.waits_for_blocks:
-            self._schedule_waiting(builder)
+            self._admission.admit_to(builder)
         while turns and builder.can_take_others:
             # Fewer requests than microbatches: those that waited longest run again.
             turns.pop(0)
@@ -427,7 +429,7 @@ class Scheduler:
                         continue
                 # Blocks of decodes are cached after the step only.
                 is_decode = drafts or num_tokens == 1
-                shared = () if is_decode else self._share_next(request, request.num_computed_tokens, num_tokens)
+                shared = () if is_decode else self.kv_cache.share_next(request, request.num_computed_tokens, num_tokens)
                 step.add_cached(request, num_tokens, new_block_ids, shared)
                 if drafts:
                     # Draft tokens beyond the budget are invalid after another token.
@@ -460,64 +462,6 @@ class Scheduler:
             if victim is request:
                 return None
         return new_block_ids
-
-    def _schedule_waiting(self, step: StepBuilder) -> None:
-        for feature in self._features:
-            feature.begin_admission(self._requests.running)
-        while step.token_budget > 0 and not step.is_full and len(self._requests.running) < self._max_num_seqs:
-            request = self._requests.waiting.peek()
-            if request is None:
-                return
-            if self._features and self._is_skipped(request):
-                continue
-            try:
-                if not self._admit(request, step) and not self._take_reserved_blocks(request):
-                    return
-            except Exception as error:
-                self._break_off(request, error)
-
-    def _is_skipped(self, request: Request) -> bool:
-        """Whether a feature skips the first waiting request, which then waits until the feature is ready for it."""
-        reason = next((why for feature in self._features if (why := feature.skips(request)) is not None), None)
-        if reason is not None:
-            self._requests.wait_for(request.req_id, reason, is_there=False)
-        return reason is not None
-
-    def _take_reserved_blocks(self, request: Request) -> bool:
-        """Free the reserved blocks of the newest other waiting request if nothing runs; whether there was one."""
-        if self._requests.running or self._in_flight.steps:
-            return False
-        for holder in self._requests.waiting_holders():
-            if holder is not request and not holder.waits_for:
-                self._in_flight.note_loaded(holder, 0)
-                return True
-        return False
-
-    def _admit(self, request: Request, step: StepBuilder) -> bool:
-        """Admit the first waiting request to the step; False if it must wait, and all others after it."""
-        # After a preemption, tokens in flight belong to what must be computed again.
-        if request.status is RequestStatus.PREEMPTED and self._in_flight.holds(request):
-            return False
-        hit = self.kv_cache.get_computed_blocks(request)
-        if not self.kv_cache.has_room_for(request, hit):
-            return False
-        num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
-        if num_tokens < request.num_tokens - hit.num_tokens and not self._runs_chunks:
-            return False
-        if not all(feature.admits(request, step.requests) for feature in self._features):
-            return False
-        if self.kv_cache.allocate_slots(request, num_tokens, hit) is None:
-            return False
-        self._requests.waiting.admit(self._requests.running)
-        request.has_news = True
-        # After a preemption within the prompt they start again.
-        request.prompt_logprobs = no_logprobs() if request.needs_prompt_logits else None
-        self._note_first_run(request, hit.num_tokens)
-        shared = self._share_next(request, hit.num_tokens, num_tokens)
-        step.add_new(request, num_tokens, self.kv_cache.get_block_ids(request.req_id), hit, shared)
-        # Last, since it means that the worker holds the request.
-        request.status = RequestStatus.RUNNING
-        return True
 
     def _expect_drafts(self, step: Step) -> None:
         """Set placeholders for the draft tokens that the device makes after this step."""
@@ -556,18 +500,3 @@ class Scheduler:
                     self._in_flight.rewind_between_steps(step.requests[named])
                 return None
         return new_block_ids
-
-    def _share_next(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Sequence[KVCacheBlock]:
-        """Cache the blocks that the request's next tokens fill, for requests of the same step on.
-
-        Attention backends support that for prefill chunks of more than one token only.
-        """
-        if num_tokens == 1 or not self.kv_cache.shares_in_step:
-            return ()
-        return self.kv_cache.cache_blocks(request, min(num_computed_tokens + num_tokens, request.num_tokens))
-
-    def _note_first_run(self, request: Request, num_cached_tokens: int) -> None:
-        if request.num_cached_tokens >= 0:
-            return
-        request.num_cached_tokens = num_cached_tokens
-        request.first_scheduled_time = time.monotonic()

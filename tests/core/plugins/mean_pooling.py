@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
-from penstock.layers.linear import QKVParallelLinear, RowParallelLinear
+from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel
 from penstock.models.registry import register_model

@@ -16,11 +16,12 @@ from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidRequest
 from penstock.scheduler.adapters import AdapterLimit
+from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 # Reason for which a request waits while its adapter is loaded.
-ADAPTER = "its adapter"
+_ADAPTER = "its adapter"
 # Worker methods that the core calls through `CoreAdapters`.
 ADAPTER_METHODS = ("add_lora", "prefetch_lora", "offer_loras", "remove_lora", "pin_lora", "known_loras")
 
@@ -44,8 +45,9 @@ class _Known:
 class CoreAdapters:
     """Loads adapters before their requests run, while steps go on.
 
-    call: calls a method of every worker between two steps. loads_at_once: ranks whose engines schedule by themselves
-    cannot wait for an adapter, since they would not stop waiting at the same step.
+    call: calls a method of every worker between two steps. tell_ends: called with the last outputs of requests whose
+    adapters cannot be loaded. loads_at_once: ranks whose engines schedule by themselves cannot wait for an adapter,
+    since they would not stop waiting at the same step.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class CoreAdapters:
         scheduler: Scheduler,
         limit: AdapterLimit | None,
         call: Callable[..., list[Any]],
+        tell_ends: Callable[[list[EngineCoreOutput]], None],
         *,
         loads_at_once: bool,
     ) -> None:
@@ -61,6 +64,7 @@ class CoreAdapters:
         self._scheduler = scheduler
         self._limit = limit
         self._call = call
+        self._tell_ends = tell_ends
         self._loads_at_once = loads_at_once
         self._known: dict[int, _Known] = {}
         # Ids of adapters that were removed, which are not offered again.
@@ -103,8 +107,13 @@ class CoreAdapters:
         known.is_removed = is_resumed
         return known
 
-    def is_loaded_for(self, req_id: str, parts: Parts | None) -> bool:
-        """Whether a request may run at once; otherwise its adapter is being loaded, and `take_ready` names it later."""
+    def add(self, req_id: str, parts: Parts | None) -> None:
+        """Follow a new request of the scheduler, which waits while its adapter is loaded."""
+        if not self._is_loaded_for(req_id, parts):
+            self._scheduler.wait_for(req_id, _ADAPTER)
+
+    def _is_loaded_for(self, req_id: str, parts: Parts | None) -> bool:
+        """Whether a request may run at once; otherwise its adapter is being loaded."""
         part = part_of(parts, AdapterPart)
         if part is None:
             return True
@@ -127,12 +136,21 @@ class CoreAdapters:
         """Whether requests wait for adapters."""
         return any(known.waiting for known in self._known.values())
 
-    def take_ready(self) -> tuple[list[str], dict[str, str]]:
+    def take_ready(self) -> None:
+        """Let requests run whose adapters are loaded, and end those whose adapters cannot be."""
+        if not self.are_loading:
+            return
+        ready, failed = self._loaded_and_failed()
+        for req_id in ready:
+            self._scheduler.ready(req_id, _ADAPTER)
+        for req_id, reason in failed.items():
+            ended = self._scheduler.finish_requests([req_id], FinishReason.ERROR)
+            self._tell_ends([replace(output, error=reason) for output in ended])
+
+    def _loaded_and_failed(self) -> tuple[list[str], dict[str, str]]:
         """Requests whose adapters are loaded now, and reasons by request whose adapters cannot be loaded."""
         ready: list[str] = []
         failed: dict[str, str] = {}
-        if not self.are_loading:
-            return ready, failed
         for lora_id, states in self._read_status().items():
             known = self._known[lora_id]
             if not known.waiting:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -80,6 +81,23 @@ class CoreThread:
             self._commands.put(command)
         self._wake()
         return command.future
+
+    def call(self, what: str, action: Callable[[], _Result]) -> Coroutine[None, None, _Result]:
+        """Run `action` in the thread before its next step; await the coroutine, in an event loop, for its result.
+
+        what: name of the call in errors. Raises as `submit`; the coroutine WaitTimeout when the thread hangs.
+        """
+        return self._outcome(what, asyncio.wrap_future(self.submit(action)))
+
+    async def _outcome(self, what: str, future: asyncio.Future[_Result]) -> _Result:
+        """Result of a call, awaited for as long as the thread makes progress."""
+        try:
+            while not (await asyncio.wait([future], timeout=self.turn_timeout_s))[0]:
+                self.check_progress(what)
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
 
     def check_running(self) -> None:
         """Raise EngineDead or LifecycleError when the thread has ended, or is in another process."""

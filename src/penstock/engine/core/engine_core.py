@@ -13,7 +13,8 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
-from penstock.engine.core.adapters import ADAPTER, ADAPTER_METHODS, CoreAdapters
+from penstock.engine.core.adapters import ADAPTER_METHODS, CoreAdapters
+from penstock.engine.core.constrained_requests import ConstrainedRequests
 from penstock.engine.core.core_client import CHANGE_WEIGHTS
 from penstock.engine.core.recovery import Recovery
 from penstock.engine.core.startup import StartedEngine, start_engine
@@ -23,18 +24,10 @@ from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.metrics import SpecDecodeLog
 from penstock.engine.statistics.step_log import StepLog, StepRecord
 from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
-from penstock.errors import (
-    EngineDead,
-    GrammarError,
-    InvalidRequest,
-    LifecycleError,
-    PenstockError,
-    WaitTimeout,
-    WorkerError,
-)
+from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import Executor, StepHandle
 from penstock.scheduler.adapters import AdapterLimit
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
+from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_features import registered_step_features
@@ -47,8 +40,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 0.1
 # Poll interval while adapters are loaded.
 _ADAPTER_WAIT_S = 0.002
-# Reason for which a request waits while its grammar is compiled.
-_GRAMMAR = "its grammar"
 
 
 class EngineCore:
@@ -79,13 +70,13 @@ class EngineCore:
         # Set by `wake`, which ends `wait_for_work`.
         self._woken = threading.Event()
         self._has_to_wait = False
-        self._grammar = grammar or StructuredGrammar(
+        grammar = grammar or StructuredGrammar(
             config.model,
             config.structured,
             config.constraints_wait_for,
             compiles_beside=not config.parallel.must_agree_on_time,
         )
-        self._grammar.on_ready(self.wake)
+        grammar.on_ready(self.wake)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # Outputs that are read and not returned yet; a failure later in the turn must not lose them.
         self._outputs: list[EngineCoreOutput] = []
@@ -98,25 +89,14 @@ class EngineCore:
         self._loss_callback: Callable[[], None] = lambda: None
         self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
         self._adapter_limit: AdapterLimit | None = None
-        self.scheduler = Scheduler(
-            config.scheduler,
-            engine.kv_cache_config,
-            max_model_len=engine.max_model_len,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            async_scheduling=self._runs_ahead,
-            num_lookahead_tokens=config.speculative.num_lookahead_tokens,
-            blocks_need_next_token=config.speculative.reads_next_token,
-            num_speculative_tokens=engine.executor.num_speculative_tokens,
-            step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
-            max_concurrent_steps=self._max_in_flight,
-            tell_ends=self._take_ends,
-            features=[*registered_step_features(), *([self._make_adapter_limit] if config.lora.enable_lora else [])],
-        )
+        self.scheduler = self._make_scheduler(engine)
+        self._constrained = ConstrainedRequests(grammar, self.scheduler, self._take_ends)
         self._adapters = CoreAdapters(
             config.lora,
             self.scheduler,
             self._adapter_limit,
             lambda method, args=(): self._executor.collective_rpc(method, args=args),
+            self._take_ends,
             loads_at_once=config.parallel.must_agree_on_time,
         )
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
@@ -150,16 +130,12 @@ class EngineCore:
             )
         )
         try:
-            is_ready = self._grammar.add(request)
-            has_adapter = self._adapters.is_loaded_for(request.req_id, parts)
+            self._constrained.add(request)
+            self._adapters.add(request.req_id, parts)
         except Exception:
             # The caller gets the error as a refusal, so the request must not run.
             self.abort_requests([request.req_id])
             raise
-        if not is_ready:
-            self.scheduler.wait_for(request.req_id, _GRAMMAR)
-        if not has_adapter:
-            self.scheduler.wait_for(request.req_id, ADAPTER)
         self.wake()
         if self._admission_callback is not None:
             self._admission_callback(request.req_id, None)
@@ -167,7 +143,7 @@ class EngineCore:
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """Abort requests, waiting or running; unknown ids are ignored."""
         ended = self.scheduler.finish_requests(list(req_ids))
-        self._grammar.accept(ended)
+        self._constrained.forget(ended)
         self._recovery.note_ends([output.req_id for output in ended])
         self.wake()
         return ended
@@ -260,7 +236,7 @@ class EngineCore:
             self._read_oldest()
         if executed is not None:
             self._read_constrained_steps(executed)
-            bitmask = self._bitmask(self._with_drafts(executed))
+            bitmask = self._constrained.bitmask(self._with_drafts(executed))
             self.phases.end(StepPhase.GRAMMAR)
             self._sample(executed, bitmask)
             self.phases.end(StepPhase.SAMPLE)
@@ -273,12 +249,8 @@ class EngineCore:
 
     def _execute_next(self) -> SchedulerOutput | None:
         """Launch the forward pass of the next step, if it has tokens to run or requests to remove."""
-        try:
-            for req_id in self._grammar.take_ready():
-                self.scheduler.ready(req_id, _GRAMMAR)
-        except GrammarError as error:
-            self._end_constrained(error, ())
-        self._take_adapters()
+        self._constrained.take_ready()
+        self._adapters.take_ready()
         if not self.scheduler.has_work():
             return None
         output = self.scheduler.schedule()
@@ -288,7 +260,7 @@ class EngineCore:
         self._launched = output
         self.step_log.note(output)
         try:
-            is_constrained = self._grammar.constrains_any(output.num_scheduled_tokens.keys())
+            is_constrained = self._constrained.any_of(output.num_scheduled_tokens.keys())
             executor = self._executor
             (executor.execute_model if is_constrained else executor.execute_unconstrained)(output)
             self.phases.end(StepPhase.EXECUTE)
@@ -297,14 +269,22 @@ class EngineCore:
             raise
         return output
 
-    def _take_adapters(self) -> None:
-        """Let requests run whose adapters are loaded, and end those whose adapters cannot be."""
-        ready, failed = self._adapters.take_ready()
-        for req_id in ready:
-            self.scheduler.ready(req_id, ADAPTER)
-        for req_id, reason in failed.items():
-            ended = self.scheduler.finish_requests([req_id], FinishReason.ERROR)
-            self._take_ends([msgspec.structs.replace(output, error=reason) for output in ended])
+    def _make_scheduler(self, engine: StartedEngine) -> Scheduler:
+        config = self.config
+        return Scheduler(
+            config.scheduler,
+            engine.kv_cache_config,
+            max_model_len=engine.max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            async_scheduling=self._runs_ahead,
+            num_lookahead_tokens=config.speculative.num_lookahead_tokens,
+            blocks_need_next_token=config.speculative.reads_next_token,
+            num_speculative_tokens=engine.executor.num_speculative_tokens,
+            step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
+            max_concurrent_steps=self._max_in_flight,
+            tell_ends=self._take_ends,
+            features=[*registered_step_features(), *([self._make_adapter_limit] if config.lora.enable_lora else [])],
+        )
 
     def _make_adapter_limit(self, scheduler: Scheduler) -> AdapterLimit:
         self._adapter_limit = AdapterLimit(scheduler, self.config.lora.max_loras)
@@ -314,7 +294,7 @@ class EngineCore:
         """Read the steps in flight up to the last one that shares a constrained request with an executed step."""
         if self._max_in_flight == 1:
             return
-        constrained = [req_id for req_id in executed.num_scheduled_tokens if self._grammar.constrains(req_id)]
+        constrained = self._constrained.among(executed.num_scheduled_tokens)
         while any(not step.num_scheduled_tokens.keys().isdisjoint(constrained) for step, _ in self._in_flight):
             self._read_oldest()
 
@@ -328,10 +308,7 @@ class EngineCore:
         self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
             self._spec_decode_log.note_step()
-        try:
-            self._grammar.accept(outputs)
-        except Exception as error:
-            self._end_constrained(error, [output.req_id for output in outputs])
+        self._constrained.accept(outputs)
         self.phases.end(StepPhase.UPDATE)
 
     def _take_drafts(self) -> None:
@@ -347,7 +324,7 @@ class EngineCore:
         each. -1 stays where there is no draft.
         """
         scheduled = output.scheduled_spec_decode_tokens
-        if not self._runs_ahead or not self._grammar.constrains_any(scheduled.keys()):
+        if not self._runs_ahead or not self._constrained.any_of(scheduled.keys()):
             return output
         drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is None:
@@ -358,14 +335,6 @@ class EngineCore:
             if req_id in scheduled
         }
         return msgspec.structs.replace(output, scheduled_spec_decode_tokens={**scheduled, **known})
-
-    def _bitmask(self, output: SchedulerOutput) -> GrammarOutput:
-        """Grammar bitmask of an executed step; requests whose grammar fails are ended first."""
-        while True:
-            try:
-                return self._grammar.bitmask(output)
-            except Exception as error:
-                self._end_constrained(error, output.num_scheduled_tokens)
 
     def _sample(self, output: SchedulerOutput, grammar: GrammarOutput) -> None:
         """Launch the sampling of an executed step."""
@@ -457,33 +426,16 @@ class EngineCore:
     def close(self) -> None:
         """Free the workers and their memory; a second call does nothing."""
         self._in_flight.clear()
-        self._grammar.close()
+        self._constrained.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             self._spec_decode_log.close()
             engine.executor.shutdown()
 
-    def _end_constrained(self, error: Exception, req_ids: Iterable[str]) -> None:
-        """End the requests of a grammar failure: those that the error names, else the constrained ones of `req_ids`.
-
-        Re-raises the error when that leaves no request.
-        """
-        failed = error.req_ids if isinstance(error, GrammarError) else filter(self._grammar.constrains, req_ids)
-        is_invalid = isinstance(error.__cause__, InvalidRequest)
-        ended = self.scheduler.finish_requests(failed, FinishReason.INVALID if is_invalid else FinishReason.ERROR)
-        if not ended:
-            raise error
-        if is_invalid:
-            logger.info("%d requests end with a constraint that is not valid: %s", len(ended), error)
-        else:
-            logger.error("The grammar of %d requests failed", len(ended), exc_info=error)
-        text = str(error) if is_invalid else f"Its grammar failed: {error}"
-        self._take_ends([msgspec.structs.replace(output, error=text) for output in ended])
-
     def _take_ends(self, ended: list[EngineCoreOutput]) -> None:
         """Queue the outputs of requests that ended without the result of a step."""
         self._outputs += ended
-        self._grammar.accept(ended)
+        self._constrained.forget(ended)
         self._recovery.note_ends([output.req_id for output in ended])
 
     def _recover_lost(self) -> None:

@@ -21,7 +21,7 @@ from penstock.engine.processes.child_process import CoreHandle, start_core
 from penstock.engine.processes.core_server import ServedCore
 from penstock.engine.processes.heartbeat import LONGEST_WAIT_S
 from penstock.engine.processes.routing import Router
-from penstock.engine.processes.supervisor import REFUSAL_TIMEOUT_S, Call, EngineSupervisor
+from penstock.engine.processes.supervisor import REFUSAL_TIMEOUT_S, Call, EngineSupervisor, StartCore
 from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
@@ -99,20 +99,7 @@ class CoreGroup:
 
         try:
             with self._listening():
-                for index in range(num_engines):
-                    name = "the broker" if connect is not None else "the core"
-                    name = name if num_engines == 1 else f"{name} of engine {index}"
-                    own = replace(config, parallel=parallel.of_engine(index))
-                    self._engines.append(
-                        EngineSupervisor(
-                            name,
-                            own,
-                            start,
-                            # A broker runs no requests itself.
-                            blames_requests=connect is None,
-                            start_timeout_s=start_timeout_s,
-                        )
-                    )
+                self._start_engines(config, num_engines, start, start_timeout_s, is_broker=connect is not None)
                 meanwhile()
                 self._wait_until(self._are_running)
         except BaseException as error:
@@ -315,6 +302,17 @@ class CoreGroup:
             self._ended_by = self._ended_by or LifecycleError("This engine was closed. Create a new one.")
             self._turns.clear()
         self._end_processes()
+
+    def _start_engines(
+        self, config: EngineConfig, num_engines: int, start: StartCore, start_timeout_s: float, *, is_broker: bool
+    ) -> None:
+        for index in range(num_engines):
+            name = "the broker" if is_broker else "the core"
+            name = name if num_engines == 1 else f"{name} of engine {index}"
+            own = replace(config, parallel=config.parallel.of_engine(index))
+            # A broker runs no requests itself.
+            engine = EngineSupervisor(name, own, start, blames_requests=not is_broker, start_timeout_s=start_timeout_s)
+            self._engines.append(engine)
 
     def _choose(self, request: EngineRequest) -> EngineSupervisor:
         responsive = [index for index, engine in enumerate(self._engines) if engine.is_responsive]

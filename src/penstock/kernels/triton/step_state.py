@@ -284,89 +284,21 @@ class TritonStep(BoundStep):
         self._buffers = buffers
         self._num_columns: tuple[int, ...] | None = None
         self._tensors: StepTensors
-        num_rows, num_tokens = layout.idx_mapping_R.shape[0], layout.token_to_req_T.shape[0]
-        num_reqs, drafts, max_drafts = layout.num_reqs, layout.drafts, layout.max_drafts
+        num_rows, num_tokens = _padded_sizes(layout)
         self._sizes = num_rows, num_tokens
-        self._table_shape = num_reqs, max_drafts + 4
+        self._table_shape = layout.num_reqs, layout.max_drafts + 4
         self._device = state.all_token_ids_SL.device
-        has_drafts = drafts is not None
-        tokens = state.all_token_ids_SL, state.all_token_ids_SL.shape[1]
-        computed, slots, scheduled = state.num_computed_tokens_S, layout.idx_mapping_R, layout.num_scheduled_R
-        draft_ids = state.draft_token_ids_SD, state.draft_token_ids_SD.shape[1]
-        # Without drafts the kernels do not read their counts, and any tensor of their type will do.
-        counts = (slots, slots, slots) if drafts is None else drafts[:3]
         token_programs = triton.cdiv(num_tokens, _BLOCK)
-        req_programs = (triton.cdiv(num_reqs, _BLOCK),)
+        req_programs = (triton.cdiv(layout.num_reqs, _BLOCK),)
 
         self._gather_tokens = _gather_tokens[(triton.cdiv(num_rows, _BLOCK) + token_programs,)]
-        self._token_arguments = (
-            *tokens,
-            state.total_len_S,
-            computed,
-            *draft_ids,
-            slots,
-            scheduled,
-            layout.token_to_req_T,
-            layout.token_offset_T,
-            counts[0],
-            buffers.input_ids_T,
-            buffers.positions_T,
-            buffers.seq_lens_R,
-            num_rows,
-            num_reqs,
-            num_tokens,
-            max_drafts,
-            has_drafts,
-            _BLOCK,
-        )
+        self._token_arguments = _token_arguments(state, layout, buffers)
         self._gather_blocks = _gather_blocks[(num_rows + token_programs,)]
-        groups = zip(
-            state.block_tables_SB, state.block_sizes, buffers.block_tables_RB, buffers.slot_mappings_T, strict=True
-        )
-        # Arguments before and after the number of columns, per KV-cache group.
-        self._block_arguments = [
-            (
-                (
-                    all_blocks,
-                    all_blocks.shape[1],
-                    computed,
-                    slots,
-                    layout.token_to_req_T,
-                    layout.token_offset_T,
-                    blocks,
-                    blocks.shape[1],
-                    slot_mapping,
-                    num_rows,
-                    num_tokens,
-                    layout.num_tokens,
-                ),
-                (block_size, _BLOCK),
-            )
-            for all_blocks, block_size, blocks, slot_mapping in groups
-        ]
+        self._block_arguments = _block_arguments(state, layout, buffers)
         self._compute_outcome = _compute_outcome[req_programs]
-        self._outcome_arguments = (
-            buffers.seq_lens_R,
-            state.prefill_len_S,
-            *draft_ids,
-            slots,
-            *counts,
-            num_reqs,
-            max_drafts,
-            has_drafts,
-            _BLOCK,
-        )
+        self._outcome_arguments = _outcome_arguments(state, layout, buffers)
         self._advance_state = _advance_state[req_programs]
-        self._advance_arguments = (
-            *tokens,
-            state.total_len_S,
-            computed,
-            slots,
-            scheduled,
-            num_reqs,
-            max_drafts,
-            _BLOCK,
-        )
+        self._advance_arguments = _advance_arguments(state, layout)
 
     def gather(self, num_columns: tuple[int, ...]) -> StepTensors:
         if num_columns != self._num_columns:
@@ -392,3 +324,103 @@ class TritonStep(BoundStep):
 
     def advance(self, outcome: StepOutcome) -> None:
         self._advance_state(outcome.table_RX, *self._advance_arguments)
+
+
+def _padded_sizes(layout: LayoutTensors) -> tuple[int, int]:
+    """Numbers of rows and tokens, padding included."""
+    return layout.idx_mapping_R.shape[0], layout.token_to_req_T.shape[0]
+
+
+def _draft_counts(layout: LayoutTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft tokens of each request, those to verify, and its first logits row."""
+    # Without drafts the kernels do not read their counts, and any tensor of their type will do.
+    slots = layout.idx_mapping_R
+    return (slots, slots, slots) if layout.drafts is None else layout.drafts[:3]
+
+
+def _token_arguments(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> tuple[object, ...]:
+    """Arguments of `_gather_tokens`."""
+    num_rows, num_tokens = _padded_sizes(layout)
+    return (
+        state.all_token_ids_SL,
+        state.all_token_ids_SL.shape[1],
+        state.total_len_S,
+        state.num_computed_tokens_S,
+        state.draft_token_ids_SD,
+        state.draft_token_ids_SD.shape[1],
+        layout.idx_mapping_R,
+        layout.num_scheduled_R,
+        layout.token_to_req_T,
+        layout.token_offset_T,
+        _draft_counts(layout)[0],
+        buffers.input_ids_T,
+        buffers.positions_T,
+        buffers.seq_lens_R,
+        num_rows,
+        layout.num_reqs,
+        num_tokens,
+        layout.max_drafts,
+        layout.drafts is not None,
+        _BLOCK,
+    )
+
+
+def _block_arguments(
+    state: SlotTensors, layout: LayoutTensors, buffers: StepTensors
+) -> list[tuple[tuple[object, ...], tuple[object, ...]]]:
+    """Arguments of `_gather_blocks` per KV-cache group, before and after the number of columns."""
+    num_rows, num_tokens = _padded_sizes(layout)
+    groups = zip(
+        state.block_tables_SB, state.block_sizes, buffers.block_tables_RB, buffers.slot_mappings_T, strict=True
+    )
+    return [
+        (
+            (
+                all_blocks,
+                all_blocks.shape[1],
+                state.num_computed_tokens_S,
+                layout.idx_mapping_R,
+                layout.token_to_req_T,
+                layout.token_offset_T,
+                blocks,
+                blocks.shape[1],
+                slot_mapping,
+                num_rows,
+                num_tokens,
+                layout.num_tokens,
+            ),
+            (block_size, _BLOCK),
+        )
+        for all_blocks, block_size, blocks, slot_mapping in groups
+    ]
+
+
+def _outcome_arguments(state: SlotTensors, layout: LayoutTensors, buffers: StepTensors) -> tuple[object, ...]:
+    """Arguments of `_compute_outcome` after the sampled tokens, the failures and the table."""
+    return (
+        buffers.seq_lens_R,
+        state.prefill_len_S,
+        state.draft_token_ids_SD,
+        state.draft_token_ids_SD.shape[1],
+        layout.idx_mapping_R,
+        *_draft_counts(layout),
+        layout.num_reqs,
+        layout.max_drafts,
+        layout.drafts is not None,
+        _BLOCK,
+    )
+
+
+def _advance_arguments(state: SlotTensors, layout: LayoutTensors) -> tuple[object, ...]:
+    """Arguments of `_advance_state` after the table."""
+    return (
+        state.all_token_ids_SL,
+        state.all_token_ids_SL.shape[1],
+        state.total_len_S,
+        state.num_computed_tokens_S,
+        layout.idx_mapping_R,
+        layout.num_scheduled_R,
+        layout.num_reqs,
+        layout.max_drafts,
+        _BLOCK,
+    )
