@@ -379,7 +379,7 @@ RUNNING = {
         from vllm import LLM
         llm = LLM(model="demo")
         result = [name for name in ("generate", "chat", "embed", "sleep") if hasattr(llm, name)]
-        assert result == ["generate", "chat"]
+        assert result == ["generate", "chat", "embed"]
     """,
     "one import for all": """
         import vllm
