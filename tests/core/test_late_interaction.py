@@ -63,6 +63,7 @@ def expected_scores(oracle: Any, queries: list[str] = QUERIES) -> np.ndarray:
     )
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_oracle(bert: tuple[LLM, Any]) -> None:
     llm, oracle = bert
     for query, expected in zip(QUERIES, expected_scores(oracle), strict=True):

@@ -32,10 +32,11 @@ PLAYS = ["ROMEO:", "JULIET:", "First Citizen:\nWe", "KING"]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    num_descriptors, memory = psutil.Process().num_fds(), _shared_memory()
+    me = psutil.Process()
+    processes, num_descriptors, memory = set(me.children(recursive=True)), me.num_fds(), _shared_memory()
     yield
-    assert not psutil.Process().children(recursive=True)
-    wait_until(lambda: psutil.Process().num_fds() <= num_descriptors, "all descriptors are closed")
+    assert set(me.children(recursive=True)) <= processes
+    wait_until(lambda: me.num_fds() <= num_descriptors, "all descriptors are closed")
     wait_until(lambda: _shared_memory() <= memory, "all memory is given back")
 
 

@@ -207,7 +207,7 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone(undisturbed
     assert "oneOf" in results[3].error
 
 
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_one_that_takes_too_long_ends_with_an_error_and_others_do_not_wait_for_it(
     undisturbed: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

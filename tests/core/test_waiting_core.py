@@ -240,7 +240,7 @@ def load_waiting_core(config: EngineConfig) -> EngineCore:
     return EngineCore(config, SlowGrammar())
 
 
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 def test_a_core_elsewhere_hears_its_client_while_it_waits(folder: Path) -> None:
     core = CoreGroup(EngineConfig.create(str(folder), **SMALL), load_waiting_core)
     core.add_request(EngineRequest(req_id="waits", prompt_token_ids=PROMPT, sampling_params=slow()))

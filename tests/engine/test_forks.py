@@ -168,6 +168,7 @@ async def _last(engine: AsyncEngine) -> list[int]:
     return list(outputs[-1].outputs[0].token_ids)
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_thread_is_refused() -> None:
     engine = AsyncEngine("demo", **SMALL)
     before = asyncio.run(_last(engine))

@@ -62,6 +62,7 @@ def test_a_token_takes_half_the_memory_of_each_rank(tmp_path: Path) -> None:
     assert shared == (num_blocks, 2 * positions, page_bytes)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_together_is_refused_by_name(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE)
     with pytest.raises(ConfigError, match="decode_context_parallel_size=3 is not valid with tensor_parallel_size=2"):

@@ -106,11 +106,12 @@ def test_a_stage_that_is_stopped_is_named(stage: int, folder: Path) -> None:
         core.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "named"),
     [
         ("exit", r"Rank 1, process \d+, ended with exit code 3"),
-        pytest.param("raise", "Rank 1 failed in execute_model: ZeroDivisionError", marks=pytest.mark.slow),
+        ("raise", "Rank 1 failed in execute_model: ZeroDivisionError"),
     ],
 )
 def test_what_ends_one_rank_in_a_step_leaves_nothing(

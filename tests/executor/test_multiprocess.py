@@ -177,6 +177,7 @@ def test_a_worker_that_is_busy_reads_a_long_message_when_it_is_done(
     assert executor.collective_rpc(echo, args=(bytes(8 << 20),)) == [bytes(8 << 20)] * 2
 
 
+@pytest.mark.slow
 def test_workers_must_be_replaced_after_ctrl_c_in_a_call(
     start: Callable[[], MultiprocessExecutor], tmp_path: Path
 ) -> None:
@@ -323,6 +324,7 @@ def test_a_worker_that_never_comes_up_is_named(config: EngineConfig, monkeypatch
     assert children() <= before
 
 
+@pytest.mark.slow
 def test_after_shutdown_calls_are_refused(start: Callable[[], MultiprocessExecutor]) -> None:
     executor = start()
     executor.shutdown()

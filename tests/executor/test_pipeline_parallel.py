@@ -91,6 +91,7 @@ def test_an_embedding_is_rounded_as_the_head_of_another_stage_that_is_tied_to_it
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_as_many_steps_are_under_way_as_there_are_stages(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE, head_dim=16, num_hidden_layers=LAYERS)
     core = make(tmp_path, (2, 2, 2), kv_cache_memory_bytes="1MiB")

@@ -56,8 +56,8 @@ def test_ranks_give_the_tokens_of_one_worker(
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrangement", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.one_case_quick
 def test_nan_of_one_request_hurts_none_that_gets_its_blocks(arrangement: dict[str, int], tmp_path: Path) -> None:
     """On no rank, though one reads results, and with a backend that reads whole blocks."""
     bad = 77

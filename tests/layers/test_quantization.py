@@ -158,7 +158,7 @@ def test_other_dtypes_are_computed_in_float32_and_keep_theirs() -> None:
     assert (layer(x_TI).float() - expected).norm() < 0.03 * expected.norm()
 
 
-@pytest.mark.one_case_quick
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_shipped_model_generates_the_same_with_and_without_kernels(
     quantization: str, monkeypatch: pytest.MonkeyPatch

@@ -55,9 +55,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_case_quick
 def test_a_process_takes_what_its_engine_plans_with(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, options, environment = MODELS[name]
     for variable, value in environment.items():

@@ -73,8 +73,8 @@ def test_cores_end_with_their_program_even_while_they_stand_still(tmp_path: Path
     wait_for_the_end_of(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.one_case_quick
 def test_what_asks_a_group_of_processes_to_end_is_the_program_s_alone(tmp_path: Path, number: signal.Signals) -> None:
     """SIGTERM of the process group is handled by the script alone, which may finish with its cores and workers."""
     program = f"""

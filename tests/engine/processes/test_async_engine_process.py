@@ -347,6 +347,7 @@ def test_a_program_that_chose_its_ray_cluster_keeps_the_core(
     assert "runs in this process, since it has connected to a Ray cluster" in caplog.text
 
 
+@pytest.mark.slow
 def test_interrupts_are_for_the_program_whatever_its_core_is_doing(tmp_path: Path) -> None:
     """SIGINT reaches all processes, as Ctrl-C in a terminal does, while the engine starts or serves."""
     source = f"""

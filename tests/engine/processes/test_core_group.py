@@ -172,8 +172,8 @@ def test_what_no_message_can_hold_is_refused_and_forgotten(
     assert list(finish(core)) == ["a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_cores", [1, 2])
-@pytest.mark.one_case_quick
 def test_statistics_are_of_all_cores_that_run(start: Callable[..., CoreGroup], num_cores: int) -> None:
     core = start(data_parallel_size=num_cores)
     for req_id in ("a", "b", "c"):
@@ -308,6 +308,7 @@ def test_what_is_free_beside_other_engines_is_no_limit_for_it(tmp_path: Path, mo
     core.close()
 
 
+@pytest.mark.slow
 def test_a_group_that_is_dropped_leaves_nothing(config: EngineConfig) -> None:
     with nothing_left():
         core = CoreGroup(config, load_odd)
