@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
 from penstock.cli.failures import file_named
+from penstock.config.file_lock import is_locked, lock_while_open
 from penstock.errors import ConfigError
 
 # Names of open files, which may be regular files that must not be replaced.
@@ -90,7 +90,7 @@ def partial_files(path: Path) -> list[Path]:
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         return []
-    return [found for found in _partial_names(target) if found.is_file() and not _is_locked(found)]
+    return [found for found in _partial_names(target) if found.is_file() and not is_locked(found)]
 
 
 @contextmanager
@@ -145,21 +145,9 @@ def _new_file_beside(target: Path) -> BinaryIO:
             file = _partial_name(target, number).open("xb")
         except FileExistsError:
             continue
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_while_open(file)
         return file
     raise AssertionError("there is always another number")
-
-
-def _is_locked(partial: Path) -> bool:
-    with partial.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-    return False
 
 
 def _partial_name(target: Path, number: int) -> Path:

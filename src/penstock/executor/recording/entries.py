@@ -6,12 +6,10 @@ little-endian, and msgpack.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import struct
 import time
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
 
+from penstock.config.file_lock import is_locked, lock_while_open
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from penstock.contract.codec import CONTRACT_VERSION
 from penstock.contract.lora import LoRARequest
@@ -111,8 +110,7 @@ class RecordingFile:
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
-        with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_while_open(self._file)
         self._encoder = msgspec.msgpack.Encoder()
         versions = {
             "kind": _KIND,
@@ -135,13 +133,9 @@ class RecordingFile:
 def is_being_written(path: Path) -> bool:
     """Whether another `RecordingFile` of this path is open, in this process or another one."""
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return is_locked(path)
     except OSError:
         return False
-    return False
 
 
 def read_recording(path: Path) -> Recording:

@@ -1,0 +1,26 @@
+"""Locks of files that are being written, where the file system has locks."""
+
+from __future__ import annotations
+
+import fcntl
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def lock_while_open(file: BinaryIO) -> None:
+    """Lock a new file until it is closed, or its process ends."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a file is open and locked, in this process or another one. Raises OSError if it cannot be opened."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
