@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import SamplingParams, SchedulerOutput
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.messages import EngineRequest
@@ -69,6 +69,18 @@ def hanging(config: EngineConfig) -> FakeCore:
 def slow(config: EngineConfig) -> FakeCore:
     core = FakeCore(config)
     core.on_step = lambda step: time.sleep(0.02)
+    return core
+
+
+def recording(config: EngineConfig) -> FakeCore:
+    core = FakeCore(config)
+    output = SchedulerOutput(step_id=0, num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1)
+
+    def record(step: int) -> None:
+        time.sleep(0.02)
+        core.step_log.note(output)
+
+    core.on_step = record
     return core
 
 
@@ -205,6 +217,22 @@ def test_a_request_that_is_aborted_leaves_nothing_behind_and_its_id_is_free(star
         tokens = {name: [t for output in got for t in output.new_token_ids] for name, got in run(core).items()}
         assert tokens["a"] == tokens["b"] or tokens["b"] == tokens["a"][1:]
         assert len(tokens["a"]) == 6
+
+
+def test_a_core_whose_last_request_was_aborted_reports_that_it_is_idle(start: Callable[..., CoreGroup]) -> None:
+    core = start(recording)
+    core.watch_steps(60.0)
+    core.add_request(request("a", sampling_params=SamplingParams(max_tokens=50, seed=1)))
+    num_steps, num_records = 0, 0
+    while num_steps < 5:
+        num_steps += len(core.step())
+    assert core.status().stats.num_running_reqs == 1
+    core.abort_requests(["a"])
+    deadline = time.monotonic() + PATIENCE_S
+    while core.status().stats.num_running_reqs or num_records < num_steps:
+        assert time.monotonic() < deadline, (core.status().stats, num_steps, num_records)
+        core.step()
+        num_records += len(core.take_recent_steps()[0])
 
 
 def test_utility_calls_reach_it_between_steps(start: Callable[..., CoreGroup]) -> None:

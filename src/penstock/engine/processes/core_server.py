@@ -90,6 +90,7 @@ class _Server:
         self._arrived: queue.Queue[bytes | None] = queue.Queue()
         self._is_answering = False
         self._num_restarts_sent = 0
+        self._stats_sent = core.stats()
 
     def run(self) -> None:
         core = self._core
@@ -119,9 +120,10 @@ class _Server:
         phase_s = core.phases.take()
         num_restarts = core.num_worker_restarts - self._num_restarts_sent
         self._num_restarts_sent += num_restarts
+        self._stats_sent = core.stats()
         message = StepOutputs(
             outputs=outputs,
-            stats=core.stats(),
+            stats=self._stats_sent,
             step_s=step_s,
             phase_s=phase_s,
             num_worker_restarts=num_restarts,
@@ -131,6 +133,13 @@ class _Server:
         core.phases.begin()
         self._parent.send(message)
         core.phases.end(StepPhase.SEND)
+
+    def _send_changes(self) -> None:
+        """Send what has changed since the last step: calls end requests as well, and no step may follow them."""
+        stats, recent_steps = self._core.stats(), self._core.step_log.take(0.0, is_last=True)
+        if recent_steps or stats != self._stats_sent:
+            self._stats_sent = stats
+            self._parent.send(StepOutputs(outputs=[], stats=stats, recent_steps=recent_steps))
 
     def _read(self) -> None:
         try:
@@ -154,7 +163,8 @@ class _Server:
         """Next message of the client after `last`; None when the core should run a step first."""
         try:
             if not self._core.has_unfinished_requests():
-                # A core without requests waits for its client.
+                # A core without requests waits for its client, which knows by then that it has none.
+                self._send_changes()
                 data = self._arrived.get()
             elif isinstance(last, AddRequest):
                 data = self._arrived.get(timeout=_BURST_S)
