@@ -117,6 +117,13 @@ def test_a_frame_has_the_numbers_of_the_server(url: str) -> None:
     assert "started again: nothing" in output
 
 
+def test_texts_of_the_server_do_not_command_the_terminal(url: str) -> None:
+    Handler.states = [live(10.0), live(12.0, model="de\x1b]0;mo\x07", restarts={"br\noker": 1})]
+    output = invoke("--url", url, "--once")
+    assert r"de\x1b]0;mo\x07  ● ready" in output
+    assert r"started again: br\noker 1" in output
+
+
 def test_a_figure_is_not_broken_in_a_narrow_terminal(url: str) -> None:
     result = COMMAND_LINE.invoke(app, ["top", "--url", url, "--once"], env={"COLUMNS": "60"})
     lines = [line.rstrip() for line in result.output.splitlines()]

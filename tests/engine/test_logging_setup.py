@@ -63,3 +63,46 @@ def test_a_setup_that_comes_later_does_not_show_messages_twice() -> None:
 def test_a_replaced_standard_error_is_followed() -> None:
     redirected = "import io, sys; configure_logging(); sys.stderr = io.StringIO(); "
     assert stderr_of(redirected + SPEAK) == ""
+
+
+FORGED = "a\\nI 00:00:00 FORGED\\r\\x1b[2K\\x9b\\u2028\\u202e\\ud800"
+FAIL = """
+try:
+    raise ValueError(data)
+except ValueError:
+    logger.exception("it failed")
+"""
+
+
+@pytest.mark.parametrize("who", ["penstock.engine", "asyncio"])
+def test_no_text_forges_a_record_or_commands_the_terminal(who: str) -> None:
+    log = stderr_of(f"configure_logging(); data = '{FORGED}'; logging.getLogger('{who}').warning('name=%s', data)")
+    assert log.endswith(r"name=a\nI 00:00:00 FORGED\r\x1b[2K\x9b\u2028\u202e\ud800" + "\n")
+    assert log.count("\n") == 1
+
+
+def test_lines_of_a_traceback_are_indented_whatever_the_error_says() -> None:
+    log = stderr_of(f"configure_logging(); data = '{FORGED}'; logger = logging.getLogger('penstock'){FAIL}")
+    first, *others = log.splitlines()
+    assert first.startswith("E ")
+    assert first.endswith(" it failed")
+    assert others[0] == "  Traceback (most recent call last):"
+    assert others[-1] == r"  I 00:00:00 FORGED\r\x1b[2K\x9b\u2028\u202e\ud800"
+    assert all(line.startswith("  ") for line in others)
+
+
+def test_records_of_other_processes_are_shown_alike() -> None:
+    """The log passes through two processes, as that of a server's core does."""
+    pass_on = "levels = {'penstock': 20}; send_log(levels, lambda fields: sent.append(fields)); "
+    log = stderr_of(
+        f"from penstock.observability.logging import *; sent = []; {pass_on}data = '{FORGED}'; "
+        f"logger = logging.getLogger('penstock'){FAIL}"
+        f"logger.info(data); first, sent = sent, []; {pass_on}[write_sent(one, 'Engine 1: ') for one in first]; "
+        "logger.handlers = []; configure_logging(); [write_sent(one) for one in sent]"
+    )
+    own = [line for line in log.splitlines() if not line.startswith("  ")]
+    assert [line.split(" ", 2)[2] for line in own] == [
+        "Engine 1: it failed",
+        r"Engine 1: a\nI 00:00:00 FORGED\r\x1b[2K\x9b\u2028\u202e\ud800",
+    ]
+    assert "\n  Traceback (most recent call last):\n" in log

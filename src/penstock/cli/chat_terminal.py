@@ -15,6 +15,7 @@ from penstock.cli.options import parse_value
 from penstock.cli.output import standard_output, write
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
+from penstock.observability.printable import without_controls
 from penstock.version import __version__
 
 PROMPT = "> "
@@ -23,8 +24,6 @@ _BLOCK = '"""'
 _DEFAULT = "default"
 # Example prompts of shipped models.
 EXAMPLES = {"demo": ("What is 47 + 38?", "Reverse this list: apple, river, stone", "Who are you?")}
-# Control characters, which a model's text may not send to the terminal.
-_UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class ChatTerminal:
@@ -125,7 +124,7 @@ class ChatTerminal:
             with closing(conversation.say(text)) as pieces:
                 for piece in pieces:
                     ends_line = piece.endswith("\n")
-                    write(self._out, piece.translate(_UNPRINTABLE))
+                    write(self._out, without_controls(piece))
         except KeyboardInterrupt:
             if not self._is_interactive:
                 raise
@@ -175,7 +174,7 @@ class ChatTerminal:
 
     def _history(self, _rest: str) -> None:
         for message in self._conversation.messages:
-            self._note(f"{message['role']}: {message['content'].translate(_UNPRINTABLE)}")
+            self._note(f"{message['role']}: {message['content']}")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
@@ -195,7 +194,7 @@ class ChatTerminal:
         self._has_quit = True
 
     def _note(self, text: str) -> None:
-        self._notes.print(text, style="dim", markup=False)
+        self._notes.print(without_controls(text), style="dim", markup=False)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from penstock.cli.flags import Flags
 from penstock.cli.process import EXIT_INTERRUPTED, leave_at_once
 from penstock.config import env
 from penstock.errors import ConfigError, InvalidRequest, ModelNotFound, PenstockError
+from penstock.observability import printable
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
@@ -114,7 +115,7 @@ def check_writable(option: str, path: Path) -> None:
 def _fail(error: BaseException, flags: Flags | None, *, show_traceback: bool) -> NoReturn:
     if show_traceback:
         traceback.print_exception(error)
-    print(f"penstock: {_message(error, flags)}", file=sys.stderr)
+    print(f"penstock: {printable.lines(_message(error, flags))}", file=sys.stderr)
     sys.exit(EXIT_BAD_INPUT if isinstance(error, _BAD_INPUT) else EXIT_FAILURE)
 
 

@@ -13,6 +13,7 @@ from penstock.cli import options
 from penstock.cli.failures import EXIT_FAILURE, OutputClosed, discard_output
 from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.observability import printable
 
 if TYPE_CHECKING:
     from penstock.cli.results import ResultWriter
@@ -182,7 +183,7 @@ def _run(
             with closing(session.run(list(requests.values()))) as steps:
                 failure = stream_text(steps, out).error
     if failure is not None:
-        print(f"penstock: {failure}", file=sys.stderr)
+        print(f"penstock: {printable.lines(failure)}", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from io import TextIOWrapper
 from typing import TextIO
 
@@ -11,6 +11,7 @@ from penstock.cli.failures import OutputClosed
 from penstock.engine.output.output_processor import Progress
 from penstock.engine.output.outputs import RequestOutput
 from penstock.errors import ConfigError
+from penstock.observability.printable import without_controls
 
 
 def standard_output(*, as_json: bool) -> TextIO:
@@ -35,13 +36,17 @@ def write(out: TextIO, text: str) -> None:
 
 
 def stream_text(steps: Iterable[Progress], out: TextIO) -> RequestOutput:
-    """Stream one request's text, and end its last line. Returns the final output."""
+    """Stream one request's text, and end its last line. Returns the final output.
+
+    A terminal gets no control characters of the text, which are commands there; a file or pipe gets all of it.
+    """
     ends_line = False
+    shown: Callable[[str], str] = without_controls if out.isatty() else str
     try:
         for progress in steps:
             text = progress.take_output().outputs[0].text
             if text:
-                write(out, text)
+                write(out, shown(text))
                 ends_line = text.endswith("\n")
     except (KeyboardInterrupt, SystemExit):
         write(out, "\n")

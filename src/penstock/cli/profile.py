@@ -19,6 +19,7 @@ from penstock.cli import options
 from penstock.cli.failures import check_writable, file_named, readable_errors
 from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError
+from penstock.observability.printable import one_line
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
@@ -83,7 +84,7 @@ def profile_serve(
         finally:
             answer = _call(url, "/stop_profile", {}, admin_api_key)
             paths = answer["paths"] or ["no trace, as of profiler='cuda'"]
-            _print("\n".join(["Written by the server:", *paths, ""]))
+            _print("\n".join(["Written by the server:", *map(one_line, paths), ""]))
 
 
 def _run(config: EngineConfig, num_prompts: int, input_len: int, output_len: int, seed: int) -> list[str]:

@@ -17,6 +17,7 @@ from penstock.cli.failures import readable_errors
 from penstock.cli.top_screen import History, Sample, screen
 from penstock.config import env
 from penstock.errors import ConfigError
+from penstock.observability.printable import one_line
 from penstock.version import __version__
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -78,7 +79,7 @@ class _Server:
             with self._opener.open(request, timeout=_TIMEOUT_S) as response:
                 body = response.read()
             msgspec.json.decode(body, type=Live)
-            sample: Sample = json.loads(body)
+            sample: Sample = json.loads(body, object_hook=_printable)
             return sample
         except urllib.error.HTTPError as error:
             raise ConfigError(self._refusal(error.code)) from error
@@ -100,6 +101,11 @@ class _Server:
         if status == 404:
             return f"{self._option} has no route /live. Give the address of a server that runs penstock serve."
         return f"{self._option} answers with status {status}."
+
+
+def _printable(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a server, whose texts must not command the terminal."""
+    return {one_line(name): one_line(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 class _UnixHandler(urllib.request.HTTPHandler):
@@ -151,6 +157,6 @@ def _watch(server: _Server, history: History, url: str, interval: float) -> None
             try:
                 history.add(server.read(history.last_step_at))
             except ConfigError as error:
-                problem = [Text(f"\n{error}", "red")]
+                problem = [Text(f"\n{one_line(str(error))}", "red")]
             live.update(Group(screen(history, url, console.width), *problem), refresh=True)
             time.sleep(interval)

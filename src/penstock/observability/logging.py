@@ -5,16 +5,35 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from types import TracebackType
+from typing import TextIO, TypeAlias
 
 from penstock.config import env
 from penstock.errors import ConfigError
+from penstock.observability import printable
 
 LOGGER_NAME = "penstock"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FORMAT = "%(levelname).1s %(asctime)s %(message)s"
 _DEBUG_FORMAT = "%(levelname).1s %(asctime)s %(name)s:%(lineno)d %(message)s"
 _TIME_FORMAT = "%H:%M:%S"
+_ExcInfo: TypeAlias = "tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]"
+
+
+class LineFormatter(logging.Formatter):
+    """Formatter with one line per record, and indented lines for its traceback, so that no text forges a record.
+
+    Control characters of messages, such as terminal escapes, are shown as escapes.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - of `logging.Formatter`
+        return printable.one_line(super().formatMessage(record))
+
+    def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802
+        return _indented(super().formatStack(stack_info))
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
@@ -49,8 +68,9 @@ def configure_logging(level: str | None = None) -> None:
         own = [StderrHandler()]
         logger.addHandler(own[0])
         logger.propagate = False
-    own[0].setFormatter(logging.Formatter(_DEBUG_FORMAT if level == "DEBUG" else _FORMAT, _TIME_FORMAT))
+    own[0].setFormatter(LineFormatter(_DEBUG_FORMAT if level == "DEBUG" else _FORMAT, _TIME_FORMAT))
     logger.setLevel(level)
+    _format_last_resort()
 
 
 def levels() -> dict[str, int]:
@@ -68,6 +88,7 @@ def send_log(levels: Mapping[str, int], send: Callable[[dict[str, str | int | fl
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers = [_Sender(send)]
     logger.propagate = False
+    _format_last_resort()
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
 
@@ -90,11 +111,24 @@ class _Sender(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             # Arguments and traceback are formatted here, since they are not sent.
-            text = self.format(record)
+            traceback = _FORMATTER.formatException(record.exc_info) if record.exc_info else record.exc_text or ""
             fields = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float)}
-            self._send({**fields, "msg": text, "exc_text": ""})
+            self._send({**fields, "msg": record.getMessage(), "exc_text": traceback})
         except Exception:
             self.handleError(record)
+
+
+def _format_last_resort() -> None:
+    """Format the lines of loggers without a handler, such as asyncio's."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_FORMATTER)
+
+
+def _indented(text: str) -> str:
+    return "  " + printable.lines(text).replace("\n", "\n  ")
+
+
+_FORMATTER = LineFormatter()
 
 
 def _checked(level: str) -> str:

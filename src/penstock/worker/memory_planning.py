@@ -78,7 +78,8 @@ def plan_memory(
         ),
         adapters=adapter_bytes(weights.model, config.lora, device.kind, dtype.torch_dtype),
     )
-    logger.debug("Memory plan:\n%s", plan.table())
+    for line in ["Memory plan:", *plan.table().splitlines()]:
+        logger.debug("%s", line)
     if cache.kv_cache_memory_bytes is None and device.kind != "cpu":
         logger.info("kv_cache_memory_bytes=%d asks for a KV cache of this size", plan.kv_cache_bytes)
     # A replacement of a lost core is not checked: other engines may have taken free memory since the first start.

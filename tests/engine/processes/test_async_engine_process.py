@@ -26,6 +26,7 @@ from penstock.contract import StructuredOutputsParams
 from penstock.engine.core.core_place import with_core_process
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.errors import ConfigError, ContextTooLong, EngineDead, LifecycleError, TokenizerError, WorkerError
+from penstock.observability.logging import LineFormatter
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from support.fake_engine import FakeCore, load_fake_core, write_model
 from support.leftovers import nothing_left
@@ -273,8 +274,8 @@ def test_what_a_core_logs_is_logged_here_by_the_levels_of_here(
     async def use(engine: AsyncEngine, core: CoreGroup) -> None:
         assert (await last(engine, [9, 10], SamplingParams(max_tokens=1, seed=1))).finished
         records = [record for record in caplog.records if record.process == core.process_ids[0]]
-        assert [record.getMessage().split("\n")[0] for record in records] == ["step 1 of 100%", "step 1 failed"]
-        assert records[1].getMessage().endswith("ZeroDivisionError: of all things")
+        assert [record.getMessage() for record in records] == ["step 1 of 100%", "step 1 failed"]
+        assert LineFormatter().format(records[1]).endswith("\n  ZeroDivisionError: of all things")
         assert [record.name for record in records] == ["penstock.engine.talking"] * 2
         assert (records[1].levelno, records[1].funcName) == (logging.ERROR, "talk")
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from penstock.bench.report import number
 from penstock.bench.serving.results import METRICS, percentile_name
 from penstock.bench.serving.run import ServeResult, ServeSettings
+from penstock.observability.printable import one_line
 
 
 def report(settings: ServeSettings, result: ServeResult) -> Group:
@@ -80,5 +81,5 @@ def _failures(figures: Mapping[str, Any]) -> Table:
         caption = f"longest Retry-After: {figures['retry_after_s']:g} s"
     table = Table("failed because of", "requests", "first error", caption=caption, caption_justify="left")
     for cause, failure in figures["failures"].items():
-        table.add_row(cause, f"{failure['count']:,}", Text(failure["first"]))
+        table.add_row(cause, f"{failure['count']:,}", Text(one_line(failure["first"])))
     return table
