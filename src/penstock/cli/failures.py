@@ -42,14 +42,15 @@ class OutputClosed(Exception):
 class _Interrupts:
     """Signal handler that remembers Ctrl-C and SIGTERM, which a library may turn into an error of its own.
 
-    Within an import it exits at once, since libraries catch errors of their imports.
+    Within an import it exits at once, since libraries catch errors of their imports; also within a download, whose
+    library waits for all files that it has begun. The next download goes on from there.
     """
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _is_importing(frame):
+        if _ends_at_once(frame):
             leave_at_once(number, frame)
         # A second signal ends the process at once.
         signal.signal(number, signal.SIG_DFL)
@@ -60,9 +61,10 @@ class _Interrupts:
         raise KeyboardInterrupt
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _ends_at_once(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        is_downloading = str(frame.f_globals.get("__name__")).partition(".")[0] == "huggingface_hub"
+        if is_downloading or frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back
     return False

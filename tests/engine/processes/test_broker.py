@@ -19,7 +19,7 @@ from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.contract import SamplingParams, decode, encode
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.messages import AddRequest, Answer, CoreStarted, EngineRequest, FromCore, ToCore
+from penstock.engine.messages import AddRequest, Answer, CloseCore, CoreStarted, EngineRequest, FromCore, ToCore
 from penstock.errors import ContextTooLong, EngineDead, InvalidRequest, Overloaded, error_from_data
 from support.brokers import BrokerUnderTest
 from support.fake_engine import FakeCore, write_model
@@ -53,6 +53,11 @@ def dying(config: EngineConfig) -> FakeCore:
 
 def ids_of_running(core: FakeCore) -> list[str]:
     return sorted(core.running)
+
+
+def never_starting(config: EngineConfig) -> FakeCore:
+    time.sleep(3600)
+    raise AssertionError
 
 
 def sleeping(core: FakeCore) -> str:
@@ -280,6 +285,17 @@ def test_the_cores_end_with_the_broker(start: Callable[..., BrokerUnderTest]) ->
     assert children
     os.kill(broker.process.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs(children, PATIENCE_S)
+    assert not alive
+
+
+def test_a_broker_whose_core_loads_slowly_ends_when_it_is_asked_to(start: Callable[..., BrokerUnderTest]) -> None:
+    broker = start(never_starting)
+    wait_until(lambda: psutil.Process(broker.process.pid).children(), "the core's process starts")
+    (core,) = psutil.Process(broker.process.pid).children()
+    broker.process.expect_end()
+    broker.process.send(encode(ToCore(CloseCore())))
+    assert broker.process.wait(PATIENCE_S)
+    _, alive = psutil.wait_procs([core], PATIENCE_S)
     assert not alive
 
 

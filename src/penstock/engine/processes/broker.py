@@ -71,11 +71,12 @@ def serve_fronts(arguments: BrokerArguments, parent: ParentConnection) -> None:
 
     Raises what starting the cores raises; EngineDead when their restarts are exhausted.
     """
-    broker = Broker(arguments, parent)
-    try:
+    with contextlib.suppress(_Ended), contextlib.closing(Broker(arguments, parent)) as broker:
         broker.run()
-    finally:
-        broker.close()
+
+
+class _Ended(BaseException):
+    """The parent has asked for the end, or has ended, while the broker waits for its cores."""
 
 
 class FrontEnd:
@@ -147,11 +148,14 @@ class Broker:
         self._owners: dict[str, FrontEnd] = {}
         # Calls of requests that no core has answered.
         self._call_ids: dict[str, int] = {}
-        # Messages of front ends; None for the end of a connection. The first entry of a front end is `_HELLO`.
+        # Messages of front ends; None for the end of a connection, or of the broker. The first entry of a front end is
+        # `_HELLO`.
         self._arrived: queue.SimpleQueue[tuple[FrontEnd | None, bytes | None]] = queue.SimpleQueue()
         self._status_due_at = 0.0
         self._wake: Callable[[], None] = lambda: None
         self._engines: Sequence[EngineSupervisor] = ()
+        self._has_ended = False
+        threading.Thread(target=self._read_parent, name="penstock-parent", daemon=True).start()
         threading.Thread(target=self._accept, name="penstock-accept", daemon=True).start()
         self._group = CoreGroup(config, arguments.load_core, while_waiting=self._while_waiting)
         self._engines = self._group.engines
@@ -166,16 +170,14 @@ class Broker:
     def run(self) -> None:
         """Serve until the parent asks for the end. Raises EngineDead when the cores have failed for good."""
         self._group.on_admission(self._answer_admission)
-        threading.Thread(target=self._read_parent, name="penstock-parent", daemon=True).start()
         self._parent.send(self._started)
         for front in self._fronts:
             self._welcome(front)
-        while True:
+        while not self._has_ended:
             while not self._arrived.empty():
                 sender, data = self._arrived.get()
-                if sender is None:
-                    return
-                self._handle(sender, data)
+                if sender is not None:
+                    self._handle(sender, data)
             self._deliver(self._group.step())
 
     def close(self) -> None:
@@ -183,7 +185,12 @@ class Broker:
         self._group.close()
 
     def _while_waiting(self) -> None:
-        """Send heartbeats while the cores start; deliver outputs too during a long call of a front end."""
+        """Send heartbeats while the cores start; deliver outputs too during a long call of a front end.
+
+        Raises _Ended when the parent has asked for the end.
+        """
+        if self._has_ended:
+            raise _Ended
         if self._engines:
             self._deliver(self._group.take_outputs())
             return
@@ -340,4 +347,5 @@ class Broker:
                 pass
         except (EOFError, OSError):
             pass
+        self._has_ended = True
         self._put(None, None)

@@ -29,6 +29,7 @@ class SupervisedProcess:
     on_failure: called once with the error, in a reader thread, when the first process does not start, a process reports
         that its engine has failed for good, or restarts are exhausted.
     max_restarts: losses in a row, without half a minute in between, that are repaired.
+    is_running: whether the current process has started and not ended. has_started: whether any has started.
     heartbeat_timeout_s: seconds without a message, after its start, after which the process is killed. Time in which
         this process was stopped does not count.
     """
@@ -53,7 +54,7 @@ class SupervisedProcess:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._failures = FailureCount()
         self._error: PenstockError | None = None
-        self._is_running = False
+        self.is_running = False
         self._is_wanted = True
         self._last_message = 0.0
         # Orders restarts and the end.
@@ -96,12 +97,12 @@ class SupervisedProcess:
             return
         if isinstance(message, CoreStarted | FrontStarted):
             self._failures.note_start()
-            self._is_running = self.has_started = True
+            self.is_running = self.has_started = True
         self._on_message(message)
 
     def _handle_exit(self, process: ChildProcess) -> None:
         """Start the process again, or report why not, in the reader thread of the process that has ended."""
-        self._is_running = False
+        self.is_running = False
         if not self._is_wanted:
             self._ended.set()
             return
@@ -150,7 +151,7 @@ class SupervisedProcess:
         while not self._ended.wait(_CHECK_S):
             now = time.monotonic()
             waited_s, last = now - last, now
-            if not self._is_running or last_message != self._last_message:
+            if not self.is_running or last_message != self._last_message:
                 last_message = self._last_message
                 silence.reset()
             elif silence.add_silence(waited_s):
@@ -158,5 +159,5 @@ class SupervisedProcess:
                 self._error = WaitTimeout(
                     f"{self.name}, process {self.pid}, has sent no heartbeat for {limit_s:g} s; it hangs."
                 )
-                self._is_running = False
+                self.is_running = False
                 self._process.kill()

@@ -56,6 +56,8 @@ _REPLACING_S = 5.0
 _BROKER_GRACE_S = 30.0
 # Time of a front end after its drain, for the last bytes and its exit.
 _FRONT_GRACE_S = 10.0
+# Time in which a broker that has closed its cores exits.
+_EXIT_S = 1.0
 
 # Signals this close are one: `timeout` sends its signal to the process and again to its group.
 _ONE_SIGNAL_S = 0.1
@@ -90,6 +92,7 @@ class Launcher:
         self._limits = limits
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._signal_time = -math.inf
+        self._ends_at_once = False
         self._front_numbers = itertools.count()
         self._stages = StartStages(began)
         self._stages.end("configuration")
@@ -140,18 +143,13 @@ class Launcher:
                 if isinstance(event, PenstockError):
                     raise event
                 if isinstance(event, int):
-                    if not self._drain(fronts):
-                        # Front ends that outlived the broker would report its loss.
-                        for process in fronts:
-                            process.close()
-                        broker.close()
+                    self._drain(fronts)
                     return
         finally:
-            for process in fronts:
-                process.close()
-            broker.expect_end()
-            broker.send(encode(ToCore(CloseCore())))
-            broker.close(_BROKER_GRACE_S)
+            # Front ends that outlived the broker would report its loss.
+            for front in fronts:
+                front.close()
+            self._end_broker(broker)
 
     def _wait_for_start(self, processes: list[SupervisedProcess], url: str) -> None:
         while not all(process.has_started for process in processes):
@@ -166,23 +164,37 @@ class Launcher:
         logger.info("Start: %s", self._stages.described())
         logger.info("Ready after %.1f s: %s serves %s", self._stages.whole_s, url, self._names())
 
-    def _drain(self, fronts: list[SupervisedProcess]) -> bool:
-        """Let running requests finish. Returns False if a second signal has ended that."""
+    def _drain(self, fronts: list[SupervisedProcess]) -> None:
+        """Let running requests finish; front ends that are being started have none, and listen to nothing yet."""
         timeout_s = self._network.shutdown_timeout
-        logger.info("Shutting down: running requests have %g s to finish", timeout_s)
+        running = [front for front in fronts if front.is_running]
+        if running:
+            logger.info("Shutting down: running requests have %g s to finish", timeout_s)
+        else:
+            logger.info("Shutting down")
         for front in fronts:
             front.expect_end()
-            front.send(encode(ToFront(Drain(timeout_s=timeout_s))))
-        deadline = time.monotonic() + timeout_s + _FRONT_GRACE_S
-        while not all(front.wait(0.0) for front in fronts) and time.monotonic() < deadline:
-            try:
-                event = self._events.get(timeout=0.05)
-            except queue.Empty:
-                continue
-            if isinstance(event, int):
-                logger.warning("Ending at once, after a second signal")
-                return False
-        return True
+            if front in running:
+                front.send(encode(ToFront(Drain(timeout_s=timeout_s))))
+        self._wait_for_end(running, timeout_s + _FRONT_GRACE_S)
+
+    def _end_broker(self, broker: SupervisedProcess) -> None:
+        """Let a broker close its cores. One that is being started is killed, and its cores with it."""
+        broker.expect_end()
+        has_started = broker.is_running
+        if has_started:
+            broker.send(encode(ToCore(CloseCore())))
+            self._wait_for_end([broker], _BROKER_GRACE_S)
+        broker.close(_EXIT_S if has_started and not self._ends_at_once else 0.0)
+
+    def _wait_for_end(self, processes: list[SupervisedProcess], timeout_s: float) -> None:
+        """Wait until processes have ended, for `timeout_s` at most, or until a further signal."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ends_at_once and not all(one.wait(0.0) for one in processes) and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                if isinstance(self._events.get(timeout=0.05), int):
+                    logger.warning("Ending at once, after a further signal")
+                    self._ends_at_once = True
 
     def _start_broker(self, listener: socket.socket, starter: ProcessStarter) -> SupervisedProcess:
         descriptor = listener.fileno()
