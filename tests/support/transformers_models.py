@@ -16,7 +16,7 @@ from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
 from support.checkpoints import VOCAB_SIZE, save_checkpoint
 
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -184,21 +184,30 @@ _SMALL_OF_CLASS: dict[str, dict[str, Any]] = {
 
 def wider_overrides(class_name: str) -> dict[str, Any]:
     """Configuration fields that make one of `WIDER` small."""
-    fields = {field.name for field in dataclasses.fields(getattr(transformers, class_name).config_class)}
+    return small_fields(class_name, getattr(transformers, class_name).config_class)
+
+
+def small_fields(class_name: str, config_class: type[PretrainedConfig]) -> dict[str, Any]:
+    """Fields beside `TINY` that make a configuration for this class small."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
     small = {name: value for name, value in _SMALL_WHERE_PRESENT.items() if name in fields}
     return small | _SMALL_OF_CLASS.get(class_name, {})
 
 
 def tiny_config_of(class_name: str, **overrides: Any) -> PretrainedConfig:
     """Tiny configuration of the class, which runs in milliseconds."""
-    return getattr(transformers, class_name).config_class(**{**_TINY, **overrides})
+    return getattr(transformers, class_name).config_class(**{**TINY, **overrides})
 
 
 def tiny_transformers_model(class_name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Create a model in float32 with eager attention; all weights random, so that each affects the output."""
     config = tiny_config_of(class_name, **overrides)
     config._attn_implementation = "eager"
-    model = getattr(transformers, class_name)(config)
+    return randomise(getattr(transformers, class_name)(config), seed)
+
+
+def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Make all weights random, so that each affects the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -115,6 +115,11 @@ def silu(x: Tensor) -> Tensor:
     return NATIVE.activate("silu", x) if NATIVE is not None and _native_takes(x) else F.silu(x)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Sigmoid of each element, the same bits wherever the element lies; those of `torch.sigmoid` depend on that."""
+    return torch.softmax(torch.stack((x, torch.zeros_like(x)), -1), -1)[..., 0]
+
+
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
     return NATIVE.activate("relu", x) if NATIVE is not None and _native_takes(x) else F.relu(x)

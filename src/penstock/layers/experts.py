@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.activation import GATED_ACTIVATIONS, GatedActivation
+from penstock.kernels.activation import GATED_ACTIVATIONS, GatedActivation, sigmoid
 from penstock.kernels.experts import ExpertWeights, GroupedExperts
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
@@ -79,7 +79,7 @@ class Routing:
         """The specification of `choose`."""
         if self.scoring == SPARSEMIXER:
             return self._choose_one_by_one(logits_TE)
-        scores_TE = torch.softmax(logits_TE, -1) if self.scoring == SOFTMAX else _sigmoid(logits_TE)
+        scores_TE = torch.softmax(logits_TE, -1) if self.scoring == SOFTMAX else sigmoid(logits_TE)
         for_choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if self.num_groups > 1:
             for_choice_TE = self._of_best_groups(for_choice_TE)
@@ -270,16 +270,11 @@ class SharedExpert(GatedMLP):
 
     def partial(self, hidden_TD: Tensor) -> Tensor:
         made_TD = super().partial(hidden_TD)
-        return made_TD if self.gate is None else _sigmoid(self.gate(hidden_TD)) * made_TD
+        return made_TD if self.gate is None else sigmoid(self.gate(hidden_TD)) * made_TD
 
 
 class _Gate(LinearLayer):
     keeps_precision = True
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """Sigmoid of each element, the same bits wherever the element lies; those of `torch.sigmoid` depend on that."""
-    return torch.softmax(torch.stack((x, torch.zeros_like(x)), -1), -1)[..., 0]
 
 
 class MoE(nn.Module):

@@ -170,6 +170,7 @@ def _fill(
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
     choose_attention_arithmetic(model)
+    model.check_loaded()
     _check_arithmetic(model, model_config)
 
 

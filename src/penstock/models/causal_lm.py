@@ -119,3 +119,6 @@ class CausalLM(nn.Module, ABC):
             slots = self.checkpoint_slots()
             weights = (piece for name, tensor in weights for piece in self.pieces(name, tensor))
         load_into_slots(slots, (*self.ignorable, *self.names_elsewhere()), weights)
+
+    def check_loaded(self) -> None:
+        """Check the model after `process_weights_after_loading`; for classes that are not the library's own."""

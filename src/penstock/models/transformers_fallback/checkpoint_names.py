@@ -7,7 +7,7 @@ parameter names; the weights are loaded as those of native models.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ class StackedExperts:
     sources: tuple[str, ...]
     shape: tuple[int, ...]
 
-    def slots(self, parameter: Tensor) -> dict[str, WeightSlot]:
+    def slots(self, parameter: Iterable[Tensor]) -> dict[str, WeightSlot]:
+        """Slots of the pieces. parameter: the whole parameter, or the tensor of each expert."""
         slots = {}
         for expert, stacked in enumerate(parameter):
             for source, part in zip(self.sources, stacked.chunk(len(self.sources)), strict=True):
@@ -64,13 +65,21 @@ class CheckpointNames:
         """Regular expressions for checkpoint names without a slot."""
         return tuple(f".*(?:{pattern}).*" for pattern in self._ignorable)
 
-    def slots(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightSlot]:
-        """Return the slots of the model's parameters and persistent buffers, given by their Transformers names."""
+    def slots(self, tensors: Iterable[tuple[str, Tensor | Sequence[Tensor]]]) -> dict[str, WeightSlot]:
+        """Return the slots of the model's parameters and persistent buffers, given by their Transformers names.
+
+        Parameters of experts may be given as a tensor of each.
+        """
         slots: dict[str, WeightSlot] = {}
         for name, tensor in tensors:
+            if not isinstance(tensor, Tensor) and name not in self._stacked:
+                # Its checkpoints hold it as it is, and its pieces have names of their own.
+                shape = (len(tensor), *tensor[0].shape)
+                self._stacked[name] = StackedExperts((f"{name}.*",), shape)
             if name in self._stacked:
                 slots.update(self._stacked[name].slots(tensor))
             else:
+                assert isinstance(tensor, Tensor)
                 slots[name] = WeightSlot(tuple(tensor.shape), tensor)
         return slots
 

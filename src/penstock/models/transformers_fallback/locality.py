@@ -24,6 +24,9 @@ _TOKENS = (0, 1, 2, 3, 4, 2, 1, 5)
 _POSITIONS = (0, 1, 2, 3, 0, 2, 1, 3)
 _TWINS = ((1, 6), (2, 5))
 _NUM_FROM_BEGINNING = 4
+# Rows whose bits are compared: all tokens so often, and some of them by themselves.
+_REPEATED = 5
+_FEWER_ROWS = (slice(1, 2), slice(3, 6), slice(27, 40))
 # Relative difference of repeated rows; rounding errors in one product of eight rows are far below this.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -75,6 +78,18 @@ def check_locality(
             )
         if _differ(hidden_TD[:_NUM_FROM_BEGINNING], beginning_TD):
             raise CannotRun("its positions do not count from 0, or depend on which tokens a text has")
+
+
+def are_rows_independent(forward: Forward, *, vocab_size: int, pad_token_id: int | None, device: torch.device) -> bool:
+    """Whether the rows of what `forward` returns have the same bits alone and among others."""
+    tokens_T = _spread_tokens(vocab_size, pad_token_id).to(device).repeat(_REPEATED)
+    positions_T = torch.tensor(_POSITIONS, device=device).repeat(_REPEATED)
+    with torch.inference_mode():
+        whole_TX = forward(tokens_T, positions_T, LocalAttention())
+        return all(
+            torch.equal(whole_TX[rows], forward(tokens_T[rows], positions_T[rows], LocalAttention()))
+            for rows in _FEWER_ROWS
+        )
 
 
 def _spread_tokens(vocab_size: int, pad_token_id: int | None) -> Tensor:

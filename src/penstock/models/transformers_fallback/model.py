@@ -8,7 +8,8 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +39,15 @@ from penstock.models.transformers_fallback.interface import (
     ContextSlot,
     install_attention,
 )
+from penstock.models.transformers_fallback.invariance import OperatorWatch, RowInvariant
 from penstock.models.transformers_fallback.linears import replace_linears
-from penstock.models.transformers_fallback.locality import check_locality
+from penstock.models.transformers_fallback.locality import are_rows_independent, check_locality
+from penstock.models.transformers_fallback.mixtures import is_of_experts, replace_experts
 from penstock.models.transformers_fallback.trial import run_trial
 from penstock.models.weights import load_into_slots
 from penstock.parallel import ParallelState
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersForCausalLM(CausalLM):
@@ -61,12 +66,16 @@ class TransformersForCausalLM(CausalLM):
             self._names = CheckpointNames(model)
             self._tied = dict(model.all_tied_weights_keys)
             self._pad_token_id = getattr(model.config.get_text_config(), "pad_token_id", None)
+            watch = OperatorWatch()
             with buffers_on_meta(model):
-                trial = run_trial(model, model_config.longest_context)
+                with watch.watching(model):
+                    trial = run_trial(model, model_config.longest_context)
                 model.set_attn_implementation(PAGED)
                 if trial.vocab_size != model_config.vocab_size:
                     raise CannotRun(f"its logits are {trial.vocab_size}, not vocab_size={model_config.vocab_size}")
                 self._backbone_name = trial.backbone
+                # The experts' names are those in the complete model.
+                self._mixtures = replace_experts(model, parallel)
                 self.backbone, self.head = take_backbone(
                     model, trial.backbone, trial.output_type, trial.hidden_size, trial.vocab_size
                 )
@@ -75,6 +84,8 @@ class TransformersForCausalLM(CausalLM):
         for module, layer in trial.layers:
             install_attention(module, layer, self._slot)
         replace_linears(self, parallel)
+        self._operators = RowInvariant()
+        self._operators.install(self, watch.modules)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         # Its layers add attention's output to their input, and so need a row for every token.
@@ -93,7 +104,8 @@ class TransformersForCausalLM(CausalLM):
             prefix + name: (module, None)
             for prefix, part in parts
             for name, module in part.named_modules()
-            if isinstance(module, LinearLayer) or (isinstance(module, VocabEmbedding) and module is embedding)
+            if (isinstance(module, LinearLayer) and not is_of_experts(name))
+            or (isinstance(module, VocabEmbedding) and module is embedding)
         }
 
     def is_in_head(self, module: nn.Module) -> bool:
@@ -116,6 +128,7 @@ class TransformersForCausalLM(CausalLM):
         run.
         """
         restore_weights(self)
+        self._operators.forget_weights()
         if slots is None:
             slots = self.checkpoint_slots()
             weights = self._names.renamed(weights, slots.__contains__)
@@ -134,20 +147,39 @@ class TransformersForCausalLM(CausalLM):
         except CannotRun as reason:
             raise _refusal(self._model_config, reason) from reason
 
+    def check_loaded(self) -> None:
+        device = next(self.parameters()).device
+        if device.type != "cpu":  # elsewhere products are the device's own
+            return
+
+        def logits(input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
+            return self.compute_logits(self._run(input_ids_T, positions_T, context))
+
+        vocab_size, pad_token_id = self._model_config.vocab_size, self._pad_token_id
+        if not are_rows_independent(logits, vocab_size=vocab_size, pad_token_id=pad_token_id, device=device):
+            logger.warning(
+                "%s: the implementation of %s in Transformers computes a token with other bits alone and in a batch, "
+                "so an answer may change with what else runs",
+                self._model_config.model,
+                self._model_config.architecture,
+            )
+
     def _run(self, input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
         position_ids = None if positions_T is None else positions_T.unsqueeze(0)
         with self._slot.holding(context):
             output = self.backbone(input_ids=input_ids_T.unsqueeze(0), position_ids=position_ids, use_cache=False)
         return output[0][0]  # type: ignore[no-any-return]
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint tensors by their names in the complete Transformers model."""
+    def _tensors(self) -> Iterator[tuple[str, Tensor | Sequence[Tensor]]]:
+        """Yield checkpoint tensors by their names in the complete Transformers model; those of experts in pieces."""
         seen: set[int] = set()
         for prefix, part in ((f"{self._backbone_name}.", self.backbone), ("", self.head.model)):
             for name, tensor in checkpoint_tensors(part):
-                if id(tensor) not in seen:
+                if id(tensor) not in seen and not is_of_experts(name):
                     seen.add(id(tensor))
                     yield prefix + name, tensor
+        for mixture in self._mixtures:
+            yield from mixture.parameters()
 
 
 def refuse_unsuitable(model_config: ModelConfig) -> None:
