@@ -173,16 +173,17 @@ class StructuredGrammar:
     def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
         if not self._followed:
             return
-        refused: list[str] = []
+        refused: dict[str, str] = {}
         for output in outputs:
             if output.finish_reason is not None:
                 self._followed.pop(output.req_id, None)
             elif output.new_token_ids:
                 followed = self._followed.get(output.req_id)
-                if followed is not None and not _advance(followed, output.new_token_ids):
-                    refused.append(output.req_id)
+                why_not = "" if followed is None else _advance(followed, output.new_token_ids)
+                if why_not:
+                    refused[output.req_id] = why_not
         if refused:
-            raise GrammarError("tokens came that it does not allow", req_ids=refused)
+            raise GrammarError("; ".join(dict.fromkeys(refused.values())), req_ids=list(refused))
 
     def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
         if not self._followed:
@@ -274,14 +275,16 @@ def _fill_after_drafts(matcher: Matcher, drafts: Sequence[int], rows: np.ndarray
     return True
 
 
-def _advance(followed: _Followed, token_ids: Sequence[int]) -> bool:
+def _advance(followed: _Followed, token_ids: Sequence[int]) -> str:
+    """Accept new tokens. Returns why the request cannot go on; empty if it can."""
     matcher = followed.matcher
     assert matcher is not None, "a request has tokens after its grammar is compiled"
     followed.output_token_ids += token_ids
     try:
-        return matcher.accept(token_ids) == len(token_ids)
-    except Exception:
-        return False
+        is_accepted = matcher.accept(token_ids) == len(token_ids)
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return "" if is_accepted else "tokens came that it does not allow"
 
 
 def _failure(cause: Exception, req_ids: list[str]) -> GrammarError:
