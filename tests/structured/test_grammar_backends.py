@@ -12,6 +12,8 @@ import pytest
 from penstock.config import StructuredOutputsConfig
 from penstock.contract import StructuredOutputsParams
 from penstock.errors import InvalidParameter
+from penstock.structured import llguidance_backend
+from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import check_constraint, check_read
 from support.constraints import (
     END,
@@ -225,6 +227,26 @@ def test_a_large_schema_is_compiled_and_followed() -> None:
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     matcher = schema_matcher(schema)
     assert allows(matcher, json.dumps({name: item["enum"][0] for name, item in properties.items()}))
+
+
+def test_thousands_of_choices_are_followed() -> None:
+    choices = [f"choice {number}" for number in range(3000)]
+    matcher = matcher_for(choice=(*choices, "choice 7 of 9", "a/b\n"))
+    assert all(allows(matcher, text) for text in (*choices[::500], "choice 7", "choice 7 of 9", "a/b\n"))
+    assert not any(allows(matcher, text) for text in ("", "choice", "choice 3000", "choice 7 of"))
+
+
+def test_a_limit_that_the_first_tokens_meet_is_met_when_the_grammar_is_compiled() -> None:
+    rules = "\n".join(f'r{number}: "{number}" r{number} | "x"' for number in range(900))
+    with pytest.raises(InvalidParameter, match="at one place too much could come next"):
+        matcher_for(grammar=f'start: "a" ({" | ".join(f"r{number}" for number in range(900))})\n{rules}')
+
+
+def test_a_limit_that_is_met_later_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llguidance_backend, "_MAX_ITEMS", 100)
+    matcher = matcher_for(grammar='root ::= item root | item\nitem ::= "a" | "b"')
+    with pytest.raises(MatcherError, match=r"\* or \+, or with the recursion first"):
+        matcher.accept(encode("ab" * 100))
 
 
 @pytest.mark.parametrize("rule", ['a{}: "x" a{} | "y"', 'a{} ::= "x" a{} | "y"'])

@@ -5,6 +5,7 @@ Instances are compared token by token with the matcher; and what the matcher let
 
 from __future__ import annotations
 
+import difflib
 import json
 import zlib
 from typing import Any
@@ -56,6 +57,27 @@ ENFORCED: dict[str, tuple[Any, list[Any]]] = {
         {"type": "object", "propertyNames": {"pattern": "^[a-z]{2}$"}, "additionalProperties": {"type": "integer"}},
         [{"ab": 1}, {"a": 1}, {"ab": "x"}, {}, {"ab": 1, "cd": 2}],
     ),
+    "names by a reference to a list, as Pydantic writes them": (
+        {
+            "$defs": {"Color": {"enum": ["red", "blue"], "title": "Color", "type": "string"}},
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/Color"},
+            "additionalProperties": {"type": "integer"},
+        },
+        [{"red": 1}, {"green": 1}, {"red": 1, "blue": 2}, {"red": "1"}, {}],
+    ),
+    "names by a constant": ({"type": "object", "propertyNames": {"const": "a"}}, [{"a": 1}, {"b": 1}, {}]),
+    "names by lengths": (
+        {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}},
+        [{"ab": 1}, {"a": 1}, {"abcd": 1}, {"€€€": 1}],
+    ),
+    "names of a format": (
+        {"type": "object", "propertyNames": {"type": "string", "format": "uuid"}},
+        [{"123e4567-e89b-12d3-a456-426614174000": 1}, 1],
+    ),
+    "no names": ({"type": "object", "propertyNames": False}, [{}, {"a": 1}]),
+    "a length that no output has": ({"type": "string", "maxLength": 2**50}, ["a", 1]),
+    "names with U+007F": ({"properties": {"a\x7f": {"type": "null"}}}, [{"a\x7f": None}, {"a\x7f": 1}]),
     "names by list": ({"propertyNames": {"enum": ["a", "b"]}}, [{"a": 1}, {"c": 1}, {"a": 1, "b": 2}, 5]),
     "at least one property": ({"type": "object", "minProperties": 1}, [{}, {"a": 1}, {"a": 1, "b": 1}]),
     "as many properties as are required": (
@@ -224,6 +246,13 @@ FORMATS = {
     "relative-json-pointer": (["0", "10#", "1/a~1b"], ["", "01", "-1", "0##", "/a", "1a"]),
 }
 
+
+def _optional(count: int, prefix: str = "property") -> dict[str, Any]:
+    """Object of optional properties."""
+    names = {f"{prefix}_{number}": {"type": "integer"} for number in range(count)}
+    return {"type": "object", "properties": names, "additionalProperties": False}
+
+
 # What is refused: the schema, the pointer that is named, and a part of what is said of it.
 REFUSED: list[tuple[Any, str, str]] = [
     ({"type": "array", "uniqueItems": True}, "/uniqueItems", "compare"),
@@ -251,11 +280,19 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"multipleOf": 0}, "/multipleOf", "above 0"),
     ({"minimum": 2**60}, "/minimum", "not exact"),
     ({"const": [2**60]}, "/const", "not exact"),
-    ({"enum": ["a\x00"]}, "/enum", "control characters"),
+    ({"const": {"\x01": 1}}, "/const", "control characters"),
+    ({"const": "\x7f", "properties": {"a\n": {}}}, "", "written twice"),
     ({"properties": {"\x01": {}}}, "/properties/\x01", "control characters"),
     ({"unevaluatedProperties": False, "anyOf": [{}]}, "/unevaluatedProperties", "anyOf"),
     ({"propertyNames": {"pattern": "a"}, "unevaluatedProperties": False}, "/unevaluatedProperties", "propertyNames"),
-    ({"propertyNames": {"minLength": 2}}, "/propertyNames", "pattern or an enum"),
+    ({"propertyNames": {"format": "email"}}, "/propertyNames", "a pattern, lengths"),
+    ({"propertyNames": {"minLength": 2, "pattern": "a"}}, "/propertyNames", "a pattern, lengths"),
+    ({"items": _optional(2001)}, "", "more than 2,000 optional properties"),
+    ({"anyOf": [_optional(1000, "a"), _optional(1001, "b")]}, "", "more than 2,000 optional properties"),
+    ({"properties": {f"p{n}": {} for n in range(5001)}}, "/properties", "more than 5,000 properties"),
+    ({"required": [f"p{n}" for n in range(5001)]}, "/required", "more than 5,000 required"),
+    ({"minLength": 2**40}, "/minLength", "at most 2,147,483,648"),
+    ({"pattern": "a{99999999999}"}, "/pattern", "repeats more than"),
     ({"$ref": "other.json"}, "/$ref", "another document"),
     ({"$ref": "#/nowhere"}, "/$ref", "leads nowhere"),
     ({"$ref": "#nowhere"}, "/$ref", "leads nowhere"),
@@ -351,6 +388,32 @@ def test_a_name_cannot_be_written_a_second_time_in_another_way() -> None:
     assert allows(matcher, '{"a":1,"b":2}')
     assert not allows(matcher, '{"a":1,"a":"x"}')
     assert not allows(matcher, '{"a":1,"\\u0061":"x"}')
+
+
+@pytest.mark.parametrize("char", ["\x7f", "\x00", "\x1f"])
+def test_constants_with_control_characters_are_written_by_number(char: str) -> None:
+    matcher = schema_matcher({"enum": [f"a{char}b", "c"]})
+    assert all(allows(matcher, text) for text in (json.dumps(f"a{char}b"), '"c"'))
+    assert not any(allows(matcher, text) for text in ('"ab"', f'"a{char}b"'))
+
+
+def test_more_than_a_thousand_optional_properties_are_followed() -> None:
+    matcher = schema_matcher(_optional(1500))
+    assert allows(matcher, json.dumps({f"property_{number}": number for number in (0, 1, 1499)}))
+
+
+def test_checking_a_schema_takes_time_in_proportion_to_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: comparisons of unknown names with keywords, and rebuilt lists of required names."""
+    compared: list[str] = []
+    close = difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda word, *rest, **kw: compared.extend(rest[0]) or close(word, *rest, **kw)
+    )
+    enforceable({f"{number:x}quizzical": 1 for number in range(2000)})
+    assert len(compared) < 2000
+    names = [f"p{number}" for number in range(4000)]
+    rewritten = enforceable({"required": names, "dependencies": dict.fromkeys(names, names[:2])})
+    assert rewritten["required"] == names
 
 
 def test_closed_objects_have_no_properties_that_no_request_named() -> None:

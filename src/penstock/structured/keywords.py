@@ -91,6 +91,7 @@ ENFORCED = frozenset(
 
 _BY_LETTERS = {"".join(filter(str.isalnum, name)).lower(): name for name in sorted(ENFORCED | REFUSED.keys())}
 _SIMILARITY = 0.85
+_LETTERS_OF = {letters: frozenset(letters) for letters in _BY_LETTERS}
 
 
 def meant_instead_of(name: str) -> str | None:
@@ -101,5 +102,13 @@ def meant_instead_of(name: str) -> str | None:
     if name.startswith(("x-", "_")):
         return None
     letters = "".join(filter(str.isalnum, name)).lower()
-    close = difflib.get_close_matches(letters, _BY_LETTERS, n=1, cutoff=_SIMILARITY)
+    # Bounds of the similarity that take a tenth of its time, since a schema may have thousands of such names.
+    near = [one for one, known in _LETTERS_OF.items() if _may_be_similar(letters, one, known)]
+    close = difflib.get_close_matches(letters, near, n=1, cutoff=_SIMILARITY)
     return _BY_LETTERS[close[0]] if close else None
+
+
+def _may_be_similar(letters: str, keyword: str, known: frozenset[str]) -> bool:
+    """known: the keyword's letters."""
+    needed = _SIMILARITY * (len(letters) + len(keyword)) / 2
+    return min(len(letters), len(keyword)) >= needed and sum(map(known.__contains__, letters)) >= needed

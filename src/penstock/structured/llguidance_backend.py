@@ -16,10 +16,12 @@ from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import format_of, schema_of, translated, whitespace_of
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.pattern_names import without_empty_patterns
+from penstock.structured.schema_constants import needs_numbered_escapes
 from penstock.structured.schema_narrowing import narrowed
+from penstock.structured.schema_widths import widest
 from penstock.structured.tag_grammar import TagGrammar
 
-# Without \u escapes, which would be second spellings of a property's name.
+# Without \u escapes, which would be second spellings of a property's name, unless a constant needs them.
 _ALLOWED_ESCAPES = 'nrbtf\\"'
 # Token slice of names and words: its tokens are allowed at once where the grammar allows all of them.
 _LETTERS_AND_DIGITS = "[a-zA-Z0-9]+"
@@ -29,8 +31,19 @@ Rewrite: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 # Forced tokens would restrict a mask to the tokenizer's own spelling of a forced text, which is less than the matcher
 # accepts; for the name of a special token they are that token, which the matcher does not accept as text.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-_LIMITS = LLParserLimits(verbose_errors=False)
+# llguidance's own limit of parser items at one place, and the items of an optional property that may come next. A mask
+# takes time that grows with the square of these items, so the limit grows with a schema's properties only.
+_MAX_ITEMS = LLParserLimits().max_items_in_row
+_ITEMS_PER_OPTIONAL = 4
+# Tokens of the trial run of a new grammar.
+_NUM_TRIED = 8
 _ERRORS = {
+    "Current row has": (
+        "at one place too much could come next. Use fewer alternatives, or write rules that repeat with * or +, or "
+        "with the recursion first (a: a b | b) rather than last"
+    ),
+    "initial lexer configuration": "its texts, names and patterns are too much together",
+    "regex parse error": "it has a pattern that is not valid",
     "panic": "it is too large, or has something that llguidance cannot cope with",
     "NoExtension": "it leaves nothing that could come next",
     "oneOf constraints are not supported": (
@@ -72,58 +85,73 @@ class LLGuidanceBackend:
 
     def compile(self, params: StructuredOutputsParams) -> LLGuidanceGrammar:
         name = params.constraint
-        whole = self._source(params, _as_it_is)
+        widths: list[int] = []
+        whole = self._source(params, _as_it_is, widths)
+        limits = LLParserLimits(
+            verbose_errors=False, max_items_in_row=_MAX_ITEMS + _ITEMS_PER_OPTIONAL * max(widths, default=0)
+        )
         matcher = None
         if params.disable_additional_properties and name in CONSTRAINTS_BY_SCHEMA:
-            narrow = self._matcher(self._source(params, narrowed))
+            narrow = self._matcher(self._source(params, narrowed, []), limits)
             matcher = None if narrow.is_error() else narrow
         # llguidance sees whether branches of a oneOf exclude each other in the schema before narrowing only.
         if matcher is None or '"oneOf"' in whole:
-            checked = self._matcher(whole)
+            checked = self._matcher(whole, limits)
             if checked.is_error():
                 raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_reason(checked)}.")
             matcher = matcher or checked
         return LLGuidanceGrammar(matcher, self._eos_token_ids, self._end_words)
 
-    def _matcher(self, source: str) -> LLMatcher:
+    def _matcher(self, source: str, limits: LLParserLimits) -> LLMatcher:
         """Matcher at the start of an output; in an error state if no token is allowed."""
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             return matcher
-        # The first mask is the most expensive one, and shows whether any token is allowed.
-        first = matcher.deep_copy()
-        _fill(first, np.zeros_like(self._end_words))
-        return first if first.is_error() else matcher
+        # The first mask is the most expensive one, and shows whether any token is allowed. A trial run of some tokens
+        # meets limits that are there from the beginning.
+        tried, words = matcher.deep_copy(), np.zeros_like(self._end_words)
+        _fill(tried, words)
+        for _ in range(_NUM_TRIED):
+            allowed = np.flatnonzero(words)
+            if tried.is_error() or tried.is_stopped() or not len(allowed):
+                break
+            word = int(words[allowed[0]])
+            tried.try_consume_tokens([int(allowed[0]) * 32 + (word & -word).bit_length() - 1])
+            _fill(tried, words)
+        return tried if tried.is_error() else matcher
 
-    def _source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
-        """Write the constraint in Lark's notation. rewrite: applied to its schemas."""
+    def _source(self, params: StructuredOutputsParams, rewrite: Rewrite, widths: list[int]) -> str:
+        """Write the constraint in Lark's notation. rewrite: applied to its schemas. widths: the widest objects of its
+        schemas are added.
+        """
+
+        def write_schema(schema: dict[str, Any], rewrite: Rewrite = rewrite) -> str:
+            widths.append(widest(schema))
+            return self._json_text(schema, params, rewrite)
+
         if params.regex is not None:
             return _lark_of_regex(translated("regex", params.regex)) + _NO_FORCING
         if params.choice is not None:
-            return "start: " + " | ".join(map(json.dumps, params.choice)) + _NO_FORCING
+            # One terminal, since thousands of alternatives of a rule are at a limit.
+            return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choice)) + _NO_FORCING
         if params.grammar is not None:
-            return as_lark(params.grammar, lambda schema: self._json_text(schema, params)) + _NO_FORCING
+            return as_lark(params.grammar, lambda schema: write_schema(schema, _as_it_is)) + _NO_FORCING
         if params.structural_tag is not None:
-            return self._tag_source(params, rewrite) + _NO_FORCING
-        return f"start: %json {self._json_text(schema_of(params), params, rewrite)}{_NO_FORCING}"
+            grammar = TagGrammar(write_schema, self._special_tokens.split, self._special_ids.__getitem__)
+            return grammar.source(format_of(params)) + _NO_FORCING
+        return f"start: %json {write_schema(schema_of(params))}{_NO_FORCING}"
 
-    def _json_text(self, schema: Any, params: StructuredOutputsParams, rewrite: Rewrite = _as_it_is) -> str:
-        options = self._json_options(params)
+    def _json_text(self, schema: Any, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
+        options = self._json_options(params, schema)
         # Options come last: llguidance moves the last keyword to their place, which must not change the order of
         # properties.
         return json.dumps({**rewrite(without_empty_patterns(schema, _ALLOWED_ESCAPES)), "x-guidance": options})
 
-    def _json_options(self, params: StructuredOutputsParams) -> Any:
-        options: dict[str, Any] = {"json_allowed_escapes": _ALLOWED_ESCAPES}
+    def _json_options(self, params: StructuredOutputsParams, schema: dict[str, Any]) -> Any:
+        escapes = _ALLOWED_ESCAPES + "u" * needs_numbered_escapes(schema)
+        options: dict[str, Any] = {"json_allowed_escapes": escapes}
         pattern = whitespace_of(params)
         return {**options, "whitespace_pattern": pattern} if pattern else {**options, "whitespace_flexible": False}
-
-    def _tag_source(self, params: StructuredOutputsParams, rewrite: Rewrite) -> str:
-        def write_schema(schema: dict[str, Any]) -> str:
-            return self._json_text(schema, params, rewrite)
-
-        grammar = TagGrammar(write_schema, self._special_tokens.split, self._special_ids.__getitem__)
-        return grammar.source(format_of(params))
 
 
 class LLGuidanceGrammar:

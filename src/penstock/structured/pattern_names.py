@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from penstock.structured.schema_parts import parts_of, with_parts
+
 # Parts of translated patterns that match any number of texts.
 _UNBOUNDED = re.compile(r"[*+]|\{\d+,\}")
 _CONTROL = re.compile(r"\\x\{(?:1?[0-9a-f]|7f)\}")
 _NOT_A_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
-_BY_NAME = {"$defs", "properties", "patternProperties"}
-_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
-_SINGLE = {"items", "additionalProperties"}
 _QUOTE, _BRACE, _BACKSLASH = b'"{\\'
 _NUM_BYTES = 256
 # Characters may be escaped in JSON.
@@ -33,8 +32,8 @@ def without_empty_patterns(schema: dict[str, Any], allowed_escapes: str) -> dict
     A pattern that matches listed names only becomes those properties; one that matches nothing is removed.
     schema: as `enforceable` returns it. allowed_escapes: characters that may follow a backslash in a string.
     """
-    names = {name for part in _parts(schema) for name in (*part.get("properties", ()), *part.get("required", ()))}
-    if not any(part.keys() & {"pattern", "patternProperties"} for part in _parts(schema)):
+    names = {name for part in parts_of(schema) for name in (*part.get("properties", ()), *part.get("required", ()))}
+    if not any(part.keys() & {"pattern", "patternProperties"} for part in parts_of(schema)):
         return schema
     whole: dict[str, Any] = _Settling(names, allowed_escapes).schema(schema)
     return whole
@@ -50,7 +49,7 @@ class _Settling:
     def schema(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        out = _with_parts(schema, self.schema)
+        out = with_parts(schema, self.schema)
         for pattern, item in out.pop("patternProperties", {}).items():
             may_be_empty = _CONTROL.search(pattern) is not None
             is_finite = "^" in pattern and "$" in pattern and not _UNBOUNDED.search(pattern)
@@ -152,25 +151,3 @@ def _add_properties(out: dict[str, Any], names: Iterable[str], item: Any) -> Non
     for name in names:
         properties = out.setdefault("properties", {})
         properties[name] = {"allOf": [properties[name], item]} if name in properties else item
-
-
-def _with_parts(schema: dict[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
-    """Copy a schema with its subschemas replaced."""
-    out = dict(schema)
-    for name in _BY_NAME & schema.keys():
-        out[name] = {key: write(item) for key, item in schema[name].items()}
-    for name in _LISTS & schema.keys():
-        out[name] = [write(item) for item in schema[name]]
-    for name in _SINGLE & schema.keys():
-        out[name] = write(schema[name])
-    return out
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all its subschemas."""
-    left: list[Any] = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            yield part
-            _with_parts(part, left.append)

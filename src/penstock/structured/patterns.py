@@ -30,6 +30,8 @@ _PERHAPS_DIGITS, _PERHAPS_WORD = r"\p{N}", r"_\p{Alphabetic}\p{M}\p{N}\p{Pc}"
 _CLASSES = {"d": (_DIGITS, _PERHAPS_DIGITS), "w": (_WORD, _PERHAPS_WORD), "s": (_SPACES, _PERHAPS_SPACES)}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _MAX_DEPTH = 50
+# Largest number in a quantifier, and of characters; below llguidance's limit, 2**32.
+MAX_REPEATED = 2**31
 _MAX_SHOWN = 40
 
 
@@ -130,6 +132,8 @@ class _Translation:
                 self._write(_literal(ord("{")), 1)
                 return
             text = match.group()
+            if any(len(number) > 10 or int(number) > MAX_REPEATED for number in re.findall("[0-9]+", text)):
+                raise self._error(f"{text[:_MAX_SHOWN]!r}, which repeats more than {MAX_REPEATED:,} times")
         if not self.has_atom:
             raise self._error(f"{text!r} with nothing to repeat", f"Put what it repeats before it, or write '\\{char}'")
         self._write(text, len(text), is_atom=False)

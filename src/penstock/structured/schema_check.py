@@ -12,7 +12,10 @@ from typing import Any
 from penstock.errors import InvalidParameter
 from penstock.structured import schema_arrays, schema_combinations, schema_objects, schema_values
 from penstock.structured.keywords import ENFORCED, REFUSED
+from penstock.structured.schema_constants import has_controls, needs_numbered_escapes
+from penstock.structured.schema_parts import parts_of
 from penstock.structured.schema_walk import Walk
+from penstock.structured.schema_widths import MAX_OPTIONAL, widest
 
 _MAX_REPORTED = 5
 _HANDLERS = {
@@ -55,7 +58,20 @@ def enforceable(schema: Any) -> dict[str, Any]:
     if walk.refusals:
         raise _not_enforced(walk.refusals)
     whole: dict[str, Any] = walk.references.with_definitions(rewritten)
+    _check_whole(walk, whole)
+    if walk.refusals:
+        raise _not_enforced(walk.refusals)
     return whole
+
+
+def _check_whole(walk: Walk, whole: dict[str, Any]) -> None:
+    """Refuse what only the whole rewritten schema shows."""
+    if widest(whole) > MAX_OPTIONAL:
+        walk.refuse("", f"more than {MAX_OPTIONAL:,} optional properties could come next; list some under required")
+    if needs_numbered_escapes(whole) and any(
+        has_controls(name) for part in parts_of(whole) for name in part.get("properties", ())
+    ):
+        walk.refuse("", "constants with control characters beside names with some, which could be written twice")
 
 
 def _not_enforced(refusals: list[tuple[str, str]]) -> NotEnforced:

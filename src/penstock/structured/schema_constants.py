@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
+from penstock.structured.schema_parts import parts_of
 from penstock.structured.schema_walk import can_be_written, is_number
 
 LARGEST_INTEGER = 2**53
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
+_NUMBERED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 def is_binary_fraction(value: float) -> bool:
@@ -25,8 +29,30 @@ def check_constants(values: Iterable[Any]) -> str:
 def _why_not(value: Any) -> str:
     if is_number(value) and abs(value) > LARGEST_INTEGER:
         return f"{value}: numbers beyond {LARGEST_INTEGER} are not exact"
-    if isinstance(value, str) and not can_be_written(value):
-        return f"{value!r} has control characters, which cannot be written"
     if isinstance(value, list):
         return check_constants(value)
-    return check_constants([*value, *value.values()]) if isinstance(value, dict) else ""
+    if not isinstance(value, dict):
+        return ""
+    strange = next((name for name in value if not can_be_written(name)), None)
+    if strange is not None:
+        return f"{strange!r} is a name with control characters, which cannot be written"
+    return check_constants(value.values())
+
+
+def has_controls(text: str) -> bool:
+    """Whether a text has control characters, with escapes of their own or without."""
+    return _CONTROLS.search(text) is not None
+
+
+def needs_numbered_escapes(schema: dict[str, Any]) -> bool:
+    r"""Whether a constant of a rewritten schema has characters that JSON, or llguidance, writes as \u escapes only."""
+    left = [part[name] for part in parts_of(schema) for name in ("const", "enum") if name in part]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, str) and _NUMBERED.search(part):
+            return True
+    return False

@@ -47,6 +47,7 @@ _IPV6 = "|".join(
         f"(?:(?:{_GROUP}:){{0,6}}{_GROUP})?::",
     ]
 )
+_HEX = "[0-9A-Fa-f]"
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -61,6 +62,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "ipv6": {"pattern": translate_search(f"^(?:{_IPV6})$")},
     "json-pointer": {"pattern": translate_search(f"^{_POINTER}$")},
     "relative-json-pointer": {"pattern": translate_search(f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$")},
+    "uuid": {"pattern": translate_search(f"^{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}$")},
     # Formats that llguidance enforces itself.
-    **{name: {"format": name} for name in ("duration", "email", "uri", "uuid")},
+    **{name: {"format": name} for name in ("duration", "email", "uri")},
 }

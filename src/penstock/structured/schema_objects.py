@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from penstock.structured.keywords import ANNOTATIONS
 from penstock.structured.schema_values import count, translated
 from penstock.structured.schema_walk import (
     Handler,
@@ -18,12 +20,17 @@ from penstock.structured.schema_walk import (
 
 # Limit of name patterns in a schema. llguidance compares all pairs: 100 take 0.1 s, 200 1.6 s, and 300 21 s.
 _MAX_PATTERNS = 200
+# Limit of properties in an object. llguidance compares all pairs: 5,000 take 2 s, 30,000 minutes.
+_MAX_PROPERTIES = 5000
 _CANNOT_BE_WRITTEN = "a name with control characters cannot be written"
 
 
 def _properties(walk: Walk, value: Any, place: Place) -> None:
     if not isinstance(value, dict):
         walk.refuse(place.at, f"{shown(value)} is not an object of schemas")
+        return
+    if len(value) > _MAX_PROPERTIES:
+        walk.refuse(place.at, f"more than {_MAX_PROPERTIES:,} properties in an object")
         return
     for name in value:
         if not can_be_written(name):
@@ -66,23 +73,48 @@ def _unevaluated_properties(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _property_names(walk: Walk, value: Any, place: Place) -> None:
-    """Rewrite propertyNames with a pattern or an enum as the only allowed properties."""
-    names = walk.inner(value, place)
+    """Rewrite propertyNames with a pattern, a format or a list of names as the only allowed properties."""
+    names = _string_schema(_target(walk, value), walk, place)
     rest = walk.inner(place.schema.get("additionalProperties", True), place)
-    if isinstance(names, dict) and names.get("type") == "string":
-        del names["type"]
-    if names is True or names == {}:
+    if not names:
         place.out["additionalProperties"] = rest
     elif "properties" in place.schema or "patternProperties" in place.schema:
         walk.refuse(place.at, "propertyNames together with properties or patternProperties")
-    elif isinstance(names, dict) and names.keys() == {"pattern"}:
+    elif names.keys() == {"pattern"}:
         place.out["patternProperties"] = {names["pattern"]: rest}
         place.out["additionalProperties"] = False
-    elif isinstance(names, dict) and names.keys() == {"enum"}:
+    elif names.keys() == {"enum"}:
         place.out["properties"] = {name: rest for name in names["enum"] if isinstance(name, str)}
         place.out["additionalProperties"] = False
     else:
-        walk.refuse(place.at, "propertyNames other than a pattern or an enum cannot be enforced")
+        walk.refuse(place.at, "propertyNames other than a pattern, lengths, a format or an enum cannot be enforced")
+
+
+def _target(walk: Walk, schema: Any) -> Any:
+    """The schema that one consisting of a reference alone leads to."""
+    seen: set[str] = set()
+    while isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
+        pointer, _ = walk.references.resolve(schema["$ref"])
+        if pointer is None or pointer in seen:
+            break
+        seen.add(pointer)
+        schema = walk.references.target(pointer)
+    return schema
+
+
+def _string_schema(schema: Any, walk: Walk, place: Place) -> dict[str, Any]:
+    """Rewrite a schema of names: lengths as a pattern, a constant as an enum."""
+    written = walk.inner(schema, place)
+    if not isinstance(written, dict):
+        return {"enum": []} if written is False else {}
+    names = {key: item for key, item in written.items() if (key, item) != ("type", "string")}
+    if len(names.get("allOf", ())) == 1 and names["allOf"][0].keys() == {"pattern"} and len(names) == 1:
+        return dict(names["allOf"][0])
+    if names.keys() == {"const"}:
+        return {"enum": [names["const"]]}
+    if names and not names.keys() - {"minLength", "maxLength"}:
+        return {"pattern": f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$"}
+    return names
 
 
 def _required(walk: Walk, value: Any, place: Place) -> None:
@@ -91,7 +123,15 @@ def _required(walk: Walk, value: Any, place: Place) -> None:
         return
     if not all(map(can_be_written, value)):
         walk.refuse(place.at, _CANNOT_BE_WRITTEN)
-    place.out["required"] = list(dict.fromkeys([*place.out.get("required", []), *value]))
+    _require(walk, value, place)
+
+
+def _require(walk: Walk, names: Iterable[str], place: Place) -> None:
+    required = list(dict.fromkeys([*place.out.get("required", []), *names]))
+    if len(required) > _MAX_PROPERTIES:
+        walk.refuse(place.at, f"more than {_MAX_PROPERTIES:,} required properties in an object")
+    else:
+        place.out["required"] = required
 
 
 def _min_properties(walk: Walk, value: Any, place: Place) -> None:
@@ -116,14 +156,18 @@ def _dependencies(walk: Walk, value: Any, place: Place) -> None:
     if not isinstance(value, dict):
         walk.refuse(place.at, f"{shown(value)} is not an object")
         return
+    required = _names_required(place)
+    added: list[str] = []
     for trigger, needed in value.items():
         if needed in ([], {}) or needed is True:
             continue
-        if trigger in _names_required(place) and is_list_of_texts(needed):
-            place.out["required"] = list(dict.fromkeys([*place.out.get("required", []), *needed]))
+        if trigger in required and is_list_of_texts(needed):
+            added += needed
         else:
             at = f"{place.at}/{escaped(trigger)}"
             walk.refuse(at, f"{place.name} cannot be enforced; use anyOf with a branch for each case")
+    if added:
+        _require(walk, added, place)
 
 
 def _names_required(place: Place) -> set[str]:

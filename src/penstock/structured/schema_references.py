@@ -54,6 +54,10 @@ class References:
         pointer = unquote(fragment)
         return (pointer, "") if self._find(pointer) is not None else (None, f"{reference!r} leads nowhere")
 
+    def target(self, pointer: str) -> Any:
+        """Schema at a pointer that `resolve` returned."""
+        return self._find(pointer)
+
     def define(self, pointer: str, walk: Callable[[Any, str], Any]) -> str:
         """Return a reference to the definition of the schema at a pointer, which is walked at its first use.
 

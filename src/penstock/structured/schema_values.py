@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.structured.patterns import PatternError, translate_search
+from penstock.structured.patterns import MAX_REPEATED, PatternError, translate_search
 from penstock.structured.schema_constants import LARGEST_INTEGER, is_binary_fraction
 from penstock.structured.schema_formats import FORMATS
 from penstock.structured.schema_walk import OLDEST_DRAFT, Handler, Place, Walk, is_number, shown
@@ -31,8 +31,11 @@ def translated(walk: Walk, pattern: Any, at: str) -> str:
 
 
 def _length(walk: Walk, value: Any, place: Place) -> None:
-    if count(walk, value, place.at):
-        place.out[place.name] = int(value)
+    if not count(walk, value, place.at):
+        return
+    if place.name == "minLength" and value > MAX_REPEATED:
+        walk.refuse(place.at, f"minLength: at most {MAX_REPEATED:,}, since no output is longer")
+    place.out[place.name] = min(int(value), MAX_REPEATED)
 
 
 def _pattern(walk: Walk, value: Any, place: Place) -> None:

@@ -114,9 +114,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def can_be_written(text: str) -> bool:
-    r"""Whether a text can be written in JSON without \u escapes."""
-    return all((char >= " " and char != "\x7f") or char in "\b\f\n\r\t" for char in text)
+def can_be_written(name: str) -> bool:
+    r"""Whether a name can be written in JSON without \u escapes."""
+    return all(char >= " " or char in "\b\f\n\r\t" for char in name)
 
 
 def escaped(name: str) -> str:
