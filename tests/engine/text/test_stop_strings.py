@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import deque
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.output_processor import OutputProcessor, Progress, RequestProgress
-from penstock.engine.text.stop_strings import StopScanner
+from penstock.engine.text.stop_strings import StopScanner, StopStrings
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
@@ -45,7 +46,7 @@ def cut(text: str, borders: list[int]) -> list[str]:
 def test_the_text_ends_at_the_first_complete_stop_string_wherever_the_borders_fall(
     text: str, stops: list[str], borders: list[int], includes: bool
 ) -> None:
-    scanner = StopScanner(stops, includes_stop=includes)
+    scanner = StopScanner(StopStrings(stops), includes_stop=includes)
     given_out = ""
     for piece in cut(text, borders):
         given_out += scanner.push(piece)
@@ -64,7 +65,7 @@ def test_the_text_ends_at_the_first_complete_stop_string_wherever_the_borders_fa
 
 @given(text=TEXT, stops=STOPS)
 def test_what_may_become_a_stop_string_is_held_back_and_nothing_else(text: str, stops: list[str]) -> None:
-    scanner = StopScanner(stops, includes_stop=False)
+    scanner = StopScanner(StopStrings(stops), includes_stop=False)
     given_out = ""
     for position, character in enumerate(text):
         given_out += scanner.push(character)
@@ -76,7 +77,7 @@ def test_what_may_become_a_stop_string_is_held_back_and_nothing_else(text: str, 
 
 @given(text=TEXT, stops=STOPS, num_free=st.integers(0, 12))
 def test_what_is_complete_too_early_does_not_count(text: str, stops: list[str], num_free: int) -> None:
-    scanner = StopScanner(stops, includes_stop=False)
+    scanner = StopScanner(StopStrings(stops), includes_stop=False)
     given_out = scanner.push(text[:num_free], may_stop=False) + scanner.push(text[num_free:])
     expected = first_stop(text, stops, may_end_after=num_free)
     if expected is None:
@@ -84,6 +85,27 @@ def test_what_is_complete_too_early_does_not_count(text: str, stops: list[str], 
     else:
         end, stop = expected
         assert (scanner.found, given_out) == (stop, text[: end - len(stop)])
+
+
+def test_the_choices_of_a_request_share_its_stop_strings() -> None:
+    stops = StopStrings(["ab" * 25_000 + "c"])
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        scanners = [StopScanner(stops, includes_stop=False) for _ in range(100)]
+        assert tracemalloc.get_traced_memory()[0] - before < 100 * 200
+    finally:
+        tracemalloc.stop()
+    assert scanners[0].push("xab" * 3) == "xabxabx"
+
+
+def test_text_that_is_never_decided_is_searched_in_time_by_its_length() -> None:
+    """A beginning of many characters that occurs at each place of the text, and is wrong at its end."""
+    scanner = StopScanner(StopStrings(["a" * 8000 + "b", "ab" * 2000 + "c", "aab" * 1000]), includes_stop=False)
+    given_out = scanner.push("a" * 7999)
+    for piece in ["c", *["ab" * 3] * 400, "c"]:
+        given_out += scanner.push(piece)
+    assert given_out + scanner.flush() == "a" * 7999 + "c" + "ab" * 1200 + "c"
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMet
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import EngineMetrics, Metric
 from penstock.engine.text.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
-from penstock.engine.text.stop_strings import StopScanner
+from penstock.engine.text.stop_strings import StopScanner, StopStrings
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
@@ -42,11 +42,17 @@ class Inbox(Protocol):
 class RequestProgress:
     """State of one request's output: everything so far, and the position up to which the consumer has read it.
 
-    index: number of the sample among the prompt's n outputs.
+    index: number of the sample among the prompt's n outputs. stops: stop strings, which these share; None for none.
     """
 
     def __init__(
-        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, inbox: Inbox, index: int = 0
+        self,
+        request: EngineRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        inbox: Inbox,
+        index: int = 0,
+        stops: StopStrings | None = None,
     ) -> None:
         params = request.sampling_params
         self.request = request
@@ -77,7 +83,7 @@ class RequestProgress:
         self._includes_stop = params.include_stop_str_in_output
         # Stop strings do not count in the text of the first `min_tokens` tokens.
         self._num_tokens_without_stop = params.min_tokens
-        self._scanner = StopScanner(params.stop, includes_stop=self._includes_stop) if params.stop else None
+        self._scanner = None if stops is None else StopScanner(stops, includes_stop=self._includes_stop)
         self._detokenizer = _start_detokenizer(tokenizer, params, request.prompt_token_ids)
         self._push = self._detokenizer.push
 
@@ -267,6 +273,10 @@ def _start_detokenizer(tokenizer: Tokenizer, params: SamplingParams, prompt_toke
     return tokenizer.start_detokenizer(prompt_token_ids, special)
 
 
+def _stop_strings(params: SamplingParams) -> StopStrings | None:
+    return StopStrings(params.stop) if params.stop else None
+
+
 @dataclass(slots=True)
 class FollowUp:
     """Requests to submit to the core and to abort after a step's outputs."""
@@ -308,7 +318,8 @@ class OutputProcessor:
         if request.sampling_params.n > 1:
             fan_out = self._fan_out(request, prompt, inbox)
             return fan_out, fan_out.first_requests()
-        progress = RequestProgress(request, prompt, self._tokenizer, inbox)
+        stops = _stop_strings(request.sampling_params)
+        progress = RequestProgress(request, prompt, self._tokenizer, inbox, stops=stops)
         self._running[request.req_id] = progress
         return progress, [request]
 
@@ -406,8 +417,9 @@ class OutputProcessor:
                 f"request_id={request.req_id!r} with n={len(samples)} needs the names {samples[0].req_id!r} to "
                 f"{samples[-1].req_id!r}, one of which a running request has. Choose another."
             )
+        stops = _stop_strings(request.sampling_params)
         for index, sample in enumerate(samples):
-            fan_out.samples.append(RequestProgress(sample, prompt, self._tokenizer, fan_out, index))
+            fan_out.samples.append(RequestProgress(sample, prompt, self._tokenizer, fan_out, index, stops))
         self._fan_outs[request.req_id] = fan_out
         self._running |= {sample.req_id: sample for sample in fan_out.samples}
         return fan_out

@@ -6,60 +6,53 @@ character, the one listed first counts. Text that may become a stop string is he
 
 from __future__ import annotations
 
-from collections import deque
+import re
 from collections.abc import Sequence
 
+# Characters of a possible beginning that are compared before all of it.
+_NUM_COMPARED_FIRST = 16
 
-class StopAutomaton:
-    """Aho-Corasick automaton of all stop strings, one transition per character (Aho and Corasick, 1975).
 
-    A state is the longest suffix of the text that is a prefix of a stop string; `depth` is its length.
-    """
+class StopStrings:
+    """Stop strings of a request, which its choices share. Searches take time by the length of the undecided text."""
+
+    __slots__ = ("_beginnings", "_stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self.depth = [0]
-        self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]
-        # Per state, the index of the stop string that ends there; `len(stops)` where none does.
-        self._found = [len(self.stops)]
-        for index, stop in enumerate(self.stops):
-            self._insert(index, stop)
-        self._link()
+        self._stops = tuple(stops)
+        characters = "".join(dict.fromkeys(stop[0] for stop in self._stops))
+        self._beginnings = re.compile(f"[{re.escape(characters)}]")
 
-    def advance(self, state: int, character: str) -> int:
-        """Return the state after one more character."""
-        following = self._next
-        while state and character not in following[state]:
-            state = self._fallback[state]
-        return following[state].get(character, 0)
+    def may_begin(self, text: str) -> bool:
+        """Whether the text has a character that a stop string begins with."""
+        return self._beginnings.search(text) is not None
 
-    def match(self, state: int) -> str | None:
-        """Return the stop string that is complete in this state, or None."""
-        index = self._found[state]
-        return self.stops[index] if index < len(self.stops) else None
+    def first(self, text: str, num_seen: int) -> tuple[int, str] | None:
+        """Return the end of the stop string that is complete first, and the stop string; None if there is none.
 
-    def _insert(self, index: int, stop: str) -> None:
-        state = 0
-        for character in stop:
-            if character not in self._next[state]:
-                self._next[state][character] = len(self._next)
-                self._next.append({})
-                self._fallback.append(0)
-                self._found.append(len(self.stops))
-                self.depth.append(self.depth[state] + 1)
-            state = self._next[state][character]
-        self._found[state] = min(self._found[state], index)
+        num_seen: length of the text's beginning, in which none counts.
+        """
+        found, last_end = None, len(text)
+        for stop in self._stops:
+            begin = text.find(stop, max(0, num_seen - len(stop) + 1), last_end)
+            if begin >= 0:
+                found = begin + len(stop), stop
+                # Those listed later count only where they are complete earlier.
+                last_end = found[0] - 1
+        return found
 
-    def _link(self) -> None:
-        waiting = deque(self._next[0].values())
-        while waiting:
-            state = waiting.popleft()
-            for character, successor in self._next[state].items():
-                fallback = self.advance(self._fallback[state], character)
-                self._fallback[successor] = fallback
-                self._found[successor] = min(self._found[successor], self._found[fallback])
-                waiting.append(successor)
+    def num_undecided(self, text: str) -> int:
+        """Length of the longest end of the text that further text may make a stop string."""
+        longest = 0
+        for stop in self._stops:
+            begin = max(0, len(text) - len(stop) + 1)
+            while (begin := text.find(stop[0], begin, len(text) - longest)) >= 0:
+                is_likely = stop.startswith(text[begin : begin + _NUM_COMPARED_FIRST])
+                if is_likely and stop.startswith(text[begin:]):
+                    longest = len(text) - begin
+                    break
+                begin += 1
+        return longest
 
 
 class StopScanner:
@@ -68,13 +61,13 @@ class StopScanner:
     includes_stop: whether the stop string itself is passed through. found: the stop string that ended the text.
     """
 
-    __slots__ = ("_automaton", "_held", "_includes_stop", "_state", "found")
+    __slots__ = ("_held", "_includes_stop", "_stops", "found")
 
-    def __init__(self, stops: Sequence[str], *, includes_stop: bool) -> None:
+    def __init__(self, stops: StopStrings, *, includes_stop: bool) -> None:
         self.found: str | None = None
-        self._automaton = StopAutomaton(stops)
+        self._stops = stops
         self._includes_stop = includes_stop
-        self._state = 0
+        # The undecided end of the text: a stop string that is not complete begins here or later.
         self._held = ""
 
     def push(self, piece: str, *, may_stop: bool = True) -> str:
@@ -82,15 +75,15 @@ class StopScanner:
 
         may_stop: whether a stop string that is complete within this piece counts.
         """
-        automaton, state = self._automaton, self._state
-        for position, character in enumerate(piece):
-            state = automaton.advance(state, character)
-            found = automaton.match(state) if may_stop else None
-            if found is not None:
-                return self._end(self._held + piece[: position + 1], found)
-        self._state = state
+        if not self._held and not self._stops.may_begin(piece):
+            return piece
         text = self._held + piece
-        num_certain = len(text) - automaton.depth[state]
+        found = self._stops.first(text, len(self._held)) if may_stop else None
+        if found is not None:
+            end, self.found = found
+            self._held = ""
+            return text[: end if self._includes_stop else end - len(self.found)]
+        num_certain = len(text) - self._stops.num_undecided(text)
         self._held = text[num_certain:]
         return text[:num_certain]
 
@@ -98,8 +91,3 @@ class StopScanner:
         """Return the text held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
-
-    def _end(self, text: str, found: str) -> str:
-        self.found = found
-        self._held = ""
-        return text if self._includes_stop else text[: len(text) - len(found)]
