@@ -12,6 +12,7 @@ from penstock.engine.text.detokenizer import (
     SpecialTokens,
     WindowFactory,
     detokenizer_factory,
+    window_decode,
 )
 from support.fake_engine import byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -47,6 +48,40 @@ def pieces_of(
     return [*pieces, detokenizer.flush()]
 
 
+def whole_text(name: str, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    """Text of all ids, by the tokenizer itself; of byte-fallback, with complete characters beside wrong bytes."""
+    tokenizer = TOKENIZERS[name]
+    if name != "byte-level":
+        first_shown = 3 if skip_special_tokens else 0
+        ids = readable([id for id in ids if id >= first_shown and tokenizer.id_to_token(id) is not None])
+    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def readable(ids: list[int]) -> list[int]:
+    """Ids with the three byte tokens of a replacement character in place of each wrong one."""
+    first, *_ = byte_ids_of = range(3, 259)
+    result, position = [], 0
+    while position < len(ids):
+        character = next(
+            (ids[position : position + length] for length in range(1, 5) if is_text(ids[position:], length)), None
+        )
+        if ids[position] not in byte_ids_of or character is not None:
+            result += character or [ids[position]]
+            position += len(character or [0])
+        else:
+            result += [first + byte for byte in "\ufffd".encode()]
+            position += 1
+    return result
+
+
+def is_text(ids: list[int], length: int) -> bool:
+    raw = [token_id - 3 for token_id in ids[:length]]
+    try:
+        return len(raw) == length and len(bytes(raw).decode()) == 1
+    except ValueError:
+        return False
+
+
 def test_each_kind_of_decoder_gets_its_exact_way() -> None:
     assert isinstance(FACTORIES["byte-level"], ByteLevelFactory)
     strips, keeps = FACTORIES["byte-fallback, strips"], FACTORIES["byte-fallback, keeps"]
@@ -59,7 +94,7 @@ def test_each_kind_of_decoder_gets_its_exact_way() -> None:
 @given(ids=random_ids)
 @settings(deadline=None, max_examples=200)
 def test_pieces_add_up_to_what_decoding_all_ids_gives(name: str, ids: list[int]) -> None:
-    assert "".join(pieces_of(FACTORIES[name], ids)) == TOKENIZERS[name].decode(ids)
+    assert "".join(pieces_of(FACTORIES[name], ids)) == whole_text(name, ids)
 
 
 @every_tokenizer
@@ -67,7 +102,7 @@ def test_pieces_add_up_to_what_decoding_all_ids_gives(name: str, ids: list[int])
 @settings(deadline=None, max_examples=200)
 def test_special_tokens_are_shown_when_asked(name: str, ids: list[int], spaced: bool) -> None:
     special = SpecialTokens(are_shown=True, are_spaced=spaced)
-    expected = TOKENIZERS[name].decode(ids, skip_special_tokens=False)
+    expected = whole_text(name, ids, skip_special_tokens=False)
     assert "".join(pieces_of(FACTORIES[name], ids, special=special)) == expected
 
 
@@ -75,7 +110,7 @@ def test_special_tokens_are_shown_when_asked(name: str, ids: list[int], spaced: 
 @given(ids=byte_ids)
 @settings(deadline=None, max_examples=200)
 def test_runs_of_bytes_add_up_too(name: str, ids: list[int]) -> None:
-    assert "".join(pieces_of(FACTORIES[name], ids)) == TOKENIZERS[name].decode(ids)
+    assert "".join(pieces_of(FACTORIES[name], ids)) == whole_text(name, ids)
 
 
 @every_tokenizer
@@ -97,7 +132,7 @@ def test_output_after_a_prompt_is_what_it_adds_to_the_prompt(name: str, text: st
     ids = tokenizer.encode(text.replace("\ufffd", "")).ids
     prompt, output = ids[: cut % (len(ids) + 1)], ids[cut % (len(ids) + 1) :]
     # Of a character within which the prompt ends, nothing has been written yet.
-    before = tokenizer.decode(prompt).rstrip("\ufffd")
+    before = whole_text(name, prompt).rstrip("\ufffd")
     assert before + "".join(pieces_of(FACTORIES[name], output, prompt)) == tokenizer.decode(ids)
 
 
@@ -129,10 +164,17 @@ def test_text_is_given_with_its_own_token() -> None:
     assert pieces_of(FACTORIES["byte-level"], ids)[:-1] == [tokenizer.decode([token_id]) for token_id in ids]
 
 
-def test_a_character_is_given_with_its_last_byte() -> None:
-    ids = TOKENIZERS["byte-level"].encode("Ж", add_special_tokens=False).ids
-    assert len(ids) == 2
-    assert pieces_of(FACTORIES["byte-level"], ids) == ["", "Ж", ""]
+@every_tokenizer
+def test_a_character_is_given_with_its_last_byte(name: str) -> None:
+    text = "ሰላም"  # Amharic: three bytes per character
+    ids = TOKENIZERS[name].encode(text, add_special_tokens=False).ids[-9:]
+    assert pieces_of(FACTORIES[name], ids, prompt=[3 + ord("a")]) == ["", "", "ሰ", "", "", "ላ", "", "", "ም", ""]
+
+
+def test_a_wrong_byte_does_not_hide_the_characters_beside_it() -> None:
+    factory = FACTORIES["byte-fallback, keeps"]
+    ids = [3 + byte for byte in (*"ሰ".encode(), 0xE1, 0x41, *"ም".encode(), 0xE1, 0x88)]
+    assert "".join(pieces_of(factory, ids)) == "ሰ\ufffdAም\ufffd\ufffd"
 
 
 def test_output_that_continues_a_text_keeps_its_leading_space() -> None:
@@ -194,6 +236,14 @@ def _split(ids: list[int], separator: int) -> list[list[int]]:
         else:
             runs[-1].append(token_id)
     return runs
+
+
+def test_a_window_gives_each_character_of_byte_tokens_at_once() -> None:
+    tokenizer = TOKENIZERS["byte-fallback, keeps"]
+    factory = WindowFactory(window_decode(lambda ids, skip: tokenizer.decode(ids, skip_special_tokens=skip), set()))
+    text = "ሰላም" * 4
+    pieces = pieces_of(factory, [3 + byte for byte in text.encode()])
+    assert [piece for piece in pieces if piece] == list(text)
 
 
 def test_the_window_gives_up_on_characters_that_never_complete() -> None:

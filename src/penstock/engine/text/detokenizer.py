@@ -1,14 +1,15 @@
 """Incremental detokenisation.
 
-A piece of text is never retracted and never ends within a character: uncertain text is held back. All pieces together
-equal decoding all ids at once, with or without special tokens. Where the output continues a prompt, they equal what
-decoding prompt and output together adds to the prompt.
+A piece of text is never retracted and never ends within a character, whose bytes are held back. All pieces together
+equal decoding all ids at once, with or without special tokens; where the output continues a prompt, what decoding
+prompt and output together adds to the prompt. One case differs: see byte-fallback.
 
 Three implementations, by the tokenizer's decoder:
 
 - byte-level (GPT-2, Llama 3, Qwen): each token is bytes; characters are complete by UTF-8.
 - byte-fallback (Llama 2, Mistral, Gemma): tokens are text, and characters outside the vocabulary are runs of byte
-  tokens. One wrong byte makes a whole run unreadable, so a run is held back until it ends.
+  tokens. Each character is given with its last byte, as in vLLM. Bytes that are no character are one replacement
+  character each; decoding all ids at once would replace the characters beside them, too.
 - any other: a window of tokens is decoded with and without the new one, as in TGI and vLLM.
 
 The first two are table look-ups of well under a microsecond per token, however long the text.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -31,6 +33,7 @@ _LONGEST_INCOMPLETE = 3  # bytes of a UTF-8 character that lacks its last one
 _LONGEST_HELD = 8  # tokens that the window holds back in the hope of a complete character
 _WINDOW = 5  # tokens before the new one that can change how it is written
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_WRONG_BYTE = re.compile("[\udc80-\udcff]")
 
 
 class SpecialTokens(NamedTuple):
@@ -261,36 +264,30 @@ class ByteFallbackFactory(_TableFactory):
 
 
 class ByteFallbackDetokenizer:
-    """Byte-fallback detokeniser; holds back a run of byte tokens until a token of another kind ends it."""
+    """Byte-fallback detokeniser; holds back the bytes of an incomplete character, at most three."""
 
-    __slots__ = ("_continuation", "_num_to_strip", "_run", "_table")
+    __slots__ = ("_continuation", "_num_to_strip", "_pending", "_table")
 
     def __init__(self, table: _TokenTable, prompt_token_ids: Sequence[int], num_stripped_spaces: int) -> None:
         self._table = table
         self._num_to_strip = num_stripped_spaces
-        self._run = bytearray()
+        self._pending = b""
         self._continuation = _Continuation("")
         if prompt_token_ids:
             self._continue_from(prompt_token_ids)
 
     def _continue_from(self, prompt_token_ids: Sequence[int]) -> None:
-        for token_id in reversed(prompt_token_ids):
-            text, raw = self._table[token_id]
-            if text:
-                break
-            self._run[:0] = raw
-        self._continuation = _Continuation(_decode_run(self._run))
+        _, self._pending = _decode_bytes(_last_run(self._table, prompt_token_ids))
+        self._continuation = _Continuation(_REPLACEMENT * len(self._pending))
         if self._num_to_strip and any(self._table[token_id] != ("", b"") for token_id in prompt_token_ids):
             self._num_to_strip = 0
 
     def push(self, token_id: int) -> str:
         text, raw = self._table[token_id]
         if raw:
-            self._run += raw
-            return ""
-        if not text:
-            return ""
-        if self._run:
+            text, self._pending = _decode_bytes(self._pending + raw)
+            text = self._continuation.new_part(text)
+        elif text and self._pending:
             text = self._end_run() + text
         return self._strip(text) if self._num_to_strip else text
 
@@ -298,8 +295,7 @@ class ByteFallbackDetokenizer:
         return self._strip(self._end_run())
 
     def _end_run(self) -> str:
-        text = _decode_run(self._run)
-        self._run.clear()
+        text, self._pending = _REPLACEMENT * len(self._pending), b""
         return self._continuation.new_part(text)
 
     def _strip(self, text: str) -> str:
@@ -317,11 +313,21 @@ def _byte_fallback_entry(token: str) -> tuple[str, bytes]:
     return ("", bytes.fromhex(byte[1])) if byte else (token.replace("▁", " "), b"")
 
 
-def _decode_run(run: bytearray) -> str:
-    try:
-        return run.decode("utf-8")
-    except UnicodeDecodeError:
-        return _REPLACEMENT * len(run)
+def _last_run(table: _TokenTable, token_ids: Sequence[int]) -> bytes:
+    """The last bytes of a prompt, if byte tokens are its end."""
+    run = b""
+    for token_id in reversed(token_ids):
+        text, raw = table[token_id]
+        run = raw + run
+        if text or len(run) >= _LONGEST_INCOMPLETE:
+            break
+    return run
+
+
+def _decode_bytes(raw: bytes) -> tuple[str, bytes]:
+    """Text of complete characters and, by a replacement character each, of wrong bytes; bytes of an incomplete one."""
+    text, num_decoded = codecs.utf_8_decode(raw, "surrogateescape", False)
+    return _WRONG_BYTE.sub(_REPLACEMENT, text), raw[num_decoded:]
 
 
 WindowDecode: TypeAlias = Callable[[list[int], SpecialTokens], str]
@@ -368,11 +374,16 @@ class WindowFactory:
 
 
 class WindowDetokenizer:
-    """Window detokeniser: decodes a few earlier tokens with and without the new ones; the difference is new text."""
+    """Window detokeniser: decodes a few earlier tokens with and without the new ones; the difference is new text.
+
+    The earlier tokens begin where a piece does, so that they do not begin within a character.
+    """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode
         self._context = list(prompt_token_ids[-_WINDOW:])
+        # Number of tokens of each piece in the context.
+        self._lengths = deque([len(self._context)])
         self._context_text = decode(self._context) if self._context else ""
         self._held: list[int] = []
 
@@ -390,7 +401,10 @@ class WindowDetokenizer:
 
     def _give(self, text: str) -> str:
         piece = text[len(self._context_text) :]
-        self._context = (self._context + self._held)[-_WINDOW:]
+        self._context += self._held
+        self._lengths.append(len(self._held))
+        while len(self._context) - self._lengths[0] >= _WINDOW:
+            del self._context[: self._lengths.popleft()]
         self._context_text = self._decode(self._context)
         self._held = []
         return piece
