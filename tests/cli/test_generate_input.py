@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 from typer.testing import CliRunner
 
+from penstock.cli import requests
 from penstock.cli.app import app
 from penstock.contract import StructuredOutputsParams
 from support.fake_engine import FakeCore, install_fake_core, write_model
@@ -99,6 +100,13 @@ def test_a_bad_line_is_answered_in_its_place(generate: Generate, line: bytes, me
     ]
     assert "1 of 3 requests cannot be answered" in result.stderr
     assert result.stderr.endswith("penstock: 1 of 3 requests failed; their lines say why (error).\n")
+
+
+def test_a_long_line_is_refused_before_it_is_decoded(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_LONGEST_LINE_BYTES", 40)
+    result = generate("--input", "-", "--max-tokens", "2", stdin=b'{"prompt": "a"}\n{"prompt": "%s\n' % (b"a" * 40))
+    _, bad = map(json.loads, result.stdout.splitlines())
+    assert bad["error"] == "standard input, line 2: The line has 52 bytes. Allowed: at most 40."
 
 
 @BAD_LINES

@@ -20,6 +20,7 @@ from penstock.engine.inputs.prompts import PROMPT_KEYS
 from penstock.errors import InvalidRequest
 
 STANDARD_INPUT = "-"
+_LONGEST_LINE_BYTES = 32 << 20
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 # Files are not streamed.
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "output_kind")
@@ -67,6 +68,8 @@ def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
 
 
 def _decode(line: bytes) -> dict[str, Any] | InvalidRequest:
+    if len(line) > _LONGEST_LINE_BYTES:
+        return InvalidRequest(f"The line has {len(line):,} bytes. Allowed: at most {_LONGEST_LINE_BYTES:,}.")
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
