@@ -146,6 +146,13 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return self.from_dict(copy.deepcopy(fields) | changes)
 
+    def with_fields(self, **changes: Any) -> Self:
+        """Return a copy with fields of the engine's own, which are not checked again; it shares the other values."""
+        copied = copy.copy(self)
+        for name, value in changes.items():
+            copied._set(name, value)
+        return copied
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0

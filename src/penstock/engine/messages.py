@@ -26,6 +26,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: tokens generated earlier by a core that was lost; generation continues after them.
     needs_tokens_on_host: the host must read its tokens before its next step; other requests run ahead meanwhile.
     is_admitted: another core has admitted it, or another sample of its prompt, so no limit of the queue applies.
+    num_samples: samples of its prompt that are admitted or refused with it, itself included.
     """
 
     req_id: str
@@ -40,6 +41,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int] = []
     needs_tokens_on_host: bool = False
     is_admitted: bool = False
+    num_samples: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,7 @@ def sample_requests(request: EngineRequest) -> list[EngineRequest]:
         msgspec.structs.replace(
             request,
             req_id=f"{request.req_id}#{index}",
-            sampling_params=msgspec.structs.replace(
-                params,
+            sampling_params=params.with_fields(
                 n=1,
                 seed=_sample_seed(params.seed, index),
                 # Log-probabilities of the prompt are the same for all samples.
@@ -102,6 +101,7 @@ def sample_requests(request: EngineRequest) -> list[EngineRequest]:
             ),
             # The first one is admitted, or refused, for all.
             is_admitted=request.is_admitted or index > 0,
+            num_samples=params.n if index == 0 else 1,
         )
         for index in range(params.n)
     ]

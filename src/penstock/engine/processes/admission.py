@@ -8,7 +8,7 @@ from collections import deque
 
 from penstock.config.queue import QueueLimits
 from penstock.engine.messages import EngineRequest
-from penstock.errors import Overloaded
+from penstock.errors import InvalidParameter, Overloaded
 
 # Requests that recently began to run, from which waiting times are estimated.
 _NUM_RECENT = 64
@@ -40,9 +40,13 @@ class Admission:
         return max(0, self.num_requests - self._capacity)
 
     def check(self, request: EngineRequest) -> None:
-        """Raise Overloaded when the queue has no room for a request, unless it was admitted before."""
+        """Raise Overloaded when the queue has no room for a request and its samples, unless it was admitted before.
+
+        Raises InvalidParameter for more samples than the cores and the queue ever hold.
+        """
         if not request.is_admitted:
-            self._check(len(request.prompt_token_ids))
+            self._check_samples(request.num_samples)
+            self._check(len(request.prompt_token_ids), request.num_samples)
 
     def add(self, request: EngineRequest) -> None:
         """Count a request."""
@@ -61,13 +65,22 @@ class Admission:
         """Note the end of a request; unknown ids are ignored."""
         self.num_queued_tokens -= self._prompt_tokens.pop(req_id, 0)
 
-    def _check(self, num_tokens: int) -> None:
+    def _check_samples(self, num_samples: int) -> None:
+        most = self._limits.max_num_queued_requests
+        if most is not None and num_samples > max(1, self._capacity + most):
+            raise InvalidParameter(
+                f"n={num_samples:,} is more than run and wait at once. Allowed: at most {self._capacity + most:,} "
+                f"(max_num_seqs, and max_num_queued_requests={most})."
+            )
+
+    def _check(self, num_tokens: int, num_samples: int) -> None:
         limits = self._limits
         if limits.max_num_queued_requests is not None and (
-            self.num_requests - self._capacity >= limits.max_num_queued_requests
+            self.num_requests + num_samples - 1 - self._capacity >= limits.max_num_queued_requests
         ):
+            more = f", this request has n={num_samples} more," if num_samples > 1 else ","
             raise self._overloaded(
-                f"{self.num_queued_requests} requests are queued, and max_num_queued_requests="
+                f"{self.num_queued_requests} requests are queued{more} and max_num_queued_requests="
                 f"{limits.max_num_queued_requests}."
             )
         if (
