@@ -37,6 +37,7 @@ TITLES = {
     "cache": "KV cache and memory",
     "scheduler": "Scheduler",
     "sampling": "Sampling",
+    "limits": "Limits of requests",
     "parallel": "Parallelism and workers",
     "structured": "Structured outputs",
     "speculative": "Speculative decoding: keys of `speculative_config`",

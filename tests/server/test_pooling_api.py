@@ -174,7 +174,11 @@ def test_classes_have_their_labels(reranker: tuple[Served, Any]) -> None:
         ("/v1/embeddings", {"input": [[1], "ba"]}, "Allowed: text, a list of token ids"),
         ("/v1/score", {"text_1": ["ba", "be"], "text_2": ["ba"]}, "text_1 has 2 texts and text_2 1"),
         ("/rerank", {"query": "ba", "documents": []}, "documents is empty"),
-        ("/rerank", {"query": "ba", "documents": ["ba"] * 16_385}, "documents has 16,385 texts. Allowed: 16,384"),
+        (
+            "/rerank",
+            {"query": "ba", "documents": ["ba"] * 16_385},
+            "documents has 16,385 items. Allowed: at most 16,384",
+        ),
         ("/rerank", {"query": "ba", "documents": ["be", "ba " * 150]}, "documents[1]: The text has 154 tokens"),
         ("/v1/score", {"text_1": "ba", "text_2": ["be", "ba " * 150]}, "text_2[1]: The text has 154 tokens"),
         ("/classify", {"input": ["be", "ba " * 150]}, "input[1]: The text has 152 tokens"),

@@ -24,6 +24,7 @@ from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.reasoning import ReasoningMarkers, reasoning_markers
 from penstock.config.recording import RecordingConfig
+from penstock.config.request_limits import RequestLimits
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
@@ -53,6 +54,7 @@ class EngineConfig:
     load: LoadConfig
     device: DeviceConfig
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
@@ -243,6 +245,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "load": LoadConfig,
     "device": DeviceConfig,
     "sampling": SamplingConfig,
+    "limits": RequestLimits,
     "profiler": ProfilerConfig,
     "graphs": GraphConfig,
     "structured": StructuredOutputsConfig,

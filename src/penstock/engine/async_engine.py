@@ -11,9 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from penstock.config import EngineConfig, ModelConfig
+from penstock.config.request_limits import RequestLimits
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
@@ -24,6 +23,7 @@ from penstock.engine.core.core_thread import CoreThread
 from penstock.engine.dispatcher import input_processor_for, output_processor_for, start_core
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.default_sampling import default_sampling_params
+from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.params_processor import check_is_params
 from penstock.engine.inputs.pooling_prompts import check_is_pooling_params
 from penstock.engine.inputs.prompts import Prompt
@@ -35,7 +35,7 @@ from penstock.engine.output.pooling_outputs import PoolingOutput, PoolingRequest
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.text.tokenizer import LONG_TEXT, Tokenizer, load_tokenizer
 from penstock.errors import PenstockError
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging
@@ -141,7 +141,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         params = self._default_sampling_params if sampling_params is None else sampling_params
         check_is_params(params)
         if output_kind is not None:
-            params = msgspec.structs.replace(params, output_kind=output_kind)
+            params = params.with_fields(output_kind=output_kind)
         if isinstance(prompt, AsyncIterable):
             parts = self._generate_in_turns(prompt, params, request_id, priority, lora_request)
             async with aclosing(parts):
@@ -323,6 +323,18 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
     def model_config(self) -> ModelConfig:
         """Configuration of the model, with its pooling."""
         return self._input_processor.model
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """Limits of the fields of requests."""
+        return self._input_processor.limits
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises InvalidRequest for one that is longer than a prompt may be."""
+        check_text(text, self.request_limits)
+        if len(text) < LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens)
+        return await self._intake.in_thread(lambda: self._tokenizer.encode(text, add_special_tokens))
 
     @property
     def own_tokenizer(self) -> Tokenizer:

@@ -60,6 +60,7 @@ def input_processor_for(
         vocab_size=core.vocab_size,
         sampling=config.sampling,
         structured=config.structured,
+        limits=config.limits,
         policy=config.scheduler.policy,
         engine=config.parallel.data_parallel_rank or 0,
         front_end=front_end,

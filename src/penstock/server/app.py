@@ -33,6 +33,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     # A redirect to a path without its last slash would name this server rather than the proxy before it.
     app = FastAPI(title="Penstock", version=__version__, redirect_slashes=False)
     app.state.served_model = ServedModel(engine, options)
+    app.state.request_limits = engine.request_limits
     app.state.response_store = ResponseStore(options)
     for module in (completions, chat, responses, messages, pooling, models, tokenize):
         app.include_router(module.router)

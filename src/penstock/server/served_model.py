@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from penstock.contract import SamplingParams
 from penstock.contract.lora import LoRARequest
+from penstock.contract.param_checks import shown
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.prompts import PromptDict
-from penstock.engine.text.tokenizer import LONG_TEXT, Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
@@ -67,7 +68,7 @@ class ServedModel:
         adapter = await self.adapters.find(name)
         if adapter is None:
             served = ", ".join(map(repr, [*self.names, *(one.lora_name for one in await self.adapters.all())]))
-            message = f"The model {name!r} is not served here. Allowed: {served}."
+            message = f"The model {shown(name)} is not served here. Allowed: {served}."
             raise ApiError(404, message, param="model", code="model_not_found")
         adapted = copy(self)
         adapted.adapter, adapted.names = adapter, (name,)
@@ -102,19 +103,21 @@ class ServedModel:
             )
         )
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await _in_thread(lambda: self.tokenizer.encode(text, add_special_tokens))
-
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids. Raises ApiError for ids outside the vocabulary."""
+        return await _in_thread(lambda: self._decoded(token_ids, skip_special_tokens))
+
+    def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         for position, token_id in enumerate(token_ids):
             if not 0 <= token_id < self.tokenizer.vocab_size:
                 allowed = f"0 to {self.tokenizer.vocab_size - 1}"
-                message = f"tokens[{position}]={token_id} is not a token id. Allowed: {allowed}."
+                message = f"tokens[{position}]={shown(token_id)} is not a token id. Allowed: {allowed}."
                 raise ApiError(400, message, param=f"tokens[{position}]")
-        return await _in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens))
+        return self.tokenizer.decode(token_ids, skip_special_tokens)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token, special tokens included."""
+        return await _in_thread(lambda: [self.tokenizer.token_text(id) for id in token_ids])
 
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of a token, which may be part of a character."""

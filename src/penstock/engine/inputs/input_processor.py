@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
+from penstock.config.request_limits import RequestLimits
 from penstock.contract import Parts, PoolingParams, SamplingParams
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.contract.param_checks import check_sendable, shown
+from penstock.engine.inputs.field_limits import check_name, check_products, check_sampling_fields, check_text
 from penstock.engine.inputs.params_processor import ParamsProcessor
 from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
 from penstock.engine.inputs.prompt_encoder import PromptEncoder
@@ -66,7 +68,7 @@ class _ReadPrompt(NamedTuple):
 class InputProcessor:
     """Creates the requests of one engine.
 
-    max_model_len, vocab_size: limits of the core. sampling, structured: limits of requests; None takes the defaults.
+    max_model_len, vocab_size: limits of the core. sampling, structured, limits: of requests; None takes the defaults.
     policy: scheduling policy; only "priority" allows priorities. has_adapters: whether requests may have LoRA adapters.
     engine: data parallel rank among engines of the same seed behind an external load balancer; front_end: number among
         the front ends of one broker. Both are mixed into the seeds.
@@ -84,6 +86,7 @@ class InputProcessor:
         vocab_size: int,
         sampling: SamplingConfig | None = None,
         structured: StructuredOutputsConfig | None = None,
+        limits: RequestLimits | None = None,
         policy: str = "fcfs",
         engine: int = 0,
         front_end: int = 0,
@@ -91,7 +94,11 @@ class InputProcessor:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._prompts = PromptEncoder(model, tokenizer, max_model_len=max_model_len, vocab_size=vocab_size)
+        self._sampling = sampling or SamplingConfig()
+        self.limits = (limits or RequestLimits()).resolved(max_model_len)
+        self._prompts = PromptEncoder(
+            model, tokenizer, max_model_len=max_model_len, vocab_size=vocab_size, limits=self.limits
+        )
         self._policy = policy
         self._has_adapters = has_adapters
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
@@ -101,7 +108,7 @@ class InputProcessor:
         if tokenizer.eos_token_id is not None:
             self._eos_token_ids |= {tokenizer.eos_token_id}
         self._params_processor = ParamsProcessor(
-            sampling or SamplingConfig(),
+            self._sampling,
             tokenizer,
             vocab_size=vocab_size,
             eos_token_ids=self._eos_token_ids,
@@ -197,10 +204,13 @@ class InputProcessor:
         number: int | None,
     ) -> tuple[EngineRequest, str | None]:
         arrival_time = time.monotonic()
-        is_cut = getattr(sampling_params, "truncate_prompt_tokens", None) is not None
-        if not is_cut:
+        if isinstance(sampling_params, SamplingParams):
+            check_sampling_fields(sampling_params, self.limits)
+        num_kept = getattr(sampling_params, "truncate_prompt_tokens", None)
+        if num_kept is None:
             self._prompts.check_num_ids(prompt, sampling_params)
         text, given_token_ids, cache_salt, parts = _fields_of(prompt)
+        check_name("cache_salt", cache_salt, self.limits)
         is_rendered, text = isinstance(text, RenderedText), None if text is None else str(text)
         check_sendable(
             {
@@ -214,7 +224,7 @@ class InputProcessor:
         if given_token_ids is None:
             max_tokens = getattr(sampling_params, "max_tokens", None)
             prompt_token_ids = self._prompts.encode(
-                text or "", add_special_tokens=not is_rendered, max_tokens=max_tokens, is_cut=is_cut
+                text or "", add_special_tokens=not is_rendered, max_tokens=max_tokens, num_kept=num_kept
             )
         else:
             prompt_token_ids = given_token_ids
@@ -223,10 +233,11 @@ class InputProcessor:
         self._check_priority(priority)
         prompt_token_ids = self._prompts.truncated(prompt_token_ids, sampling_params.truncate_prompt_tokens)
         self._prompts.check_length(len(prompt_token_ids), sampling_params.max_tokens)
+        check_products(sampling_params, len(prompt_token_ids), self.limits, self._sampling.max_logprobs)
         num_before = number if request_id is not None and number is not None else self.take_number()
         if sampling_params.seed is None:
             seed = _drawn_seed(self._seed, num_before if number is None else number)
-            sampling_params = msgspec.structs.replace(sampling_params, seed=seed)
+            sampling_params = sampling_params.with_fields(seed=seed)
         request = EngineRequest(
             req_id=str(num_before) if request_id is None else request_id,
             prompt_token_ids=prompt_token_ids,
@@ -250,6 +261,9 @@ class InputProcessor:
             text, given, cache_salt, parts = _fields_of(prompt)
         plain = list(map(str, text)) if isinstance(text, TextPair) else None if text is None else str(text)
         check_sendable({"request_id": asked.request_id, "prompt": plain, "cache_salt": cache_salt, "parts": parts})
+        check_name("cache_salt", cache_salt, self.limits)
+        for one in text if isinstance(text, TextPair) else (text or "",):
+            check_text(one, self.limits, where="The text")
         self._check_priority(asked.priority)
         if given is not None:
             given = pooling.cut(given, params)
@@ -337,11 +351,11 @@ def _size_of(prompt: Prompt) -> int:
 
 
 def _is_small(params: Any) -> bool:
-    """Whether checking the parameters is quick: they have no grammar, and few listed values."""
+    """Whether checking the parameters is quick: they have no grammar, no text to tokenise, and few listed values."""
     if not isinstance(params, SamplingParams):
         return True
-    listed = (params.stop, params.bad_words, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
-    is_plain = params.structured_outputs is None and params.extra_args is None
+    listed = (params.stop, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+    is_plain = params.structured_outputs is None and params.extra_args is None and not params.bad_words
     return is_plain and sum(len(values) for values in listed if values) < _MANY_VALUES
 
 

@@ -10,15 +10,13 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from penstock.config import SamplingConfig, StructuredOutputsConfig
 from penstock.config.reasoning import reasoning_markers
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.param_checks import shown
 from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import TextToEncode, Tokenizer
 from penstock.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -68,7 +66,9 @@ class ParamsProcessor:
             self._check_ids("bad_words_token_ids", sequence)
         if params.structured_outputs is not None:
             self._check_structured(params.structured_outputs)
-        changes: dict[str, Any] = {}
+        # The caller may change its own dictionaries meanwhile.
+        given = {name: getattr(params, name) for name in ("logit_bias", "extra_args")}
+        changes: dict[str, Any] = {name: dict(value) for name, value in given.items() if value is not None}
         if params.bad_words:
             changes["bad_words_token_ids"] = self._spell(params)
         if params.min_tokens:
@@ -78,7 +78,7 @@ class ParamsProcessor:
             budget = self._thinking_budget(params, prompt_token_ids)
             changes["extra_args"] = {**(params.extra_args or {}), THINKING_BUDGET: budget}
         # A copy, since the caller may change fields of the original meanwhile.
-        params = msgspec.structs.replace(params, **changes)
+        params = params.with_fields(**changes)
         self._logits_processors.check(params)
         return params
 
@@ -156,14 +156,14 @@ class ParamsProcessor:
     def _spell(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Tokenise the bad words, both at the beginning of a text and after a space."""
         sequences = dict.fromkeys(tuple(sequence) for sequence in params.bad_words_token_ids)
-        for word in params.bad_words:
-            bare = word.lstrip()
-            for text in (bare, f" {bare}"):
-                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False)) if bare else ()
-                if not token_ids:
-                    raise InvalidParameter(f"bad_words has {word!r}, which has no tokens. Leave it out.")
-                self._check_ids("bad_words", token_ids)
-                sequences[token_ids] = None
+        spelled = [text for word in params.bad_words for text in (word.lstrip(), f" {word.lstrip()}")]
+        encoded = self._tokenizer.encode_texts([TextToEncode(text, add_special_tokens=False) for text in spelled])
+        for number, (token_ids, _) in enumerate(encoded):
+            word = params.bad_words[number // 2]
+            if not word.lstrip() or not token_ids:
+                raise InvalidParameter(f"bad_words has {shown(word)}, which has no tokens. Leave it out.")
+            self._check_ids("bad_words", token_ids)
+            sequences[tuple(token_ids)] = None
         return tuple(sequences)
 
 

@@ -7,30 +7,49 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config import ModelConfig
+from penstock.config.request_limits import RequestLimits
 from penstock.contract.param_checks import shown
+from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.prompts import Prompt
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import TextToEncode, Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
 logger = logging.getLogger(__name__)
+# Special tokens that a tokenizer puts around a text, at most.
+_MOST_SPECIAL_TOKENS = 32
 
 
 class PromptEncoder:
-    """Encoder of one engine's prompts. max_model_len, vocab_size: limits of the core."""
+    """Encoder of one engine's prompts. max_model_len, vocab_size: limits of the core. limits: of texts."""
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, *, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        limits: RequestLimits | None = None,
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._limits = (limits or RequestLimits()).resolved(max_model_len)
         self._has_warned_of_second_bos = False
 
     def encode(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None, is_cut: bool = False
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None, num_kept: int | None = None
     ) -> list[int]:
-        """Tokenise a prompt; a text that cannot fit is refused early, unless it is truncated afterwards (`is_cut`)."""
-        if is_cut:
-            token_ids = self._tokenizer.encode(text, add_special_tokens)
+        """Tokenise a prompt; a text that cannot fit is refused early, unless its last `num_kept` tokens are kept.
+
+        No more of a long text is tokenised than these need.
+        """
+        if num_kept is not None:
+            check_text(text, self._limits)
+            limit = self._num_kept(num_kept) + _MOST_SPECIAL_TOKENS
+            wanted = TextToEncode(text, add_special_tokens=add_special_tokens, limit=limit, side="left")
+            token_ids = self._tokenizer.encode_texts([wanted])[0].token_ids
         else:
             token_ids = self._encode_limited(text, add_special_tokens, self._longest(max_tokens))
         bos_token_id = self._tokenizer.bos_token_id
@@ -46,6 +65,7 @@ class PromptEncoder:
                 f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
                 f"{self._limit(len(text) // longest)}"
             )
+        check_text(text, self._limits)
         token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, limit)
         if isinstance(token_ids, int):
             raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")
@@ -82,15 +102,16 @@ class PromptEncoder:
 
     def truncated(self, prompt_token_ids: list[int], num_kept: int | None) -> list[int]:
         """Truncate the prompt to its last `num_kept` tokens; -1 keeps as many as leave room for one token."""
-        if num_kept is None:
-            return prompt_token_ids
+        return prompt_token_ids if num_kept is None else prompt_token_ids[-self._num_kept(num_kept) :]
+
+    def _num_kept(self, num_kept: int) -> int:
         longest = self._max_model_len - 1
         if num_kept > longest:
             raise InvalidParameter(
                 f"truncate_prompt_tokens={num_kept} is not valid. Allowed: at most {longest}, which leaves room for "
                 "one token in this engine's context (max_model_len), or -1 for as many as that."
             )
-        return prompt_token_ids[-(longest if num_kept == -1 else num_kept) :]
+        return longest if num_kept == -1 else num_kept
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise ContextTooLong unless the context has room for the prompt and one token; `max_tokens` may exceed it."""

@@ -9,9 +9,6 @@ from pydantic import PlainValidator, model_validator
 from penstock.contract.param_checks import shown
 from penstock.server.protocol.base import SamplingFields, field_error
 
-# Choices of one request, each of which is a request to the engine.
-_MOST_CHOICES = 16_384
-
 
 def _prompts(value: Any) -> list[str | list[int]]:
     """Prompts of the field: text, token ids, or a list of these."""
@@ -49,9 +46,6 @@ class CompletionRequest(SamplingFields):
         n = 1 if self.n is None else self.n
         if self.best_of not in (None, n):
             raise field_error("best_of", f"best_of={self.best_of} is not available. Allowed: n={n}, or leave it out.")
-        if len(self.prompt) * n > _MOST_CHOICES:
-            message = f"prompt has {len(self.prompt):,} prompts of n={n} choices. Allowed: {_MOST_CHOICES:,} choices."
-            raise field_error("prompt", message)
         if self.max_tokens == 0 and not self.echo:
             raise field_error("max_tokens", "max_tokens=0 is allowed only with echo=true. Allowed: at least 1.")
         return self

@@ -9,17 +9,12 @@ from pydantic import BaseModel, Field, PlainValidator
 from penstock.contract.param_checks import shown
 from penstock.server.protocol.base import RequestModel, Texts, field_error
 
-# Texts of one request, each of which is a request to the engine.
-MOST_TEXTS = 16_384
-
 
 def _inputs(value: Any) -> list[str | list[int]]:
     """Texts of the field `input`: text, token ids, or a list of these."""
     listed: list[Any] = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     if listed and all(type(item) is int for item in listed):
         listed = [listed]
-    if len(listed) > MOST_TEXTS:
-        raise field_error("input", f"input has {len(listed):,} texts. Allowed: {MOST_TEXTS:,} at most.")
     is_valid = bool(listed) and (
         all(isinstance(item, str) for item in listed)
         or all(isinstance(item, list) and all(type(id) is int for id in item) for item in listed)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
-import msgspec
-
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.inputs.field_limits import check_choices
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.stream_dispatcher import AdmittedRequest
@@ -94,7 +93,14 @@ class Generation:
         self.close()
 
     async def start(self) -> None:
-        """Submit the prompts. Raises the engine's refusal of any, or ApiError 408 if the deadline comes first."""
+        """Submit the prompts, which have equal parameters.
+
+        Raises InvalidParameter for too many choices, the engine's refusal of any prompt, or ApiError 408 if the
+        deadline comes first.
+        """
+        params = self._submissions[0].params
+        if isinstance(params, SamplingParams):
+            check_choices(len(self._submissions), params.n, self._engine.request_limits)
         loop = asyncio.get_running_loop()
         begin_s = loop.time() if self._begin_s is None else self._begin_s
         end_s = None if self._timeout_s is None else begin_s + self._timeout_s
@@ -167,7 +173,7 @@ class Generation:
         submission = self._submissions[index]
         params: SamplingParams | PoolingParams = submission.params
         if isinstance(params, SamplingParams):
-            params = msgspec.structs.replace(params, output_kind=self._kind)
+            params = params.with_fields(output_kind=self._kind)
         try:
             self._admitted[index] = await self._engine.submit(
                 submission.prompt,

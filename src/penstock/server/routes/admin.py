@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.errors import ConfigError, LifecycleError
+from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.server.protocol.profiles import StartProfileRequest
@@ -22,7 +23,7 @@ from penstock.server.protocol.responses import (
 )
 from penstock.server.routes.common import served_model
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/reset_prefix_cache", responses={200: {"model": PrefixCacheReset}, **errors(401, 500, 503)})

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import refusals
 from penstock.server.protocol.chat import ChatCompletionRequest
@@ -27,7 +28,7 @@ from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
 from penstock.server.served_model import ServedModel
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", responses=CHAT_RESPONSES)

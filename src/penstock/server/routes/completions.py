@@ -13,6 +13,7 @@ from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.inputs.prompts import PromptDict, RenderedText
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.engine.text.detokenizer import SpecialTokens
+from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import refusals
 from penstock.server.protocol.completion import CompletionRequest
@@ -24,7 +25,7 @@ from penstock.server.requests.sampling import client_names, sampling_params
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
 from penstock.server.served_model import ServedModel
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions", responses=COMPLETION_RESPONSES)

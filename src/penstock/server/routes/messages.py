@@ -7,6 +7,7 @@ import uuid
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import json_response, refusals
 from penstock.server.messages.output import MessageWriter, error_event
 from penstock.server.messages.request import chat_request
@@ -16,7 +17,7 @@ from penstock.server.requests.chat_task import prepare_chat
 from penstock.server.requests.conversation import render_request
 from penstock.server.routes.common import answer, served_model
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/messages", responses=MESSAGES_RESPONSES)
@@ -47,5 +48,5 @@ async def count_tokens(request: CountTokensRequest, http: Request) -> Response:
     chat, names = chat_request(request, has_reasoning=model.options.reasoning_parser is not None)
     with refusals(type(request).model_fields, names):
         prompt = await render_request(model, chat)
-        token_ids = await model.encode(str(prompt["prompt"]), add_special_tokens=False)
+        token_ids = await model.engine.tokenize(str(prompt["prompt"]), add_special_tokens=False)
     return json_response({"input_tokens": len(token_ids)})

@@ -18,13 +18,14 @@ from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import pooled_array
 from penstock.engine.pair_scores import PairScores
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol import pooling as protocol
 from penstock.server.protocol.responses import errors
 from penstock.server.requests.generation import PoolingSubmission
 from penstock.server.routes.common import response_base, response_id, served_model, whole_outputs
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
 
 
@@ -166,8 +167,6 @@ async def _scores(
     pooling = await _pooling(http, request, "score", "embed", "token_embed")
     model = served_model(http)
     field = "documents" if isinstance(request, protocol.RerankRequest) else "text_2"
-    if len(pairs) > protocol.MOST_TEXTS:
-        raise InvalidRequest(f"{field} has {len(pairs):,} texts. Allowed: {protocol.MOST_TEXTS:,} at most.")
     if template is not None and not model.options.trust_request_chat_template:
         message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
         raise ApiError(400, message, param="chat_template")

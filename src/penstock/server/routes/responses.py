@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from penstock.engine.inputs.field_limits import check_num_items
+from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.responses import RESPONSES_RESPONSES, errors
 from penstock.server.protocol.responses_request import ResponsesRequest
@@ -21,7 +23,7 @@ from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.routes.common import answer, logprobs_format, served_model
 
 logger = logging.getLogger(__name__)
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _STORED_ERRORS = errors(400, 401, 404, 500)
 
 
@@ -32,6 +34,8 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
     store = _store(http)
     history = await _history(store, request.previous_response_id)
     items = input_items(request.input)
+    with refusals(type(request).model_fields):
+        check_num_items("input", len(history) + len(items), model.engine.request_limits)
     chat, names = chat_request(request, history, items)
     id = f"resp_{uuid.uuid4().hex}"
     with refusals(type(request).model_fields, names):

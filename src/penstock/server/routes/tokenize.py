@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import json_response, refusals
 from penstock.server.protocol.responses import errors
 from penstock.server.protocol.tokenize import (
@@ -16,7 +17,7 @@ from penstock.server.protocol.tokenize import (
 from penstock.server.requests.conversation import render
 from penstock.server.routes.common import served_model
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _ERRORS = errors(400, 401, 404, 408, 413, 500)
 
 
@@ -24,15 +25,15 @@ _ERRORS = errors(400, 401, 404, 408, 413, 500)
 async def tokenize(request: TokenizeRequest, http: Request) -> Response:
     """Token ids of a text or of a conversation, as a request with it would have them."""
     model = await served_model(http).named(request.model)
-    with refusals(type(request).model_fields):
+    with refusals(request.model_fields_set):
         text, adds_special = request.prompt, True
         if request.messages is not None:
             prompt = await render(model, request.messages, request, request.tools, {})
             text, adds_special = str(prompt["prompt"]), False
         if request.add_special_tokens is not None:
             adds_special = request.add_special_tokens
-        token_ids = await model.encode(text or "", add_special_tokens=adds_special)
-    texts = [model.tokenizer.token_text(id) for id in token_ids] if request.return_token_strs else None
+        token_ids = await model.engine.tokenize(text or "", add_special_tokens=adds_special)
+    texts = await model.token_texts(token_ids) if request.return_token_strs else None
     body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids, "token_strs": texts}
     return json_response(body)
 

@@ -1,0 +1,174 @@
+"""Checks of the sizes of a request's fields, before anything is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.config.request_limits import RequestLimits
+from penstock.contract import SamplingParams
+from penstock.errors import InvalidParameter, InvalidRequest
+
+
+class FieldLimit(NamedTuple):
+    """Limit of a field. option: of `RequestLimits`. measure: size of any value, 0 for one of another type."""
+
+    option: str
+    unit: str
+    measure: Callable[[Any], int]
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else 0
+
+
+def _num_contents(value: Any) -> int:
+    """Number of entries, but not of a prompt's token ids, which the context bounds."""
+    return 0 if isinstance(value, list) and value and type(value[0]) is int else _count(value)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return sum(len(text) for text in value if isinstance(text, str)) if isinstance(value, (list, tuple)) else 0
+
+
+def _json_bytes(value: Any) -> int:
+    if value is None or isinstance(value, (bool, int, float)):
+        return 0
+    try:
+        return len(msgspec.json.encode(value))
+    except (UnicodeEncodeError, ValueError, TypeError, RecursionError):  # refused later, by name
+        return len(value) if isinstance(value, str) else 0
+
+
+_ITEMS = FieldLimit("max_request_items", "items", _num_contents)
+_STOPS = (
+    FieldLimit("max_stop_strings", "texts", _count),
+    FieldLimit("max_stop_characters", "characters", _characters),
+)
+_STOP_IDS = (FieldLimit("max_stop_token_ids", "token ids", _count),)
+_NAME = (FieldLimit("max_name_characters", "characters", _characters),)
+_OTHER = (FieldLimit("max_field_bytes", "bytes as JSON", _json_bytes),)
+# Fields of sampling parameters.
+_SAMPLING: dict[str, tuple[FieldLimit, ...]] = {
+    "stop": _STOPS,
+    "bad_words": (
+        FieldLimit("max_bad_words", "texts", _count),
+        FieldLimit("max_bad_word_characters", "characters", _characters),
+    ),
+    "bad_words_token_ids": (FieldLimit("max_bad_words", "lists", _count),),
+    "stop_token_ids": _STOP_IDS,
+    "all_stop_token_ids": _STOP_IDS,
+    "allowed_token_ids": (FieldLimit("max_allowed_token_ids", "token ids", _count),),
+    "logit_bias": (FieldLimit("max_logit_bias", "token ids", _count),),
+    "extra_args": _OTHER,
+}
+# Contents, whose texts have limits of their own where they become prompts.
+_CONTENTS = (
+    "messages",
+    "input",
+    "prompt",
+    "system",
+    "instructions",
+    "tools",
+    "documents",
+    "query",
+    "text_1",
+    "text_2",
+)
+_NAMES = (
+    "model",
+    "user",
+    "cache_salt",
+    "request_id",
+    "previous_response_id",
+    "prompt_name",
+    "prompt_cache_key",
+    "safety_identifier",
+    "reasoning_effort",
+    "task",
+    "lora_name",
+    "lora_path",
+    "profile_prefix",
+)
+_FIELDS: dict[str, tuple[FieldLimit, ...]] = {
+    **_SAMPLING,
+    "stop_sequences": _STOPS,
+    "tokens": (FieldLimit("max_prompt_characters", "token ids", _count),),
+    **dict.fromkeys(_CONTENTS, (_ITEMS,)),
+    **dict.fromkeys(_NAMES, _NAME),
+}
+
+
+def check_body(fields: Mapping[str, Any], limits: RequestLimits) -> None:
+    """Check the fields at the top level of a request's body. Raises InvalidParameter."""
+    for name, value in fields.items():
+        _check(name, value, _FIELDS.get(name, _OTHER), limits)
+
+
+def check_sampling_fields(params: SamplingParams, limits: RequestLimits) -> None:
+    """Check the sizes of sampling parameters. Raises InvalidParameter."""
+    for name, of_field in _SAMPLING.items():
+        if value := getattr(params, name):
+            _check(name, value, of_field, limits)
+
+
+def check_num_items(name: str, num_items: int, limits: RequestLimits) -> None:
+    """Check the number of entries that a field has with those of a stored conversation. Raises InvalidParameter."""
+    if num_items > limits.max_request_items:
+        allowed = _allowed("max_request_items", num_items, limits.max_request_items)
+        raise InvalidParameter(f"{name} has {num_items:,} items with those of the conversation before. {allowed}")
+
+
+def check_name(name: str, value: Any, limits: RequestLimits) -> None:
+    """Check the length of a name, such as a cache salt. Raises InvalidParameter."""
+    _check(name, value, _NAME, limits)
+
+
+def check_text(text: str, limits: RequestLimits, *, where: str = "The prompt") -> None:
+    """Check the length of a text that is to be tokenised. Raises InvalidRequest."""
+    most = limits.max_prompt_characters
+    if most is not None and len(text) > most:
+        raise InvalidRequest(
+            f"{where} has {len(text):,} characters. {_allowed('max_prompt_characters', len(text), most)}"
+        )
+
+
+def check_choices(num_prompts: int, n: int, limits: RequestLimits) -> None:
+    """Check the number of outputs of a request's prompts together. Raises InvalidParameter."""
+    num_choices, most = num_prompts * n, limits.max_request_choices
+    if num_choices > most:
+        given = f"n={n:,}" if num_prompts == 1 else f"prompt has {num_prompts:,} prompts, with n={n:,} each, which"
+        raise InvalidParameter(
+            f"{given} makes {num_choices:,} choices. {_allowed('max_request_choices', num_choices, most)}"
+        )
+
+
+def check_products(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits, max_logprobs: int) -> None:
+    """Check what grows with a prompt and a parameter together. Raises InvalidParameter."""
+    size, most = num_prompt_tokens * params.n, limits.max_choice_tokens
+    if params.n > 1 and size > most:
+        raise InvalidParameter(
+            f"n={params.n:,} with a prompt of {num_prompt_tokens:,} tokens makes {size:,} tokens. "
+            f"{_allowed('max_choice_tokens', size, most)}"
+        )
+    size, most = num_prompt_tokens * (params.prompt_logprobs or 0), limits.max_prompt_logprobs
+    if max_logprobs > 0 and size > most:
+        raise InvalidParameter(
+            f"prompt_logprobs={params.prompt_logprobs} with a prompt of {num_prompt_tokens:,} tokens makes {size:,} "
+            f"log-probabilities. {_allowed('max_prompt_logprobs', size, most)}"
+        )
+
+
+def _check(name: str, value: Any, of_field: tuple[FieldLimit, ...], limits: RequestLimits) -> None:
+    for option, unit, measure in of_field:
+        size, most = measure(value), getattr(limits, option)
+        if most is not None and size > most:
+            raise InvalidParameter(f"{name} has {size:,} {unit}. {_allowed(option, size, most)}")
+
+
+def _allowed(option: str, size: int, most: int) -> str:
+    return f"Allowed: at most {most:,} ({option}). Make it smaller, or start the engine with {option}={size}."
