@@ -70,8 +70,6 @@ SPECULATIVE: dict[str, dict[str, Any] | None] = {
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3, "adaptive": False},
     "draft_model": {"method": "draft_model", "model": "demo", "num_speculative_tokens": 4, "adaptive": False},
 }
-# Of the target and the drafter together.
-NUM_LAYERS = {"none": 6, "ngram": 6, "suffix": 6, "eagle3": 7, "draft_model": 12}
 DRAFT_WELL = ("eagle3", "draft_model")
 MAX_TOKENS, MAX_MODEL_LEN = 160, 208
 # What ends things, which this model seldom says.
@@ -138,14 +136,13 @@ def ask(schemas: Sequence[Any], seed: int, *, reasoning: bool) -> list[Asked]:
 
 
 def options(method: str, *, reasoning: bool, async_scheduling: bool, is_tight: bool) -> dict[str, Any]:
-    """Results of an engine; with little KV cache, requests are preempted."""
+    """Options of `make_core`; with little KV cache, requests are preempted."""
     return {
         "speculative_config": SPECULATIVE[method],
         "async_scheduling": async_scheduling,
         "max_model_len": MAX_MODEL_LEN,
         **({"reasoning_parser": "qwen3"} if reasoning else {}),
-        "kv_cache_memory_bytes": NUM_LAYERS[method] * (160_000 if is_tight else 3_000_000),
-        "block_size": 16,
+        "num_blocks": 19 if is_tight else 366,
     }
 
 

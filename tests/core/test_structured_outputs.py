@@ -126,10 +126,10 @@ def test_alone_a_request_says_what_it_says_in_a_batch(undisturbed: list[list[int
     core.close()
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_preempted_requests_go_on_in_their_form(undisturbed: list[list[int]], async_scheduling: bool) -> None:
-    options = {"max_model_len": 128, "kv_cache_memory_bytes": 600_000, "block_size": 16}
-    core = make_core("demo", async_scheduling=async_scheduling, **options)
+    core = make_core("demo", async_scheduling=async_scheduling, max_model_len=128, num_blocks=12)
     results = serve(core)
     core.close()
     assert sum(result.num_preemptions for result in results) > 0
@@ -154,7 +154,7 @@ def test_with_workers_that_fail_requests_go_on_in_their_form(
         {"async_scheduling": False},
         {"async_scheduling": True},
         {"async_scheduling": True, "max_num_batched_tokens": 9, "max_num_seqs": 4},
-        {"max_model_len": 128, "kv_cache_memory_bytes": 700_000},
+        {"max_model_len": 128, "num_blocks": 14},
     ],
     ids=str,
 )

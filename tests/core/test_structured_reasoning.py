@@ -75,16 +75,17 @@ def undisturbed() -> list[list[int]]:
     [
         {"async_scheduling": True},
         {"async_scheduling": True, "max_num_batched_tokens": 7, "max_num_seqs": 5},
-        {"async_scheduling": True, "max_model_len": 96, "kv_cache_memory_bytes": 450_000, "block_size": 16},
+        {"async_scheduling": True, "max_model_len": 96, "num_blocks": 9},
     ],
     ids=str,
 )
+@pytest.mark.processor
 def test_tokens_are_the_same_however_steps_are_made(undisturbed: list[list[int]], options: dict[str, Any]) -> None:
     core = make_core("demo", **OPTIONS, **options)
     results = serve(core)
     core.close()
     assert [result.tokens for result in results] == undisturbed
-    if "kv_cache_memory_bytes" in options:
+    if "num_blocks" in options:
         assert sum(result.num_preemptions for result in results) > 0
 
 

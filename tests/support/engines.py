@@ -15,6 +15,7 @@ from penstock.config import EngineConfig
 from penstock.contract import LogprobsLists, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
+from penstock.engine.planning.plan import plan_engine
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.checkpoints import oracle_logits
 
@@ -58,8 +59,17 @@ def _by_token(rows: LogprobsLists) -> list[dict[int, float]]:
     return [dict(zip(*row, strict=True)) for row in zip(rows.logprob_token_ids, rows.logprobs, strict=True)]
 
 
-def make_core(folder: Path | str, **options: Any) -> EngineCore:
+def make_core(folder: Path | str, *, num_blocks: int | None = None, **options: Any) -> EngineCore:
+    """num_blocks: of the KV cache, in whichever dtype; None for the bytes of `SMALL` or of the options."""
+    if num_blocks is not None:
+        options["kv_cache_memory_bytes"] = bytes_of_blocks(folder, num_blocks, **options)
     return EngineCore(EngineConfig.create(str(folder), **{**SMALL, **options}))
+
+
+def bytes_of_blocks(folder: Path | str, num_blocks: int, **options: Any) -> int:
+    """Bytes of so many blocks of KV cache per worker, in the dtype that this processor's kernels choose for it."""
+    planned = plan_engine(folder, **{**SMALL, **options}).stages[0].kv_cache
+    return num_blocks * planned.size_bytes // planned.num_blocks
 
 
 def add(core: EngineCore, req_id: str, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> None:

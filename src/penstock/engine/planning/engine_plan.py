@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -158,7 +159,7 @@ class EnginePlan:
         reason = "; ".join(filter(None, (self.dtype.reason, self.products)))
         return [
             f"{self.model}: {self.architecture}, {self.num_parameters / 1e6:,.1f} million parameters{where}, {layers}",
-            f"on {self.device} in {self.dtype.name} ({quantized}{reason})",
+            textwrap.fill(f"on {self.device} in {self.dtype.name} ({quantized}{reason})", 100, subsequent_indent="  "),
         ]
 
     def _memory_lines(self, number: int, stage: StagePlan) -> list[str]:
