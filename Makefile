@@ -13,7 +13,7 @@ PYTEST ?= -m pytest
 # The version of every package; `make CONSTRAINTS= ...` takes the newest ones that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: demo test test-slow real test-triton test-newest test-mutations test-clients test-page sanitize wheel try-wheel docs lint format upgrade clean
+.PHONY: demo test test-other-processor test-slow real test-triton test-newest test-mutations test-clients test-page sanitize wheel try-wheel docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml setup.py $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m "not slow and not real" -n $(JOBS) --dist loadfile
+
+# As on a processor with other instructions and the other default dtype of the KV cache (tools/other_processor.py).
+test-other-processor: $(VENV)/.installed
+	PENSTOCK_CPU_KERNELS=$$($(BIN)/python tools/other_processor.py) \
+		$(BIN)/python $(PYTEST) -m "$(MARKED) not slow and not real" -n $(JOBS) --dist loadfile
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m "slow and not real" -n $(JOBS) --dist loadfile

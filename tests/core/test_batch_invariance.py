@@ -14,7 +14,10 @@ from penstock.kernels.native import NATIVE
 from support.checkpoints import tiny_config
 from support.engines import Result, greedy, make_core, random_prompts, run
 
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="torch's own kernels do not promise it")
+pytestmark = [
+    pytest.mark.processor,
+    pytest.mark.skipif(NATIVE is None, reason="torch's own kernels do not promise it"),
+]
 VOCAB_SIZE = 1003  # not a whole number of panels
 LENGTHS = [1, 2, 3, 5, 7, 16, 17, 31, 33, 48, 64, 65, 90, 97, 110, 120]
 PROMPTS = random_prompts(LENGTHS + [length + 1 for length in LENGTHS], VOCAB_SIZE, seed=3)

@@ -159,6 +159,7 @@ def test_narrow_weights_are_close(family: str, options: dict[str, Any], least: f
         assert cosines(embed(llm, TEXTS), expected).min() >= least
 
 
+@pytest.mark.processor
 @_ONE_PATH
 def test_a_bfloat16_checkpoint_is_computed_exactly_unless_the_processor_has_its_arithmetic(tmp_path: Path) -> None:
     make_oracle(tmp_path, "Bert")

@@ -63,6 +63,7 @@ def test_families_give_the_same_tokens(
     expect_the_same(tmp_path, monkeypatch, at_once, FORMS["float32"])
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_forms_of_weights_give_the_same_tokens(

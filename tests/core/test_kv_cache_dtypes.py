@@ -15,6 +15,7 @@ from penstock.kernels.native import NATIVE
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import Result, greedy, make_core, random_prompts, run
 
+pytestmark = pytest.mark.processor
 needs_kernels = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
 SHARED = random_prompts([24], VOCAB_SIZE, seed=2)[0]
 PROMPTS = [SHARED + tail for tail in random_prompts((5, 21, 1, 40, 13, 8), VOCAB_SIZE, seed=3)]

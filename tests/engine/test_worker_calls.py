@@ -95,6 +95,7 @@ def test_calls_wait_for_the_step_that_runs(llm: LLM) -> None:
     assert outputs[0].outputs[0].token_ids == expected
 
 
+@pytest.mark.processor
 def test_the_inspection_is_a_tree_with_sizes_dtypes_and_methods(llm: LLM) -> None:
     lines = llm.get_model_inspection().splitlines()
     assert lines[0].startswith("LlamaForCausalLM  ")

@@ -210,6 +210,21 @@ def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are() -
     assert load_native_kernels("torch") is None
 
 
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "float32"])
+def test_the_arithmetic_of_another_processor_is_taken_by_name(kernels: NativeKernels, arithmetic: str) -> None:
+    name = kernels.instruction_set.name
+    loaded = load_native_kernels(f"{name}+{arithmetic}")
+    assert loaded is not None
+    assert loaded.instruction_set.name == name
+    assert loaded.has_bfloat16_products == (arithmetic == "bfloat16")
+
+
+@pytest.mark.parametrize("requested", ["generic+int8", "generic+", "torch+bfloat16", "mmx+float32"])
+def test_another_arithmetic_is_refused(requested: str) -> None:
+    with pytest.raises(ConfigError, match=r"all but torch also with \+bfloat16 or \+float32"):
+        load_native_kernels(requested)
+
+
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 40])
 @pytest.mark.parametrize("size", [1, 7, 8, 33, 1536])
 def test_argmax_is_the_first_of_the_largest(kernels: NativeKernels, num_rows: int, size: int) -> None:

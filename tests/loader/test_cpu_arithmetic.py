@@ -25,7 +25,7 @@ from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import greedy, make_core, random_prompts, run
 from support.plain_attention import sequence_logits
 
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+pytestmark = [pytest.mark.processor, pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")]
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
 
 

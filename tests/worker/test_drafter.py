@@ -203,6 +203,7 @@ def test_the_drafters_cache_is_of_the_targets_dtype(
     "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
 )
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+@pytest.mark.processor
 @pytest.mark.one_case_quick
 def test_rounded_targets_are_drafted_for(tmp_path: Path, target: Path, method: str, options: dict[str, Any]) -> None:
     if method == "mtp":

@@ -12,7 +12,7 @@ from penstock.kernels.native import NATIVE
 from support.checkpoints import tiny_config
 from support.engines import SMALL, make_core
 
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
+pytestmark = [pytest.mark.processor, pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")]
 NARROW = {"dtype": "bfloat16", "cpu_arithmetic": "bfloat16"}
 
 

@@ -6,7 +6,7 @@ kernels run instead. Suffixes are those of the modules that call these functions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -43,6 +43,8 @@ except ImportError as error:
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _CLAMPED_SWIGLU = 4
+# Arithmetics that `PENSTOCK_CPU_KERNELS` makes the default: whether the CPU counts as one that has instructions for it.
+_ARITHMETICS = {"bfloat16": True, "float32": False}
 
 # Output and input features of a panel of tiles.
 _TILE_PANEL, _TILE_INPUTS = 32, 32
@@ -343,16 +345,24 @@ def available_instruction_sets() -> list[InstructionSet]:
 def load_native_kernels(requested: str) -> NativeKernels | None:
     """Load the kernels of an instruction set by name; "auto" takes the best, "torch" none.
 
+    With "+bfloat16" or "+float32" behind it, the CPU counts as one with, or without, instructions for bfloat16
+    arithmetic, which are emulated where there are none.
     Raises ConfigError for one that is unknown, was not built, or is not supported by this CPU.
     """
     available = available_instruction_sets()
     if requested == "torch" or (requested == "auto" and not available):
         return None
-    for instruction_set in available:
-        if requested in ("auto", instruction_set.name):
-            return NativeKernels(Library(_module), instruction_set)
+    name, _, arithmetic = requested.partition("+")
+    for found in available:
+        if name in ("auto", found.name) and requested in (name, *(f"{name}+{one}" for one in _ARITHMETICS)):
+            has_bfloat16_products = _ARITHMETICS.get(arithmetic, found.has_bfloat16_products)
+            chosen = replace(found, has_bfloat16_products=has_bfloat16_products)
+            return NativeKernels(Library(_module), chosen)
     allowed = ", ".join(["auto", "torch", *(found.name for found in available)])
-    raise ConfigError(f"PENSTOCK_CPU_KERNELS={requested!r} is not valid here. Allowed: {allowed}. {_why_not}".strip())
+    raise ConfigError(
+        f"PENSTOCK_CPU_KERNELS={requested!r} is not valid here. Allowed: {allowed}; all but torch also with "
+        f"+bfloat16 or +float32 behind it. {_why_not}".strip()
+    )
 
 
 def describe_kernels() -> str:
