@@ -62,6 +62,8 @@ def as_text(report: ReplayReport) -> str:
         f"  step {one.step_id}, request {one.req_id}: {one.recorded} recorded, {one.replayed} replayed"
         for one in report.differences
     ]
+    if report.unlike and not report.is_equal:
+        lines += ["Other workers than the recorded ones:", *(f"  {one}" for one in report.unlike)]
     return "\n".join([*lines, *([report.end] if report.end else [])])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,9 +25,12 @@ from penstock.executor.recording.entries import (
     now_s,
     read_recording,
 )
+from penstock.executor.recording.recorder import arithmetic_of
 from penstock.executor.recording.replayed_steps import ReplayedSteps, num_scratch_blocks
 from penstock.observability.units import format_bytes
 from penstock.scheduler.kv_cache_plan import bytes_per_block, group_layers, make_kv_cache_config
+
+logger = logging.getLogger(__name__)
 
 # Options of the recorded engine that a replay has no use for.
 _NOT_REPLAYED = (
@@ -41,6 +45,15 @@ _NOT_REPLAYED = (
     "enable_multiprocessing",
     "kv_cache_memory_bytes",
     "memory_fraction",
+)
+# Options whose other value adds sums in another order, or computes in another arithmetic.
+_CHANGES_BITS = (
+    "tensor_parallel_size",
+    "decode_context_parallel_size",
+    "enable_sp",
+    "dtype",
+    "quantization",
+    "attention_backend",
 )
 _MOST_DIFFERENCES = 10
 PHASES = ("execute", "sample", "wait")
@@ -64,6 +77,8 @@ class ReplayReport:
     differ; `differences` are the first ones. num_filled_tokens: positions that were computed before their steps, since
     the recording begins with them or they were cached prefixes; their time is not in `replayed_s`.
     recorded_s, replayed_s: seconds by phase: execute, sample, wait. end: how the recording ends.
+    unlike: what these workers have that the recorded ones had not, such as ranks or kernels, so that sums are rounded
+    otherwise, and tokens that are nearly as likely may change places.
     """
 
     num_steps: int = 0
@@ -74,6 +89,7 @@ class ReplayReport:
     recorded_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     replayed_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     end: str = ""
+    unlike: list[str] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
@@ -101,9 +117,26 @@ def replay(path: Path | str, model: str | None = None, **overrides: Any) -> Repl
     executor = create_executor(config)
     try:
         _allocate(executor, config, start)
-        return _Replay(recording, executor, config).run()
+        unlike = _differences_of_workers(start, config, arithmetic_of(executor))
+        if unlike:
+            logger.warning(
+                "These workers round otherwise than the recorded ones; tokens nearly as likely may differ: %s",
+                "; ".join(unlike),
+            )
+        return _Replay(recording, executor, config, unlike).run()
     finally:
         executor.shutdown()
+
+
+def _differences_of_workers(start: Start, config: EngineConfig, arithmetic: str) -> list[str]:
+    """Arrangement and arithmetic that are not those of the recorded workers, in words."""
+    recorded = {**start.options, "arithmetic": start.arithmetic or arithmetic}
+    found = {**config.options(), "arithmetic": arithmetic}
+    return [
+        f"{name} is {found.get(name, 'the default')}, and was {recorded.get(name, 'the default')}"
+        for name in (*_CHANGES_BITS, "arithmetic")
+        if found.get(name) != recorded.get(name)
+    ]
 
 
 def _check_fits(config: EngineConfig, recording: Recording) -> None:
@@ -172,11 +205,11 @@ def _allocate(executor: Executor, config: EngineConfig, start: Start) -> None:
 class _Replay:
     """Replay of one recording."""
 
-    def __init__(self, recording: Recording, executor: Executor, config: EngineConfig) -> None:
+    def __init__(self, recording: Recording, executor: Executor, config: EngineConfig, unlike: list[str]) -> None:
         self._recording = recording
         self._executor = executor
         self._timeout_s = config.parallel.step_timeout_s
-        self._report = ReplayReport()
+        self._report = ReplayReport(unlike=unlike)
         self._recorded = {entry.result.step_id: entry for entry in recording.entries if isinstance(entry, Read)}
         self._steps = ReplayedSteps(
             recording.start,

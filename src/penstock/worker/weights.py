@@ -56,11 +56,10 @@ class Weights:
             aux_layers_of_head(config, self.model, parallel),
         )
         logger.info(
-            "Model: %s, %s of weights, computed in %s (%s)",
+            "Model: %s, %s of weights, computed in %s",
             config.model.architecture,
             format_bytes(self.size_bytes),
-            dtype.name,
-            "; ".join(filter(None, (dtype.reason, describe_narrow_products(self.model), self._describe_attention()))),
+            self.describe_arithmetic(),
         )
         self._log_cache_scales()
         if config.model.pooling is not None:
@@ -79,6 +78,11 @@ class Weights:
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """KV cache specs of these layers, by name."""
         return drafted_specs(self.model, self.drafter, self._block_size, self._kv_cache_dtype)
+
+    def describe_arithmetic(self) -> str:
+        """Describe the dtype of the computation, and the arithmetic of products and attention, for the log."""
+        reasons = self._dtype.reason, describe_narrow_products(self.model), self._describe_attention()
+        return f"{self._dtype.name} ({'; '.join(filter(None, reasons))})"
 
     def _log_cache_scales(self) -> None:
         """Log which layers have scales of an FP8 KV cache, where the cache or the checkpoint is of that kind."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks.replayed_load import DRAFTS, KINDS
 
 from penstock.config import EngineConfig
@@ -22,8 +23,9 @@ from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.engine.replay import ReplayReport, replay
 from penstock.errors import ConfigError, InvalidRecording
 from penstock.executor.recording.entries import Entry, Executed, RecordingFile, read_recording
-from support.checkpoints import tiny_checkpoint
-from support.engines import Result, add, finish, make_core
+from penstock.kernels.native import describe_kernels
+from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
+from support.engines import Result, add, bytes_of_blocks, finish, make_core, run
 
 VOCAB_SIZE = 99
 PREFIX = list(range(1, 41))
@@ -105,6 +107,7 @@ def test_other_ranks_give_the_same_tokens(tmp_path: Path, options: dict[str, Any
     check(replay(recorded(tmp_path / "of ranks", **options)))
 
 
+@pytest.mark.processor
 def test_constrained_requests_are_replayed_with_their_masks(tmp_path: Path) -> None:
     from penstock import LLM
 
@@ -123,11 +126,14 @@ def test_constrained_requests_are_replayed_with_their_masks(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cpu_arithmetic", "method"), [("float32", "ngram"), ("float32", "eagle3"), ("bfloat16", "eagle3")]
+)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("method", DRAFTS)
 def test_a_mixed_load_gives_the_same_tokens_in_one_worker_and_in_two(
-    tmp_path: Path, method: str, num_ranks: int
+    tmp_path: Path, method: str, cpu_arithmetic: str, num_ranks: int
 ) -> None:
+    """In bfloat16 arithmetic as many ranks give them, and other ranks most of them."""
     from penstock import LLM
 
     file = tmp_path / "steps.rec"
@@ -136,11 +142,12 @@ def test_a_mixed_load_gives_the_same_tokens_in_one_worker_and_in_two(
         "num_threads": 1,
         "max_model_len": 256,
         "max_num_batched_tokens": 64,
-        # Too few blocks for all.
-        "kv_cache_memory_bytes": (1536 << 10) // num_ranks,
+        "cpu_arithmetic": cpu_arithmetic,
         "tensor_parallel_size": num_ranks,
         "speculative_config": {"method": method, **DRAFTS[method]},
     }
+    # Too few blocks for all.
+    options["kv_cache_memory_bytes"] = bytes_of_blocks("demo", 30, **options)
     with LLM("demo", record=file, record_prompts=True, **options) as llm:
         prompts = [f"ROMEO: {'my love, ' * (number % 7)}" for number in range(24)]
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -149,7 +156,10 @@ def test_a_mixed_load_gives_the_same_tokens_in_one_worker_and_in_two(
     assert 0 < counts["penstock:spec_decode_num_accepted_tokens"] < counts["penstock:spec_decode_num_draft_tokens"]
     for ranks in (1, 2):
         report = replay(file, tensor_parallel_size=ranks)
-        assert report.is_equal, report.differences
+        if ranks == num_ranks or cpu_arithmetic == "float32":
+            assert report.is_equal, report.differences
+        assert report.num_different < 0.1 * report.num_compared
+        assert bool(report.unlike) == (ranks != num_ranks)
         # Workers also accept drafts beyond the end of a request.
         assert report.num_compared >= sum(len(output.outputs[0].token_ids) for output in outputs)
 
@@ -175,6 +185,35 @@ def test_a_difference_is_reported_with_its_step_and_request(tmp_path: Path) -> N
     assert not report.is_equal
     assert report.differences[0].req_id.startswith("0-")
     assert report.differences[0].recorded != report.differences[0].replayed
+
+
+def test_workers_that_round_otherwise_are_named_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = recorded(tmp_path, rounds=1, speculative_config={"method": "ngram"}, num_threads=1)
+    with caplog.at_level("WARNING", logger="penstock"):
+        assert replay(file, num_threads=2, fast_paths="off").unlike == []
+        assert not caplog.records
+        (found,) = replay(file, attention_backend="reference").unlike
+    assert found == "attention_backend is reference, and was the default"
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == (
+        f"These workers round otherwise than the recorded ones; tokens nearly as likely may differ: {found}"
+    )
+
+
+@pytest.mark.processor
+def test_other_kernels_and_another_arithmetic_are_named(tmp_path: Path) -> None:
+    """Those of a recording of another processor."""
+    save_checkpoint(tiny_model("llama", head_dim=16), tmp_path / "model", dtype=torch.bfloat16)
+    options = {"record": str(tmp_path / "steps.rec"), "record_prompts": True}
+    core = make_core(tmp_path / "model", cpu_arithmetic="float32", **options)
+    run(core, [[1, 2, 3]], PARAMS[0])
+    core.close()
+    (found,) = replay(tmp_path / "steps.rec", cpu_arithmetic="bfloat16").unlike
+    assert found.startswith("arithmetic is ")
+    assert "products in bfloat16 arithmetic" in found.partition(", and was ")[0]
+    assert "products widen them" in found.partition(", and was ")[2]
+    start = read_recording(tmp_path / "steps.rec").start
+    assert start.arithmetic.startswith(describe_kernels())
 
 
 def test_a_call_that_gives_other_weights_cannot_be_replayed(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
     options: engine options that differ from the defaults. kv_cache_config: of each worker.
     requests: requests that the workers hold, with their tokens so far. adapters: LoRA adapters that they hold.
-    created_at: seconds since 1970.
+    created_at: seconds since 1970. arithmetic: of the workers, `describe_arithmetic`; empty where it is not known.
     """
 
     model: str
@@ -47,6 +47,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     requests: list[NewRequestData] = []
     adapters: list[LoRARequest] = []
     created_at: float = 0.0
+    arithmetic: str = ""
 
 
 class Executed(msgspec.Struct, frozen=True, kw_only=True, tag="executed"):

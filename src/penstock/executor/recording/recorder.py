@@ -36,6 +36,7 @@ from penstock.executor.recording.redaction import (
     redacted_result,
     redacted_step,
 )
+from penstock.worker.arithmetic import describe_arithmetic
 
 logger = logging.getLogger(__name__)
 _LOADS_ADAPTER = ("add_lora", "prefetch_lora")
@@ -64,7 +65,9 @@ class Recorder:
     written, as on a full disk; the engine goes on. Raises ConfigError where another engine records to the same file.
     """
 
-    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int, arithmetic: str = ""
+    ) -> None:
         options, rank = config.recording, config.parallel.data_parallel_rank
         self._path = options.file(None if config.parallel.data_parallel_size == 1 else rank)
         if is_being_written(self._path):
@@ -81,6 +84,7 @@ class Recorder:
             max_model_len=max_model_len,
             vocab_size=config.model.vocab_size,
             is_redacted=self._is_redacted,
+            arithmetic=arithmetic,
         )
         self._held = HeldRequests()
         self._steps: dict[int, SchedulerOutput] = {}
@@ -232,7 +236,7 @@ class RecordingExecutor:
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         self._executor.initialize_from_config(kv_cache_config, max_model_len)
-        self._recorder = Recorder(self._config, kv_cache_config, max_model_len)
+        self._recorder = Recorder(self._config, kv_cache_config, max_model_len, arithmetic_of(self._executor))
 
     def execute_model(self, output: SchedulerOutput) -> None:
         with self._noting_failures() as recorder:
@@ -275,6 +279,11 @@ class RecordingExecutor:
         except Exception as error:
             recorder.failed(error)
             raise
+
+
+def arithmetic_of(executor: Executor) -> str:
+    """Arithmetic of the executor's workers; that of each kind of worker where they differ."""
+    return "; ".join(dict.fromkeys(executor.collective_rpc(describe_arithmetic)))
 
 
 def _without_tensors(request: LoRARequest) -> LoRARequest | None:
