@@ -78,9 +78,9 @@ def allowed_tokens(matcher: Matcher) -> list[int]:
     return tokens_of(words)
 
 
-def tokens_of(words: np.ndarray) -> list[int]:
+def tokens_of(words: np.ndarray, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """Token ids of a bitmask row, by its definition."""
-    return [token for token in range(VOCAB_SIZE) if int(words[token // 32]) >> token % 32 & 1]
+    return [token for token in range(vocab_size) if int(words[token // 32]) >> token % 32 & 1]
 
 
 def random_output(matcher: Matcher, generator: np.random.Generator, max_tokens: int = 400) -> str | None:

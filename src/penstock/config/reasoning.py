@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 # Reasoning between reasoning_start_str and reasoning_end_str, which are options.
 CUSTOM = "custom"
-# Messages in channels, of which this one is the reasoning.
+# Messages with headers, which constraints and answers follow. The markers are those of a thinking budget, which is that
+# of one message of analysis.
 HARMONY = "openai_gptoss"
-HARMONY_ANALYSIS = "<|channel|>analysis<|message|>"
 
 
 class ReasoningMarkers(NamedTuple):
@@ -34,9 +34,15 @@ REASONING_PARSERS = {
     "granite": ReasoningMarkers("Here is my thought process:", "Here is my response:"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
     HARMONY: ReasoningMarkers(
-        HARMONY_ANALYSIS,
+        "<|channel|>analysis<|message|>",
         "<|start|>assistant<|channel|>final<|message|>",
-        implied_ends=("<|start|>assistant<|channel|>commentary to=",),
+        implied_ends=(
+            "<|end|>",
+            "<|channel|>final",
+            "<|channel|>commentary",
+            "<|channel|>analysis to=",
+            "<|start|>assistant to=",
+        ),
     ),
 }
 

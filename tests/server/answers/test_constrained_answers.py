@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from tests.support.answers import Answer, function, parsed
 from tests.support.constraints import END, demo_tokenizer, encode
+from tests.support.harmony import ADDED, harmony_tokenizer, write_harmony_model
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.server.answers import answer_format
@@ -189,4 +190,40 @@ def test_reasoning_is_free_and_the_calls_behind_it_are_valid(opened: bool, parse
         assert reason == "stop"
         assert answer.content == ""
         assert len(answer.calls) == 1
+        check_calls(answer.calls)
+
+
+@pytest.fixture(scope="module")
+def harmony_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    model = write_harmony_model(tmp_path_factory.mktemp("model"))
+    with LLM(str(model), reasoning_parser="openai_gptoss") as llm:
+        yield llm
+
+
+CONTENT = StructuredOutputsParams(regex="[a-c]{3}")
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": None, "tool_choice": None, "structured_outputs": CONTENT},
+        {"tool_choice": "required"},
+        {"structured_outputs": CONTENT},
+    ],
+    ids=["form", "required", "form or call"],
+)
+def test_harmony_messages_are_constrained_and_end(harmony_llm: LLM, fields: dict[str, Any], budget: int) -> None:
+    names = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
+    format = format_for(**fields, **names, tokenizer=harmony_tokenizer())
+    # Analysis is often chosen, and spelt as gpt-oss does.
+    bias = {ADDED["analysis"]: 12.0, ADDED["final"]: 9.0}
+    params: dict[str, Any] = {"logit_bias": bias, "thinking_token_budget": budget, "max_tokens": 200}
+    found = answers(harmony_llm, format, "KING:\n<|start|>assistant", **params)
+    assert [reason for _, reason in found] == ["stop"] * NUM_SEEDS
+    for answer, _ in found:
+        assert budget or not answer.reasoning
+        assert "<|" not in answer.content + answer.reasoning
+        is_content = len(answer.content) == 3 and set(answer.content) <= set("abc")
+        assert is_content != (len(answer.calls) == 1)
         check_calls(answer.calls)

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.config import ModelConfig, StructuredOutputsConfig
-from penstock.config.reasoning import ReasoningMarkers
+from penstock.config.reasoning import HARMONY, REASONING_PARSERS, ReasoningMarkers
 from penstock.contract import GrammarOutput, SchedulerOutput, StructuredOutputsParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -20,6 +20,8 @@ from penstock.errors import GrammarError, UnsupportedFeature
 from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 from penstock.structured.compiler import Compiled, GrammarCompiler
+from penstock.structured.harmony import HarmonyBackend
+from penstock.structured.harmony_messages import HarmonyTokens
 from penstock.structured.reasoning import ReasoningBackend, ReasoningTokens, other_spellings
 
 # Draft token that the host does not know, after which there is no bitmask row.
@@ -305,6 +307,8 @@ def _backend_for(model: ModelConfig, reasoning: ReasoningMarkers | None) -> Gram
     backend = LLGuidanceBackend(as_json, model.vocab_size, eos_token_ids)
     if reasoning is None:
         return backend
+    if reasoning == REASONING_PARSERS[HARMONY]:
+        return HarmonyBackend(backend, HarmonyTokens.of(tokenizer), model.vocab_size, eos_token_ids)
     tokens = reasoning_tokens(tokenizer, reasoning)
     return ReasoningBackend(backend, tokens, model.vocab_size, eos_token_ids)
 

@@ -13,11 +13,14 @@ from penstock.engine.core.structured_grammar import reasoning_tokens
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
 from penstock.server.answers.constraint import constraint
+from penstock.server.answers.harmony import HARMONY as HARMONY_CALLS
 from penstock.server.answers.harmony import HarmonyParser
 from penstock.server.answers.reasoning import ReasoningParser
 from penstock.server.answers.tool_choice import Mode, ToolChoice, read_tool_choice
+from penstock.server.answers.tool_format import ToolCallFormat
 from penstock.server.answers.tool_parsers import tool_call_format
 from penstock.server.requests.answer import AnswerEvent, AnswerFormat, AnswerParser, ContentDelta, PlainAnswer
+from penstock.structured.harmony_messages import HarmonyTokens
 from penstock.structured.reasoning import ReasoningTokens
 
 
@@ -66,12 +69,40 @@ class _ReasonedAnswer:
 
     def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
         answer, reasons = self._answer.parser(prompt_token_ids), self._tokens.reasons_after(prompt_token_ids)
-        if self._markers is REASONING_PARSERS[HARMONY]:
-            return HarmonyParser(answer, reasons=reasons)
         return ReasoningParser(self._markers, answer, reasons=reasons, answer_begins=self._answer_begins)
 
     def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
         return self._tokens.num_tokens_of(prompt_token_ids, token_ids)
+
+
+class _HarmonyAnswer:
+    """Format of answers of harmony messages. answer: format of the text for the user.
+
+    choice: of tools, whose calls are messages; None if they are not, or part of the text.
+    """
+
+    skip_special_tokens = False
+
+    def __init__(
+        self, answer: AnswerFormat, tokenizer: Tokenizer, choice: ToolChoice | None, *, parallel: bool
+    ) -> None:
+        self.structured_outputs = answer.structured_outputs
+        self._answer = answer
+        self._tokens = HarmonyTokens.of(tokenizer)
+        self._choice = choice
+        self._parallel = parallel
+
+    def parser(self, prompt_token_ids: list[int]) -> AnswerParser:
+        parser = HarmonyParser(
+            self._answer.parser(prompt_token_ids),
+            takes_calls=self._choice is not None,
+            parallel=self._parallel,
+            opened=self._tokens.opened_header(prompt_token_ids),
+        )
+        return _CallsOnly(parser) if self._choice is not None and self._choice.mode is Mode.REQUIRED else parser
+
+    def num_reasoning_tokens(self, prompt_token_ids: list[int], token_ids: list[int]) -> int:
+        return self._tokens.num_reasoning_tokens(prompt_token_ids, token_ids)
 
 
 def chat_answer(
@@ -93,42 +124,42 @@ def chat_answer(
             'tool_choice="auto" needs a server that was started with --enable-auto-tool-choice and '
             '--tool-call-parser. Start it with them, or choose "required", "none" or a function.'
         )
+    parallel = parallel and not choice.is_one_call
+    has_messages = reasoning_parser == HARMONY
     answer: AnswerFormat = PlainAnswer(structured_outputs)
     if choice.mode is not Mode.NONE:
-        answer = _tool_answer(
+        format = tool_call_format(tool_call_parser, tokenizer)
+        constrained = constraint(
+            format,
             choice,
             structured_outputs,
-            tool_call_parser,
-            tokenizer,
-            parallel=parallel and not choice.is_one_call,
-            follows_reasoning=reasoning_parser is not None,
+            parallel=parallel,
+            follows_reasoning=reasoning_parser is not None and not has_messages,
         )
+        if has_messages and format is HARMONY_CALLS:
+            return _HarmonyAnswer(PlainAnswer(constrained), tokenizer, choice, parallel=parallel)
+        answer = _tool_answer(format, choice, constrained, tokenizer, parallel=parallel)
     if reasoning_parser is None:
         return answer
+    if has_messages:
+        return _HarmonyAnswer(answer, tokenizer, None, parallel=parallel)
     markers = _reasoning_markers(reasoning_parser, reasoning_strings)
     return _ReasonedAnswer(answer, markers, tokenizer, () if choice.mode is Mode.NONE else markers.implied_ends)
 
 
 def _tool_answer(
+    format: ToolCallFormat,
     choice: ToolChoice,
     structured_outputs: StructuredOutputsParams | None,
-    tool_call_parser: str | None,
     tokenizer: Tokenizer,
     *,
     parallel: bool,
-    follows_reasoning: bool,
 ) -> AnswerFormat:
-    format = tool_call_format(tool_call_parser, tokenizer)
-
     def make_parser() -> AnswerParser:
         parser = format.parser(choice.tools, parallel=parallel)
         return _CallsOnly(parser) if choice.mode is Mode.REQUIRED else parser
 
-    return _ToolAnswer(
-        constraint(format, choice, structured_outputs, parallel=parallel, follows_reasoning=follows_reasoning),
-        not _any_special(tokenizer, format.markers),
-        make_parser,
-    )
+    return _ToolAnswer(structured_outputs, not _any_special(tokenizer, format.markers), make_parser)
 
 
 def _reasoning_markers(parser: str, strings: tuple[str, str]) -> ReasoningMarkers:
@@ -146,8 +177,8 @@ def _reasoning_tokens(tokenizer: Tokenizer, markers: ReasoningMarkers) -> Reason
 
 
 def _any_special(tokenizer: Tokenizer, texts: Iterable[str]) -> bool:
-    """Whether a text is a special token, which detokenisation skips by default."""
+    """Whether a text has a special token, which detokenisation skips by default."""
     return any(
-        len(token_ids) == 1 and not tokenizer.decode(token_ids, skip_special_tokens=True)
+        tokenizer.decode(token_ids, skip_special_tokens=True) != tokenizer.decode(token_ids, skip_special_tokens=False)
         for token_ids in (tokenizer.encode(text, add_special_tokens=False) for text in texts)
     )

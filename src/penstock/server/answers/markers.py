@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 
 
@@ -13,8 +14,8 @@ class Markers:
         self.texts = tuple(sorted({text for text in texts if text}, key=len, reverse=True))
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
 
-    def find(self, text: str) -> re.Match[str] | None:
-        return self._pattern.search(text)
+    def find(self, text: str, begin: int = 0, end: int = sys.maxsize) -> re.Match[str] | None:
+        return self._pattern.search(text, begin, end)
 
     def at_start(self, text: str) -> str | None:
         """Marker with which a text begins."""
