@@ -31,6 +31,7 @@ from support.servers import Served, serving
 
 TINY: dict[str, Any] = {
     "max_request_values": 20_000,
+    "max_request_numbers": 90_000,
     "max_request_items": 8,
     "max_request_choices": 8,
     "max_prompt_characters": 5000,
@@ -132,6 +133,13 @@ def test_a_body_of_many_values_is_refused_before_it_is_decoded(server: Served) -
     assert "too many values. Allowed: at most 20,000" in reply.error["message"]
 
 
+def test_a_body_of_many_numbers_is_refused_before_it_is_decoded(server: Served) -> None:
+    reply = server.post("/v1/completions", b'{"prompt": [%s' % (b"1," * 100_000))
+    assert "too many entries. Allowed: at most 90,000" in reply.error["message"]
+    reply = server.post("/v1/completions", {"prompt": "a", **{f"field{number}": 1 for number in range(9)}})
+    assert "The body has 10 fields. Allowed: at most 8 (max_request_items)" in reply.error["message"]
+
+
 def test_punctuation_in_texts_is_no_value(server: Served) -> None:
     text = '["a": {1}] \\' * 9_000
     reply = server.post("/tokenize", {"prompt": text})
@@ -158,10 +166,19 @@ def test_values_are_counted_without_decoding(value: Any, is_ascii: bool) -> None
     body, most = json.dumps(value, ensure_ascii=is_ascii).encode(), num_values(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_body, "_SMALL_BYTES", 0)
-        http_body.check_num_values(body, most)
+        http_body.check_num_values(body, most, num_later_entries(value))
         if most:
-            with pytest.raises(ApiError, match="too many values"):
-                http_body.check_num_values(body, most - 1)
+            with pytest.raises(ApiError, match="too many values.*max_request_values"):
+                http_body.check_num_values(body, most - 1, 1000)
+        if num_later_entries(value):
+            with pytest.raises(ApiError, match="too many entries.*max_request_numbers"):
+                http_body.check_num_values(body, most, num_later_entries(value) - 1)
+
+
+def num_later_entries(value: Any) -> int:
+    """Entries but the first one of each list and object."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(0, len(inner) - 1) + sum(map(num_later_entries, inner))
 
 
 def subclasses(model: type[Any]) -> Iterator[type[Any]]:

@@ -18,9 +18,10 @@ class RequestLimits:
     """Limits of the fields of a request, which is refused by name before any work for a larger one.
 
     max_request_values: texts, lists and objects in the body of an HTTP request, at all levels.
+    max_request_numbers: entries of lists and objects in the body of an HTTP request, numbers such as token ids, too.
     max_request_items: entries of each list of contents: messages, items, prompts, texts, documents, tools.
     max_request_choices: outputs of an HTTP request: its prompts times n.
-    max_choice_tokens: tokens of a prompt times n, beyond one output.
+    max_choice_tokens: tokens of a prompt, and token ids in its parameters, times n, beyond one output.
     max_prompt_characters: characters of a prompt with its template, or of a text to pool or tokenise, and token ids of
         a text to detokenise; None takes 8 per token of max_model_len, and at least 1,048,576.
     max_stop_strings: number of stop strings. max_stop_characters: characters of all of them together.
@@ -34,9 +35,10 @@ class RequestLimits:
     """
 
     max_request_values: int = 1 << 17
+    max_request_numbers: int = 1 << 21
     max_request_items: int = 16_384
     max_request_choices: int = 2048
-    max_choice_tokens: int = 1 << 23
+    max_choice_tokens: int = 1 << 22
     max_prompt_characters: int | None = None
     max_stop_strings: int = 64
     max_stop_characters: int = 16_384

@@ -76,7 +76,7 @@ class ServedModel:
 
     async def render(
         self,
-        messages: Sequence[Message],
+        messages: Callable[[], Sequence[Message]],
         *,
         chat_template: str | None,
         add_generation_prompt: bool,
@@ -84,17 +84,16 @@ class ServedModel:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> PromptDict:
-        """Prompt of a conversation. Raises InvalidRequest as `render_prompt`."""
+        """Prompt of a conversation. messages: made in a thread. Raises InvalidRequest as `render_prompt`."""
         if chat_template is not None and not self.options.trust_request_chat_template:
             message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
             raise ApiError(400, message, param="chat_template")
         template = self._template if chat_template is None else chat_template
-        if not self._knows_developer and chat_template is None:
-            messages = [_as_system(message) for message in messages]
+        reads_as_system = not self._knows_developer and chat_template is None
         return await _in_thread(
             lambda: render_prompt(
                 self.tokenizer,
-                messages,
+                [_as_system(message) for message in messages()] if reads_as_system else messages(),
                 chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -108,11 +107,10 @@ class ServedModel:
         return await _in_thread(lambda: self._decoded(token_ids, skip_special_tokens))
 
     def _decoded(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self.tokenizer.vocab_size:
-                allowed = f"0 to {self.tokenizer.vocab_size - 1}"
-                message = f"tokens[{position}]={shown(token_id)} is not a token id. Allowed: {allowed}."
-                raise ApiError(400, message, param=f"tokens[{position}]")
+        for wrong in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= wrong < self.tokenizer.vocab_size:
+                path, allowed = f"tokens[{token_ids.index(wrong)}]", f"0 to {self.tokenizer.vocab_size - 1}"
+                raise ApiError(400, f"{path}={shown(wrong)} is not a token id. Allowed: {allowed}.", param=path)
         return self.tokenizer.decode(token_ids, skip_special_tokens)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:

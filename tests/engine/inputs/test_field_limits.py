@@ -130,6 +130,8 @@ def test_what_grows_with_a_prompt_and_a_parameter_is_limited_together(folder: Pa
     processor.process(prompt, SamplingParams(n=5, prompt_logprobs=1))
     with pytest.raises(InvalidParameter, match="n=6 with a prompt of 11 tokens makes 66 tokens.*max_choice_tokens"):
         processor.process(prompt, SamplingParams(n=6))
+    with pytest.raises(InvalidParameter, match="n=5 with a prompt of 11 tokens and 2 listed token ids makes 65"):
+        processor.process(prompt, SamplingParams(n=5, stop_token_ids=[7, 8]))
     with pytest.raises(InvalidParameter, match="prompt_logprobs=2 with a prompt of 11 tokens makes 22"):
         processor.process(prompt, SamplingParams(prompt_logprobs=2))
     processor.process({"prompt_token_ids": [5] * 63}, SamplingParams(max_tokens=1))

@@ -45,6 +45,7 @@ def _json_bytes(value: Any) -> int:
 
 
 _ITEMS = FieldLimit("max_request_items", "items", _num_contents)
+_FIELD_COUNT = FieldLimit("max_request_items", "fields", len)
 _STOPS = (
     FieldLimit("max_stop_strings", "texts", _count),
     FieldLimit("max_stop_characters", "characters", _characters),
@@ -66,6 +67,7 @@ _SAMPLING: dict[str, tuple[FieldLimit, ...]] = {
     "logit_bias": (FieldLimit("max_logit_bias", "token ids", _count),),
     "extra_args": _OTHER,
 }
+_LISTED = ("stop_token_ids", "all_stop_token_ids", "allowed_token_ids", "logit_bias")
 # Contents, whose texts have limits of their own where they become prompts.
 _CONTENTS = (
     "messages",
@@ -105,6 +107,7 @@ _FIELDS: dict[str, tuple[FieldLimit, ...]] = {
 
 def check_body(fields: Mapping[str, Any], limits: RequestLimits) -> None:
     """Check the fields at the top level of a request's body. Raises InvalidParameter."""
+    _check("The body", fields, (_FIELD_COUNT,), limits)
     for name, value in fields.items():
         _check(name, value, _FIELDS.get(name, _OTHER), limits)
 
@@ -149,10 +152,12 @@ def check_choices(num_prompts: int, n: int, limits: RequestLimits) -> None:
 
 def check_products(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits, max_logprobs: int) -> None:
     """Check what grows with a prompt and a parameter together. Raises InvalidParameter."""
-    size, most = num_prompt_tokens * params.n, limits.max_choice_tokens
+    num_listed = sum(len(getattr(params, name) or ()) for name in _LISTED) + sum(map(len, params.bad_words_token_ids))
+    size, most = (num_prompt_tokens + num_listed) * params.n, limits.max_choice_tokens
     if params.n > 1 and size > most:
+        listed = f" and {num_listed:,} listed token ids" if num_listed else ""
         raise InvalidParameter(
-            f"n={params.n:,} with a prompt of {num_prompt_tokens:,} tokens makes {size:,} tokens. "
+            f"n={params.n:,} with a prompt of {num_prompt_tokens:,} tokens{listed} makes {size:,} tokens. "
             f"{_allowed('max_choice_tokens', size, most)}"
         )
     size, most = num_prompt_tokens * (params.prompt_logprobs or 0), limits.max_prompt_logprobs

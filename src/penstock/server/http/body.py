@@ -17,7 +17,7 @@ from penstock.server.http.errors import ApiError, refusals
 # Smallest body that may have too many values.
 _SMALL_BYTES = 1 << 16
 # All bytes but those that begin a value, or end a string.
-_PLAIN = bytes(set(range(256)) - set(b'"[{'))
+_OTHERS = bytes(set(range(256)) - set(b'"[{'))
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
@@ -39,7 +39,7 @@ class BodyRoute(APIRoute):
 class _LimitedRequest(Request):
     async def json(self) -> Any:
         limits: RequestLimits = self.app.state.request_limits
-        check_num_values(await self.body(), limits.max_request_values)
+        check_num_values(await self.body(), limits.max_request_values, limits.max_request_numbers)
         body = await super().json()
         if isinstance(body, dict):
             with refusals(body.keys()):
@@ -47,18 +47,29 @@ class _LimitedRequest(Request):
         return body
 
 
-def check_num_values(body: bytes, most: int) -> None:
-    """Check the number of strings, lists and objects of JSON data, which are not decoded. Raises ApiError."""
+def check_num_values(body: bytes, most: int, most_entries: int) -> None:
+    """Check the number of values of JSON data, which is not decoded. Raises ApiError.
+
+    most: strings, lists and objects. most_entries: entries of lists and objects together, up to one each.
+    """
     # As many are in the texts, and each string counts twice.
-    if len(body) < _SMALL_BYTES or len(body.translate(None, _PLAIN)) <= most:
+    if len(body) < _SMALL_BYTES or (len(body.translate(None, _OTHERS)) <= most and body.count(b",") <= most_entries):
         return
-    num_quotes = body.count(b'"') - body.count(b'\\"')
-    if num_quotes <= 4 * most:
+    num_strings, outside = 0, b""
+    if body.count(b'"') - body.count(b'\\"') > 4 * most:
+        num_strings = most + 1
+    else:
         outside, num_strings = _STRING.subn(b"", body)
-        if num_strings + outside.count(b"[") + outside.count(b"{") <= most:
-            return
-    raise ApiError(
+    if num_strings + outside.count(b"[") + outside.count(b"{") > most:
+        raise _too_many("values", most, "strings, lists and objects (max_request_values)")
+    if outside.count(b",") > most_entries:
+        raise _too_many("entries", most_entries, "numbers and other entries of lists (max_request_numbers)")
+
+
+def _too_many(what: str, most: int, allowed: str) -> ApiError:
+    option = allowed.rpartition("(")[2].rstrip(")")
+    return ApiError(
         400,
-        f"The body has too many values. Allowed: at most {most:,} strings, lists and objects (max_request_values). "
-        "Send fewer, or start the engine with a larger max_request_values.",
+        f"The body has too many {what}. Allowed: at most {most:,} {allowed}. Send fewer, or start the engine with a "
+        f"larger {option}.",
     )

@@ -29,9 +29,14 @@ class ChatTask:
 
 async def prepare_chat(model: ServedModel, request: ChatCompletionRequest, id: str) -> ChatTask:
     """Task of a chat request. id: its name at the engine. Raises InvalidRequest."""
-    # Schemas of tools may take long, and the first markers of reasoning.
-    form = await asyncio.to_thread(
-        choose_format,
+    # Schemas may take long, and the first markers of reasoning.
+    form, params = await asyncio.to_thread(_form_and_params, model, request)
+    prompt = await render_request(model, request)
+    return ChatTask(form, Submission(prompt, params, id, request.priority))
+
+
+def _form_and_params(model: ServedModel, request: ChatCompletionRequest) -> tuple[AnswerFormat, SamplingParams]:
+    form = choose_format(
         tools=request.tools,
         tool_choice=request.tool_choice,
         parallel_tool_calls=request.parallel_tool_calls,
@@ -39,9 +44,7 @@ async def prepare_chat(model: ServedModel, request: ChatCompletionRequest, id: s
         options=model.options,
         tokenizer=model.tokenizer,
     )
-    params = _params(request, model.default_params, form)
-    prompt = await render_request(model, request)
-    return ChatTask(form, Submission(prompt, params, id, request.priority))
+    return form, _params(request, model.default_params, form)
 
 
 def chat_client_names(request: ChatCompletionRequest) -> dict[str, str]:

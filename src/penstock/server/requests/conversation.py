@@ -33,7 +33,7 @@ async def render(
     if fields.documents is not None:
         variables = variables | {"documents": fields.documents}
     return await model.render(
-        template_messages([message.model_dump(exclude_none=True) for message in messages]),
+        lambda: template_messages([message.model_dump(exclude_none=True) for message in messages]),
         chat_template=fields.chat_template,
         add_generation_prompt=fields.begins_message,
         continue_final_message=fields.continue_final_message,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -34,7 +35,7 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
     model = await served_model(http).named(request.model)
     id = response_id("cmpl", request)
     with refusals(type(request).model_fields, client_names(request)):
-        params = _params(request, model.default_params)
+        params = await _params(request, model.default_params)
         submissions = [
             Submission(
                 _prompt(given, request),
@@ -57,7 +58,7 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
         )
 
 
-def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+async def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     changes: dict[str, Any] = {"logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
         asked = (request.logprobs, request.prompt_logprobs or 0)
@@ -65,7 +66,10 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
     if request.max_tokens == 0:
         # The engine generates one token at least, which is not returned.
         changes |= {"max_tokens": 1, "min_tokens": 0}
-    return sampling_params(request, defaults, **changes)
+    if request.response_format is None and request.structured_outputs is None:
+        return sampling_params(request, defaults, **changes)
+    # A schema may be long.
+    return await asyncio.to_thread(lambda: sampling_params(request, defaults, **changes))
 
 
 def _prompt(given: str | list[int], request: CompletionRequest) -> PromptDict:
