@@ -171,25 +171,28 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects(tokenizer: Tokeni
     assert messages == called(arguments)
 
 
-@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
-def test_a_tool_call_without_arguments_has_an_empty_object(tokenizer: Tokenizer, arguments: Any) -> None:
-    assert render_prompt(tokenizer, called(arguments), chat_template=CALL_TEMPLATE + "!")["prompt"] == "!"
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ("word=fox", r"messages\[2\]\.tool_calls\[0\]\.function\.arguments='word=fox' is not JSON"),
-        ("[" * 5000, r"messages\[2\]\.tool_calls\[0\]\.function\.arguments=.* is not JSON"),
-        ("9" * 5000, r"messages\[2\]\.tool_calls\[0\]\.function\.arguments=.* is not JSON"),
-        ("[1]", r"messages\[2\]\.tool_calls\[0\]\.function\.arguments='\[1\]' is not an object"),
+        "",
+        None,
+        "{}",
+        {},
+        '{"word": "fo',
+        "word=fox",
+        "null",
+        "[1]",
+        "{} {}",
+        '{"a": 1}{"a": 1}',
+        "[" * 5000,
+        "9" * 5000,
+        [1],
+        3,
     ],
+    ids=lambda arguments: repr(arguments)[:20],
 )
-def test_arguments_that_are_no_object_are_refused_by_message(
-    tokenizer: Tokenizer, arguments: str, message: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        render_prompt(tokenizer, called(arguments), chat_template=CALL_TEMPLATE)
+def test_arguments_that_are_no_object_are_an_empty_one(tokenizer: Tokenizer, arguments: Any) -> None:
+    assert render_prompt(tokenizer, called(arguments), chat_template=CALL_TEMPLATE + "!")["prompt"] == "!"
 
 
 def test_messages_may_be_objects_of_a_client(tokenizer: Tokenizer) -> None:

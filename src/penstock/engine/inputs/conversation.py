@@ -104,31 +104,25 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
         )
     plain = {**message, "content": "" if content is None else content}
     if isinstance(calls := message.get("tool_calls"), (list, tuple)):
-        plain["tool_calls"] = [_plain_call(call, path) for path, call in _named(f"{name}.tool_calls", calls)]
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
     return plain
 
 
-def _plain_call(call: Any, name: str) -> Any:
-    """Return a tool call with its arguments as an object; OpenAI clients send JSON text."""
+def _plain_call(call: Any) -> Any:
+    """Return a tool call with its arguments as an object; OpenAI clients send JSON text.
+
+    Other arguments, such as JSON that a limit has cut off, are an empty object: the conversation goes on without them.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
     arguments = function.get("arguments")
-    if arguments is None or isinstance(arguments, str):
-        arguments = _arguments(arguments or "{}", f"{name}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _arguments(text: str, name: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(
-            f"{name}={shown(text)} is not JSON: {error}. Allowed: an object, or JSON of one."
-        ) from None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{name}={shown(text)} is not an object. Allowed: an object, or its JSON.")
-    return arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
 def _named(name: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
