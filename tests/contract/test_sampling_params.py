@@ -27,7 +27,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("temperature", float("inf")),
     ("temperature", "hot"),
     ("temperature", True),
-    ("top_p", 0.0),
+    ("top_p", -0.01),
     ("top_p", 1.01),
     ("top_k", -2),
     ("top_k", 1.5),
@@ -117,6 +117,7 @@ def test_a_bad_bias_is_named_with_its_token(bias: Any) -> None:
     [
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5.*at most max_tokens=4"),
         ({"n": 2, "temperature": 0}, "n=2.*temperature=0"),
+        ({"n": 2, "top_p": 0}, "n=2.*top_p=0"),
         ({"stop": "x", "detokenize": False}, "stop=.*detokenize=False"),
     ],
 )
@@ -203,6 +204,7 @@ def test_parameters_survive_being_sent() -> None:
 def test_tiny_temperatures_are_raised_and_zero_is_greedy() -> None:
     assert SamplingParams(temperature=1e-6).temperature == 0.01
     assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(temperature=1.5, top_p=0).is_greedy
     assert not SamplingParams(temperature=0.01).is_greedy
 
 

@@ -240,6 +240,11 @@ def test_each_field_of_sampling_has_its_effect(client: OpenAI, llm: LLM, extra: 
     assert response.choices[0].text == expected.text
 
 
+def test_top_p_of_0_is_greedy(client: OpenAI, llm: LLM) -> None:
+    expected = generated(llm, PROMPT, temperature=0.0, max_tokens=12).outputs[0]
+    assert complete(client, temperature=1.2, top_p=0, max_tokens=12).choices[0].text == expected.text
+
+
 def test_special_tokens_are_not_added_on_request(client: OpenAI, llm: LLM) -> None:
     ids = llm.get_tokenizer().encode(PROMPT, add_special_tokens=False)
     response = complete(client, max_tokens=1, extra_body={"add_special_tokens": False, "return_token_ids": True})

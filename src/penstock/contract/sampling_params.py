@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
     repetition_penalty: divides positive logits (and multiplies negative ones) of tokens of the prompt or output;
         1 changes nothing.
     temperature: 0 is greedy; values in (0, 0.01) are raised to 0.01, since dividing by less overflows.
-    top_p: smallest set of most likely tokens whose probability reaches top_p, in (0, 1].
+    top_p: smallest set of most likely tokens whose probability reaches top_p; 0 is greedy, 1 keeps all.
     top_k: number of most likely tokens kept; 0 or -1 keeps all.
     min_p: tokens less likely than min_p times the most likely one are dropped, in [0, 1].
     seed: key of this request's random stream; None lets the engine draw one when it accepts the request.
@@ -155,7 +155,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     def _check_choice_of_tokens(self) -> None:
         check.check_integer("n", self.n, 1, MAX_N, f"1 to {MAX_N}")
@@ -164,7 +164,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
         penalty = "more than 0 (1 changes nothing)"
         check.check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, penalty, above=True)
         check.check_number("temperature", self.temperature, 0.0, 1e4, "0 (greedy) to 10000")
-        check.check_number("top_p", self.top_p, 0.0, 1.0, "more than 0, at most 1", above=True)
+        check.check_number("top_p", self.top_p, 0.0, 1.0, "0 (greedy) to 1")
         check.check_integer("top_k", self.top_k, -1, None, "-1 or 0 (all tokens), or a positive integer")
         check.check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1")
         if self.seed is not None:
@@ -217,7 +217,9 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise check.invalid("min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         if self.n > 1 and self.is_greedy:
-            raise check.invalid("n", self.n, "1 with temperature=0, which would give the same output n times")
+            raise check.invalid(
+                "n", self.n, "1 with temperature=0 or top_p=0, which would give the same output n times"
+            )
         if self.stop and not self.detokenize:
             raise check.invalid("stop", self.stop, "none with detokenize=False, since stop texts are found in the text")
 
