@@ -372,3 +372,16 @@ def test_priorities_are_one_integer_per_prompt(llm: LLM, priority: Any, message:
 def test_the_prefix_cache_is_reset(llm: LLM) -> None:
     assert llm.reset_prefix_cache()
     assert core_of(llm).num_resets == 1
+
+
+def test_a_refusal_is_the_text_of_an_answer(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "I cannot."}]
+    answers: list[Any] = [
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        {"role": "assistant", "content": "Yes.", "refusal": None},
+    ]
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    assert (
+        render_prompt(tokenizer, answers, chat_template=template)["prompt"] == "[Well.\nI cannot.][I will not.][Yes.]"
+    )

@@ -15,6 +15,8 @@ from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.loader.chat_template import plain_data
 
 Message: TypeAlias = Mapping[str, Any]
+# Types of a content's parts that have text, under the same name.
+_KINDS_OF_TEXT = ("text", "refusal")
 # Template variables that have arguments of their own, and so cannot be `chat_template_kwargs`.
 _OWN_ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
@@ -31,8 +33,8 @@ def render_prompt(
 ) -> PromptDict:
     """Render the conversation as a prompt, which the engine tokenises.
 
-    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text". Arguments of tool
-        calls may be objects, or JSON text.
+    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text" or "refusal".
+        Arguments of tool calls may be objects, or JSON text.
     chat_template: a Jinja template, instead of the model's own; or the path of a file with one, as a Path, or as text
         that ends with `.jinja`, `.jinja2` or `.j2`.
     add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last message open for
@@ -102,7 +104,9 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"{name}.content={shown(content)} is a {type(content).__name__}. Allowed: text, or text parts."
         )
-    plain = {**message, "content": "" if content is None else content}
+    # A refusal stands instead of the content of an answer.
+    refusal = message.get("refusal")
+    plain = {**message, "content": content or (refusal if isinstance(refusal, str) else "")}
     if isinstance(calls := message.get("tool_calls"), (list, tuple)):
         plain["tool_calls"] = [_plain_call(call) for call in calls]
     return plain
@@ -134,9 +138,9 @@ def _text_of_part(part: Any, name: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text" or not isinstance(part.get("text"), str):
+    if kind not in _KINDS_OF_TEXT or not isinstance(part.get(kind), str):
         vllm.check_kind_of_part(name, kind)
         raise InvalidRequest(
             f'{name} is {shown(part)}. Allowed: {{"type": "text", "text": "..."}}; models here read text.'
         )
-    return str(part["text"])
+    return str(part[kind])

@@ -37,7 +37,9 @@ class ChatMessage(BaseModel):
         """Text of the content, as templates get it."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in self.content)
+        return "\n".join(
+            part if isinstance(part, str) else str(part.get("text", part.get("refusal", ""))) for part in self.content
+        )
 
 
 Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
