@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.api_key import authorization
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import ConfigError
@@ -43,6 +44,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.parametrize("key", ["one", "two"])
 def test_each_key_lets_in(server: Served, key: str) -> None:
     assert server.client(api_key=key).models.list().data[0].id == "demo"
+
+
+@pytest.mark.parametrize("key", ["clé à", "ключ", "鍵"])
+def test_keys_may_have_any_characters(tmp_path: Path, key: str) -> None:
+    in_utf8 = key.encode().decode("latin-1")
+    with serving(engine_of(tmp_path), api_keys=(key,)) as server:
+        assert server.request("GET", "/v1/models", **authorization(key)).status == 200
+        assert server.request("GET", "/v1/models", x_api_key=in_utf8).status == 200
+        assert server.request("GET", "/v1/models", Authorization=f"Bearer {in_utf8}x").status == 401
+        if max(key) < "\u0100":
+            assert server.request("GET", "/v1/models", Authorization=f"Bearer {key}").status == 200
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer on", "Bearer one two", "Basic one", "Bearer \xff"])

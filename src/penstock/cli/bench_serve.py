@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.cli import options
+from penstock.cli.api_key import authorization
 from penstock.cli.failures import EXIT_FAILURE, check_writable, file_named, readable_errors
 from penstock.cli.option_groups import with_option_groups
 from penstock.cli.plots import check_plot, write_plot
@@ -74,9 +75,8 @@ class _ServerOptions:
         from penstock.config import env
 
         headers = _pairs("--header", self.header)
-        key = env.openai_api_key()
-        if key is not None and "authorization" not in map(str.lower, headers):
-            headers["Authorization"] = f"Bearer {key}"
+        if "authorization" not in map(str.lower, headers):
+            headers |= authorization(env.openai_api_key())
         return headers
 
 

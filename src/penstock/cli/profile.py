@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
+from penstock.cli.api_key import authorization
 from penstock.cli.failures import check_writable, file_named, readable_errors
 from penstock.cli.process import begin_collection
 from penstock.errors import ConfigError
@@ -105,7 +106,7 @@ def _run(config: EngineConfig, num_prompts: int, input_len: int, output_len: int
 def _call(url: str, route: str, fields: dict[str, Any], key: str | None) -> dict[str, Any]:
     """Call an admin route of the server. Raises ConfigError with the server's reason."""
     url = url.rstrip("/")
-    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    headers = {"Content-Type": "application/json"} | authorization(key)
     try:
         request = urllib.request.Request(url + route, json.dumps(fields).encode(), headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.api_key import authorization
 from penstock.cli.failures import readable_errors
 from penstock.cli.top_screen import History, Sample, screen
 from penstock.config import env
@@ -63,7 +64,7 @@ class _Server:
         self.name = url if uds is None else f"unix:{uds}"
         self._url = (url if uds is None else "http://localhost").rstrip("/")
         self._option = f"--url {self._url}" if uds is None else f"--uds {uds}"
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = authorization(key)
         # A proxy has no part in a Unix socket.
         handlers = [] if uds is None else [urllib.request.ProxyHandler({}), _UnixHandler(uds)]
         self._opener = urllib.request.build_opener(*handlers)

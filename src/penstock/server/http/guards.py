@@ -28,7 +28,7 @@ ADMIN_PATHS = frozenset(
 
 
 class ApiKeys:
-    """Check of `Authorization: Bearer KEY`, or `x-api-key: KEY`.
+    """Check of `Authorization: Bearer KEY`, or `x-api-key: KEY`, in UTF-8 or Latin-1.
 
     keys: of clients; empty lets all in. admin_key: for ADMIN_PATHS.
     """
@@ -61,16 +61,18 @@ class ApiKeys:
         if not digests:
             return True
         # All keys are compared, in constant time each.
-        matches = [hmac.compare_digest(_digest(key), digest) for key in _given_keys(scope) for digest in digests]
+        given = [_digest(key) for key in _given_keys(scope)]
+        matches = [hmac.compare_digest(one, digest) for one in given for digest in digests]
         return any(matches)
 
 
 def _given_keys(scope: Scope) -> list[str]:
-    """Keys of a request. Clients of Anthropic's API send one by either header, or by both."""
+    """Keys of a request, as UTF-8 and as Latin-1. Clients of Anthropic's API send one by either header, or by both."""
     headers = Headers(scope=scope)
     kind, _, key = headers.get("Authorization", "").partition(" ")
-    given = [key.strip()] if kind.lower() == "bearer" else []
-    return given if _KEY_HEADER not in headers else [*given, headers[_KEY_HEADER]]
+    given = [key.strip(" \t")] if kind.lower() == "bearer" else []
+    given += [headers[_KEY_HEADER]] if _KEY_HEADER in headers else []
+    return [*given, *(key.encode("latin-1").decode("utf-8", "surrogateescape") for key in given)]
 
 
 def _digest(key: str) -> bytes:
