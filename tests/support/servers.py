@@ -16,7 +16,8 @@ from openai import AsyncOpenAI, OpenAI
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.server.app import create_app
-from penstock.server.http.slow_headers import protocol_with_timeout
+from penstock.server.http.client_connections import ClientConnections, ConnectionLimits
+from penstock.server.http.client_protocol import client_protocol
 from penstock.server.options import ServerOptions
 from support.waiting import wait_until
 
@@ -45,10 +46,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Served:
-    """A running server. engine: what it serves."""
+    """A running server. engine: what it serves. connections: those of its clients."""
 
     port: int
     engine: AsyncEngine
+    connections: ClientConnections
 
     @property
     def url(self) -> str:
@@ -82,18 +84,32 @@ class Served:
 
 
 @contextmanager
-def serving(engine: AsyncEngine, **options: Any) -> Iterator[Served]:
-    """Serve the engine, which is shut down at the end. options: of `ServerOptions`."""
+def serving(
+    engine: AsyncEngine, *, max_connections: int | None = None, send_buffer_bytes: int | None = None, **options: Any
+) -> Iterator[Served]:
+    """Serve the engine, which is shut down at the end. options: of `ServerOptions`.
+
+    send_buffer_bytes: size of the system's buffer for what a client has not read.
+    """
     app = create_app(engine, ServerOptions(**{"served_model_name": ("demo",), **options}))
     listener = socket.socket()
     listener.bind((HOST, 0))
-    http = protocol_with_timeout(app.state.served_model.options.request_read_timeout_s)
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+    given = app.state.served_model.options
+    connections = ClientConnections(
+        write_timeout_s=given.response_write_timeout_s,
+        max_unread_bytes=given.max_unread_response_bytes,
+        max_connections=max_connections,
+    )
+    app.add_middleware(ConnectionLimits, connections=connections, why_full=lambda num_unread: None)
+    http = client_protocol(given.request_read_timeout_s, connections)
     server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         wait_until(lambda: server.started, "the server starts")
-        yield Served(listener.getsockname()[1], engine)
+        yield Served(listener.getsockname()[1], engine, connections)
     finally:
         server.should_exit = True
         thread.join()

@@ -25,6 +25,18 @@ class AdmittedRequest:
         self._stream = stream
         self._close = close
 
+    @property
+    def unread_bytes(self) -> int:
+        """Estimated bytes of the output that was not read."""
+        progress = self._stream.progress
+        return 0 if progress is None or self._stream.is_over else progress.unread_bytes
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the engine has finished the request, though its output may be unread."""
+        progress = self._stream.progress
+        return self._stream.is_over or (progress is not None and progress.finished)
+
     def close(self) -> None:
         """Abort the request if it has not ended. A second call does nothing."""
         self._close(self._stream)

@@ -31,6 +31,11 @@ class ServerOptions:
     max_request_bytes: size limit of a request's body; larger ones get status 413.
     request_read_timeout_s: seconds that the headers of a request, and then its body, may take to arrive; later ones get
         status 408.
+    response_write_timeout_s: seconds without anything taken after which the client of a response is disconnected, and
+        its requests are aborted.
+    max_unread_response_bytes: limit of the responses, in the memory of each front end, that clients have not taken.
+        Beyond it, clients that take nothing are disconnected, as is one for which a quarter of it waits, and new
+        requests get status 429.
     keep_alive_interval_s: seconds without output after which a stream gets a comment; 0 sends none.
     otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) for a trace of each request, such as
         http://localhost:4318/v1/traces.
@@ -67,6 +72,8 @@ class ServerOptions:
     page: bool = True
     max_request_bytes: int = 32 * 2**20
     request_read_timeout_s: float = 60.0
+    response_write_timeout_s: float = 60.0
+    max_unread_response_bytes: int = 256 * 2**20
     keep_alive_interval_s: float = 15.0
     otlp_traces_endpoint: str | None = None
     enable_log_requests: bool = False
@@ -111,6 +118,11 @@ class ServerOptions:
         if self.max_request_bytes < 1:
             raise ConfigError(f"max_request_bytes={self.max_request_bytes} is not valid. Allowed: at least 1.")
         check_seconds("request_read_timeout_s", self.request_read_timeout_s)
+        check_seconds("response_write_timeout_s", self.response_write_timeout_s)
+        if self.max_unread_response_bytes < 1:
+            raise ConfigError(
+                f"max_unread_response_bytes={self.max_unread_response_bytes} is not valid. Allowed: at least 1."
+            )
         if self.keep_alive_interval_s < 0:
             raise ConfigError(f"keep_alive_interval_s={self.keep_alive_interval_s} is not valid. Allowed: 0 or more.")
         for name in ("max_stored_responses", "max_stored_response_bytes"):

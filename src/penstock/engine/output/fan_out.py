@@ -39,6 +39,11 @@ class FanOut:
         return all(sample.finished for sample in self.samples)
 
     @property
+    def unread_bytes(self) -> int:
+        """Estimated bytes of the output that was not taken."""
+        return sum(sample.unread_bytes for sample in self.samples)
+
+    @property
     def error(self) -> str | None:
         return next((sample.error for sample in self.samples if sample.error is not None), None)
 

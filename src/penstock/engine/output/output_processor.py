@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol, TypeAlias
 
-from penstock.contract import ArrayBytes, LogprobsLists, SamplingParams
+from penstock.contract import ArrayBytes, LogprobsLists, RequestOutputKind, SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.fan_out import FanOut, sample_requests
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _STOP = FinishReason.STOP  # looked up for every token
 # Ends of requests that did not stop by themselves.
 _CUT_OFF = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.INVALID)
+# Estimated memory of a token with its text, and of a log-probability.
+_TOKEN_BYTES, _LOGPROB_BYTES = 100, 170
 
 
 class Inbox(Protocol):
@@ -63,6 +65,8 @@ class RequestProgress:
         self.token_ids: list[int] = []
         self.num_logprobs = params.logprobs
         self.logprobs: list[dict[int, Logprob]] = []
+        self._num_logprobs_dropped = 0
+        self._is_streamed = params.output_kind is RequestOutputKind.DELTA
         self.cumulative_logprob = 0.0
         self.pooled: ArrayBytes | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -96,6 +100,15 @@ class RequestProgress:
         return self.finish_reason is not None
 
     @property
+    def unread_bytes(self) -> int:
+        """Estimated bytes of the output that was not taken (`take_output`)."""
+        num_logprobs = 0
+        if self.num_logprobs is not None and self.logprobs:
+            num_logprobs = len(self.logprobs[-1])
+        num_tokens = len(self.token_ids) - self._num_tokens_taken
+        return num_tokens * (_TOKEN_BYTES + num_logprobs * _LOGPROB_BYTES)
+
+    @property
     def text(self) -> str:
         self._detokenize(len(self.token_ids))
         return "".join(self._pieces)
@@ -114,7 +127,12 @@ class RequestProgress:
     def take_output(self) -> RequestOutput:
         """As `output`, with only the text, tokens and log-probabilities since the last call."""
         first_token, self._num_tokens_taken = self._num_tokens_taken, len(self.token_ids)
-        return self._request_output(self._completion(self.take_text(), first_token))
+        output = self._request_output(self._completion(self.take_text(), first_token))
+        if self._is_streamed:
+            # Nothing reads them again, and they take most of the memory.
+            self._num_logprobs_dropped += len(self.logprobs)
+            self.logprobs = []
+        return output
 
     def _completion(self, text: str, first_token: int) -> CompletionOutput:
         has_logprobs = self.num_logprobs is not None
@@ -123,7 +141,7 @@ class RequestProgress:
             text=text,
             token_ids=self.token_ids[first_token:],
             cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
-            logprobs=self.logprobs[first_token:] if has_logprobs else None,
+            logprobs=self.logprobs[max(0, first_token - self._num_logprobs_dropped) :] if has_logprobs else None,
             finish_reason=None if self.finish_reason is None else self.finish_reason.shown,
             stop_reason=self.stop_reason,
         )
@@ -216,7 +234,7 @@ class RequestProgress:
 
     def _add_logprobs(self, rows: LogprobsLists, num_logprobs: int) -> None:
         """Add the log-probabilities of the tokens that were kept."""
-        num_kept = len(self.token_ids) - len(self.logprobs)
+        num_kept = len(self.token_ids) - self._num_logprobs_dropped - len(self.logprobs)
         self.logprobs += islice(self._readable(rows, num_logprobs), num_kept)
         self.cumulative_logprob += sum(values[0] for values in rows.logprobs[:num_kept])
 

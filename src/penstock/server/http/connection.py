@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.server.http.client_connections import Backlog, note_backlog
 from penstock.server.http.errors import ApiError, api_error
 
 _Result = TypeVar("_Result")
@@ -54,7 +55,8 @@ class EventStream(Response):
     """Stream of server-sent events.
 
     events: the events; the generator is closed at the end, and when the client closes the connection.
-    on_end: called after that. error_event: event of an error after the headers, from its response's body.
+    backlog: what waits for the client beyond the event that is written. on_end: called at the end.
+    error_event: event of an error after the headers, from its response's body.
     keep_alive_s: seconds without an event after which a comment is sent; 0 sends none.
     """
 
@@ -64,6 +66,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         *,
+        backlog: Backlog | None = None,
         on_end: Callable[[], None],
         request_id: str,
         keep_alive_s: float,
@@ -72,6 +75,7 @@ class EventStream(Response):
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._events = events
+        self._backlog = backlog
         self._on_end = on_end
         self._request_id = request_id
         self._keep_alive_s = keep_alive_s
@@ -79,6 +83,7 @@ class EventStream(Response):
         self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_backlog(scope, self._backlog)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             with suppress(ApiError):

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvicorn
 from fastapi import FastAPI
 
 from penstock.config import EngineConfig
+from penstock.config.queue import QueueLimits
 from penstock.contract import decode
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.live.live_view import LiveView
@@ -24,8 +26,14 @@ from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
 from penstock.engine.processes.broker_connection import BrokerState, connect_to_broker
 from penstock.engine.processes.child_main import ParentConnection
 from penstock.server.app import create_app
+from penstock.server.http.client_connections import (
+    ClientConnections,
+    ConnectionLimits,
+    PacedListener,
+    connections_of_limit,
+)
+from penstock.server.http.client_protocol import client_protocol
 from penstock.server.http.loop_errors import LoopErrors
-from penstock.server.http.slow_headers import protocol_with_timeout
 from penstock.server.metrics import route as metrics_route
 from penstock.server.metrics.expert_tokens import ExpertTokens
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
@@ -50,6 +58,7 @@ _LAST_BYTES_S = 5.0
 class FrontEndArguments:
     """Arguments of a front end's process.
 
+    limits: those of the broker's queue.
     number: number among all front ends ever started. folder: has the broker's Unix socket, and the metrics of all
     processes. descriptor: listening socket for HTTP. step_limit_s, silence_limit_s: see
     `Health`.
@@ -58,6 +67,7 @@ class FrontEndArguments:
     config: EngineConfig
     options: ServerOptions
     network: NetworkOptions
+    limits: QueueLimits
     number: int
     folder: Path
     descriptor: int
@@ -84,13 +94,47 @@ def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
         app.add_middleware(health.Drainage, health=state)
         metrics = _add_metrics(app, engine, state, arguments)
         _add_live_view(app, engine, state, metrics, arguments)
-        listener = socket.socket(fileno=arguments.descriptor)
-        read_timeout_s = arguments.options.request_read_timeout_s
-        front_end = _FrontEnd(engine, app, state, metrics, arguments.network, read_timeout_s, listener, parent)
+        connections, listener = _connections(arguments)
+        app.add_middleware(ConnectionLimits, connections=connections, why_full=_why_full(arguments, state))
+        http = client_protocol(arguments.options.request_read_timeout_s, connections)
+        front_end = _FrontEnd(engine, app, state, metrics, arguments.network, http, listener, parent)
         asyncio.run(front_end.run())
         tracing.close()
     finally:
         engine.shutdown()
+
+
+def _connections(arguments: FrontEndArguments) -> tuple[ClientConnections, PacedListener]:
+    """Connections of this front end, as many as it may have files, and the socket that gives them."""
+    listener = PacedListener(fileno=arguments.descriptor)
+    most, listener.most_at_once = connections_of_limit(psutil.Process().num_fds())
+    options = arguments.options
+    connections = ClientConnections(
+        write_timeout_s=options.response_write_timeout_s,
+        max_unread_bytes=options.max_unread_response_bytes,
+        max_connections=most,
+    )
+    return connections, listener
+
+
+def _why_full(arguments: FrontEndArguments, state: health.Health) -> Callable[[int], str | None]:
+    """Function that says why the queue has no room while a number of finished answers is unread."""
+    limit, max_num_seqs = arguments.limits.max_num_queued_requests, arguments.config.scheduler.max_num_seqs
+
+    def why(num_unread: int) -> str | None:
+        status = state.status
+        if (
+            limit is None
+            or status is None
+            or status.num_requests + num_unread < limit + status.num_engines * max_num_seqs
+        ):
+            return None
+        return (
+            f"{status.num_requests} requests run or are queued, the answers of {num_unread} others are unread, and "
+            f"max_num_queued_requests={limit}"
+        )
+
+    return why
 
 
 def broker_path(folder: Path) -> Path:
@@ -136,7 +180,7 @@ class _FrontEnd:
         state: health.Health,
         metrics: FrontEndMetrics,
         network: NetworkOptions,
-        read_timeout_s: float,
+        http: type[asyncio.Protocol],
         listener: socket.socket,
         parent: ParentConnection,
     ) -> None:
@@ -154,7 +198,7 @@ class _FrontEnd:
                 server_header=False,
                 timeout_keep_alive=int(network.timeout_keep_alive),
                 timeout_graceful_shutdown=int(_LAST_BYTES_S),
-                http=protocol_with_timeout(read_timeout_s),
+                http=http,
                 ws="none",
                 ssl_certfile=network.ssl_certfile,
                 ssl_keyfile=network.ssl_keyfile,

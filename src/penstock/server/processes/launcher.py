@@ -223,6 +223,7 @@ class Launcher:
                 config=self._config,
                 options=self._options,
                 network=self._network,
+                limits=self._limits,
                 number=next(self._front_numbers),
                 folder=folder,
                 descriptor=descriptor,

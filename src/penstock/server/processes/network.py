@@ -16,6 +16,8 @@ from penstock.errors import ConfigError
 from penstock.observability.unix_socket import listen_on_path
 
 _BACKLOG = 2048
+# Memory of the system for what a client has not read; by itself it would grow to several times as much.
+_SEND_BUFFER_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,8 @@ class NetworkOptions:
         try:
             family, _, _, _, address = socket.getaddrinfo(self.host or None, self.port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            # Accepted sockets inherit it.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         except OSError as error:
             is_taken = error.errno == errno.EADDRINUSE
             advice = "another port, or end the process that has it" if is_taken else "an address of this machine"

@@ -139,6 +139,16 @@ class Generation:
             last[index] = output
         return [last[index] for index in range(len(self._submissions))]
 
+    @property
+    def unread_bytes(self) -> int:
+        """Estimated bytes of the outputs that `outputs` has not given."""
+        return sum(request.unread_bytes for request in self._admitted.values())
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the engine has finished all prompts."""
+        return all(request.has_finished for request in self._admitted.values())
+
     def close(self) -> None:
         """Abort what still runs. A second call does nothing."""
         if self._deadline is not None:

@@ -89,6 +89,7 @@ async def answer(
     await while_connected(http.receive, generation.start())
     return EventStream(
         events(generation),
+        backlog=generation,
         on_end=generation.close,
         request_id=request_id_of(http.scope),
         keep_alive_s=model.options.keep_alive_interval_s,
