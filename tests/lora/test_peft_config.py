@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
+from peft.utils.other import get_pattern_key
 
 from penstock.errors import CheckpointError, UnsupportedFeature
 from penstock.lora.peft_config import _IMPLEMENTED, _WITHOUT_EFFECT, PeftConfig
@@ -69,6 +70,8 @@ def test_a_rank_or_alpha_that_is_no_positive_number_is_an_error(fields: dict[str
     "fields",
     [
         {"rank_pattern": {"(": 3}},
+        {"rank_pattern": {"(?i)q_proj": 3}},
+        {"rank_pattern": {"a{99999999999999}": 3}},
         {"rank_pattern": {"q_proj": 2.5}},
         {"alpha_pattern": {"*": 3}},
         {"alpha_pattern": {"q_proj": float("inf")}},
@@ -83,3 +86,27 @@ def test_a_pattern_that_is_not_valid_is_an_error_that_names_its_field(fields: di
 def test_other_methods_of_peft_are_refused() -> None:
     with pytest.raises(UnsupportedFeature, match="peft_type='IA3'"):
         PeftConfig.read("a", {"peft_type": "IA3"})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {"q_proj": 2},
+        {r"layers\.[01]\..*": 2, "q_proj": 3},
+        {"model.layers.0.self_attn.q_proj": 2, "self_attn.(?!q)._proj": 3},
+        {"^model.layers.1.self_attn.q_proj": 2, "proj": 3},
+        {"q_proj|k_proj": 2},
+        {r"\.q_proj": 2},
+    ],
+)
+def test_a_pattern_means_what_it_means_in_peft(pattern: dict[str, int]) -> None:
+    modules = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1, 10) for part in "qk"]
+    config = PeftConfig.read("a", {"r": 8, "lora_alpha": 8, "rank_pattern": pattern}).matched("a", modules)
+    for module in modules:
+        assert config.rank_of(module) == pattern.get(get_pattern_key(pattern, module), 8), module
+
+
+def test_a_pattern_on_which_backtracking_never_ends_is_matched() -> None:
+    fields = {"r": 8, "lora_alpha": 8, "rank_pattern": {"([a-z_.0-9]+)+!": 2, "q_proj": 4}}
+    module = f"model.layers.0.{'deep.' * 20}q_proj"
+    assert PeftConfig.read("a", fields).matched("a", [module]).rank_of(module) == 4

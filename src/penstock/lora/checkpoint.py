@@ -51,6 +51,7 @@ def read_adapter(
     matrices = {named(module): found for module, found in _by_module(name, tensors).items()}
     if not matrices:
         raise CheckpointError(f"The adapter {name!r} has no tensors.")
+    config = config.matched(name, [*matrices, *(stacked.names if config.target_parameters else ())])
     read: dict[str, LowRank] = {}
     for module, found in matrices.items():
         pair = found.get("A"), found.get("B")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config.json_file import read_json_object
+from penstock.config.json_file import read_json_object, shown
 from penstock.errors import CheckpointError, UnsupportedFeature
+from penstock.loader.untrusted_patterns import full_matches, syntax_error
 
 _FILE = "adapter_config.json"
 # Fields that decide which modules a new adapter gets and how it is trained; its tensors show the result.
@@ -52,6 +53,7 @@ class PeftConfig:
     """Ranks and scaling of an adapter.
 
     target_parameters: ends of the names of parameters that it changes, such as those of experts.
+    ranks, alphas: of the modules for which the patterns say others, once they are `matched`.
     """
 
     rank: int
@@ -60,6 +62,8 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
     uses_rslora: bool
     target_parameters: tuple[str, ...]
+    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alphas: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, name: str, fields: Mapping[str, Any]) -> PeftConfig:
@@ -92,13 +96,22 @@ class PeftConfig:
         is_rslora = bool(fields.get("use_rslora"))
         return cls(int(rank), float(alpha), *patterns, is_rslora, tuple(parameters))  # type: ignore[arg-type]
 
+    def matched(self, name: str, modules: Sequence[str]) -> PeftConfig:
+        """Match the patterns with the names of an adapter's modules. name: of the adapter, for errors.
+
+        Raises CheckpointError for patterns that take too long.
+        """
+        ranks = _by_module(name, "rank_pattern", self.rank_pattern, modules)
+        alphas = _by_module(name, "alpha_pattern", self.alpha_pattern, modules)
+        return replace(self, ranks=ranks, alphas=alphas)
+
     def rank_of(self, module: str) -> int:
         """Rank of a module's adapter."""
-        return int(self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.rank))
+        return int(self.ranks.get(module, self.rank))
 
     def scaling_of(self, module: str) -> float:
         """Factor on a module's product."""
-        alpha = float(self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.alpha))
+        alpha = float(self.alphas.get(module, self.alpha))
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.uses_rslora else alpha / rank
 
@@ -129,18 +142,26 @@ def _check_pattern(name: str, field: str, pattern: object, *types: type) -> None
     if not isinstance(pattern, Mapping) or not all(_is_positive(one, *types) for one in pattern.values()):
         raise CheckpointError(f"The adapter {name!r} has {field}={pattern!r}. Allowed: {allowed}.")
     for key in pattern:
-        try:
-            re.compile(str(key))
-        except re.error as error:
-            raise CheckpointError(
-                f"The adapter {name!r} has {key!r} in {field}: {error}. Allowed: {allowed}."
-            ) from error
+        # In a group, global flags such as (?i) are not valid.
+        complaint = syntax_error(str(key)) or syntax_error(_end_of_name(key))
+        if complaint is not None:
+            raise CheckpointError(f"The adapter {name!r} has {shown(key)} in {field}: {complaint}. Allowed: {allowed}.")
 
 
 def _is_positive(value: Any, *types: type) -> bool:
     return isinstance(value, types) and not isinstance(value, bool) and 0 < value < math.inf  # type: ignore[operator]
 
 
-def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that matches the end of a module's name, as PEFT chooses it."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+def _end_of_name(key: str) -> str:
+    """Regular expression of the modules whose names end as a key says, as in PEFT."""
+    return rf"(.*\.)?({key})"
+
+
+def _by_module(name: str, field: str, pattern: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
+    """Values of a pattern by module: of the first key that matches, or else the key of the module's whole name."""
+    found = {module: pattern[module] for module in modules if module in pattern}
+    owner = f"The adapter {name!r} has a {field} that is not allowed: it"
+    matches = full_matches([_end_of_name(key) for key in pattern], modules, owner, CheckpointError)
+    for value, of_key in reversed(list(zip(pattern.values(), matches, strict=True))):
+        found |= {module: value for module, is_match in zip(modules, of_key, strict=True) if is_match}
+    return found

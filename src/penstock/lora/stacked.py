@@ -26,6 +26,11 @@ class StackedParameters:
     def __init__(self, by_module: Mapping[str, Sequence[StackedParameter]]) -> None:
         self._by_module = by_module
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters in Transformers."""
+        return [f"{owner}.{parameter.name}" for owner, found in self._by_module.items() for parameter in found]
+
     def split(
         self, name: str, module: str, pair: tuple[Tensor | None, Tensor | None], config: PeftConfig, max_rank: int
     ) -> dict[str, LowRank] | None:
