@@ -35,7 +35,7 @@ from penstock.engine.output.pooling_outputs import PoolingOutput, PoolingRequest
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
-from penstock.engine.text.tokenizer import LONG_TEXT, Tokenizer, load_tokenizer
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import PenstockError
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging
@@ -332,7 +332,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises InvalidRequest for one that is longer than a prompt may be."""
         check_text(text, self.request_limits)
-        if len(text) < LONG_TEXT:
+        if len(text) < self._tokenizer.quick_characters:
             return self._tokenizer.encode(text, add_special_tokens)
         return await self._intake.in_thread(lambda: self._tokenizer.encode(text, add_special_tokens))
 

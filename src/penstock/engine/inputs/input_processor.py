@@ -193,7 +193,7 @@ class InputProcessor:
 
     def is_quick(self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams) -> bool:
         """Whether `process` takes no more than a few milliseconds."""
-        return _size_of(prompt) < LONG_TEXT and _is_small(sampling_params)
+        return _size_of(prompt) < self._tokenizer.quick_characters and _is_small(sampling_params)
 
     def _process(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 LONG_TEXT = 4000
 # Characters of a long text that are tokenised first for each token that is kept, and tokens beyond those.
 _CHARACTERS_PER_TOKEN, _MARGIN = 8, 32
+# Time of a short text that shows a pattern in the tokenizer's file that backtracks.
+_SLOW_S = 0.1
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
 
 
@@ -128,6 +131,11 @@ class Tokenizer:
         No more of a long text is tokenised than is needed. Raises InvalidRequest for a text that cannot be encoded.
         """
         return self._backend.encode_texts(texts)
+
+    @property
+    def quick_characters(self) -> int:
+        """Characters from which on a text is tokenised beside an event loop; 0 once a short text took long."""
+        return self._backend.quick_characters
 
     @cached_property
     def longest_token(self) -> int | None:
@@ -245,6 +253,7 @@ class FastBackend:
         fast.no_padding()
         self.fast = fast
         self.detokenizers = detokenizer_factory(fast)
+        self.quick_characters = LONG_TEXT
 
     def token_id(self, token: str) -> int | None:
         return self.fast.token_to_id(token)
@@ -276,7 +285,8 @@ class FastBackend:
             ]
             try:
                 encodings = self.fast.encode_batch_fast(inputs, add_special_tokens=add_special_tokens)
-            except Exception:  # encoded one by one, which finds the text
+            except BaseException as error:  # encoded one by one, which finds the text
+                _raise_others(error)
                 return {}
             for number, encoding in zip(numbers, encodings, strict=True):
                 limit = texts[number].limit
@@ -318,11 +328,18 @@ class FastBackend:
 
     def _encoding(self, text: str, add_special_tokens: bool, second: str | None = None) -> Encoding:
         try:
-            if len(text) < LONG_TEXT and len(second or "") < LONG_TEXT:
-                return self.fast.encode(text, second, add_special_tokens=add_special_tokens)
+            if max(len(text), len(second or "")) < self.quick_characters:
+                begin_s = time.thread_time()
+                encoding = self.fast.encode(text, second, add_special_tokens=add_special_tokens)
+                if time.thread_time() - begin_s > _SLOW_S:
+                    self.quick_characters = 0
+                return encoding
             inputs = text if second is None else (text, second)
             return self.fast.encode_batch_fast([inputs], add_special_tokens=add_special_tokens)[0]
-        except Exception as error:  # tokenizers raises bare Exceptions
+        except BaseException as error:
+            _raise_others(error)
+            if not isinstance(error, Exception):
+                self.quick_characters = 0
             raise InvalidRequest(
                 f"The tokenizer cannot encode this text: {error}. Its {TOKENIZER_FILE} lacks what this text needs."
             ) from error
@@ -331,8 +348,19 @@ class FastBackend:
         return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
+def _raise_others(error: BaseException) -> None:
+    """Raise an error again, unless `tokenizers` raises it for a text.
+
+    It raises bare Exceptions, and a PanicException, which is none, where a pattern exceeds its limit of retries.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
 class PythonBackend:
     """Backend of a tokenizer that Transformers implements in Python; one thread at a time."""
+
+    quick_characters = LONG_TEXT
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self.hf_tokenizer = hf_tokenizer
