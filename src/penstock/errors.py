@@ -98,6 +98,10 @@ class InvalidRecording(PenstockError, ValueError):
     """Recording of an engine's steps that cannot be read or replayed."""
 
 
+class InvalidMessage(PenstockError, ValueError):
+    """A step for the workers with an id, a position or a length that is not allowed; nothing of it was applied."""
+
+
 class OutOfMemory(PenstockError, MemoryError):
     """The memory plan does not fit; the message shows the plan."""
 

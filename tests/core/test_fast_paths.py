@@ -44,8 +44,8 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     begin = Frames.begin
 
-    def note(self: Frames, output: SchedulerOutput) -> Frame:
-        frame = begin(self, output)
+    def note(self: Frames, output: SchedulerOutput, *, may_repeat: bool) -> Frame:
+        frame = begin(self, output, may_repeat=may_repeat)
         steps.extend([output.step_id] * frame.is_repeated)
         return frame
 

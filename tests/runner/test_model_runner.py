@@ -203,7 +203,7 @@ def test_nothing_is_written_for_a_request_that_cannot_be_added(monkeypatch: pyte
 def test_too_many_blocks_are_an_error_of_that_request() -> None:
     driver = Driver(make_runner(max_model_len=16))
     output = driver.step({"bad": 1}, [new_request("bad", [1], num_blocks=5)])
-    assert "outside a row of 4" in output.errors["bad"]
+    assert "block_ids=5 blocks is not valid. Allowed: at most 4" in output.errors["bad"]
     assert driver.runner.requests.num_reqs == 0
 
 

@@ -52,8 +52,8 @@ def prepared_anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     begin = Frames.begin
 
-    def note(self: Frames, output: SchedulerOutput) -> Frame:
-        frame = begin(self, output)
+    def note(self: Frames, output: SchedulerOutput, *, may_repeat: bool) -> Frame:
+        frame = begin(self, output, may_repeat=may_repeat)
         steps.extend([] if frame.is_repeated else [output.step_id])
         return frame
 
@@ -94,7 +94,9 @@ def test_a_step_that_repeats_one_from_before_the_last_is_put_together_anew(prepa
     run(runner, steps[:4])
     cached = CachedRequestData(req_ids=["b"], num_computed_tokens=[8])
     run(runner, [SchedulerOutput(step_id=4, scheduled_cached_reqs=cached, num_scheduled_tokens={"b": 1})])
-    last = msgspec.structs.replace(steps[4], step_id=5, repeats_step_id=3)
+    cached = steps[4].scheduled_cached_reqs
+    behind = msgspec.structs.replace(cached, num_computed_tokens=[cached.num_computed_tokens[0], 9])
+    last = msgspec.structs.replace(steps[4], step_id=5, scheduled_cached_reqs=behind, repeats_step_id=3)
     assert len(run(runner, [last])[0]) == 2
     assert prepared_anew == [0, 1, 4, 5]
 

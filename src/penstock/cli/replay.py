@@ -27,6 +27,9 @@ def replay(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Engine option that replaces the recorded one; repeatable"),
     ] = None,
+    trust_imports: Annotated[
+        bool, typer.Option("--trust-imports", help="Import the Python classes that the recording names")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Verbose log, and tracebacks")] = False,
 ) -> None:
     """Run recorded steps in new workers, compare the tokens, and show the time of each phase.
@@ -44,7 +47,7 @@ def replay(
             return
         from penstock.engine.replay import replay as run
 
-        report = run(file, model, **parse_options(option))
+        report = run(file, model, trust_imports=trust_imports, **parse_options(option))
         print(json_module.dumps(report.to_dict(), indent=2) if json else as_text(report), flush=True)
     if not report.is_equal:
         raise typer.Exit(1)

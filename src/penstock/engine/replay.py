@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.contract.param_checks import shown
 from penstock.contract.runner_output import SampledOutput
+from penstock.contract.step_checks import StepChecks
 from penstock.engine.planning.kv_cache_size import specs_of_all, whole_kv_cache_bytes
-from penstock.errors import InvalidRecording, OutOfMemory
+from penstock.errors import InvalidMessage, InvalidRecording, OutOfMemory
 from penstock.executor import Executor, create_executor
 from penstock.executor.recording.entries import (
     Called,
@@ -55,6 +59,8 @@ _CHANGES_BITS = (
     "quantization",
     "attention_backend",
 )
+# Options that name code, which is imported.
+_IMPORTS = ("worker_cls", "worker_extension_cls", "logits_processors")
 _MOST_DIFFERENCES = 10
 PHASES = ("execute", "sample", "wait")
 
@@ -99,10 +105,13 @@ class ReplayReport:
         return {**asdict(self), "is_equal": self.is_equal}
 
 
-def replay(path: Path | str, model: str | None = None, **overrides: Any) -> ReplayReport:
+def replay(
+    path: Path | str, model: str | None = None, *, trust_imports: bool = False, **overrides: Any
+) -> ReplayReport:
     """Run a recording in new workers.
 
-    model: name of the model here; None for that of the recording. overrides: engine options that replace the recorded
+    model: name of the model here; None for that of the recording. trust_imports: import the classes that the recording
+    names (worker_cls, worker_extension_cls, logits_processors). overrides: engine options that replace the recorded
     ones, such as tensor_parallel_size=2.
 
     Raises InvalidRecording for a file that cannot be replayed, OutOfMemory where its KV cache does not fit.
@@ -112,11 +121,15 @@ def replay(path: Path | str, model: str | None = None, **overrides: Any) -> Repl
     check_replayable(recording, path)
     start = recording.start
     options = {name: value for name, value in start.options.items() if name not in _NOT_REPLAYED}
+    if not trust_imports:
+        _refuse_imports({name: value for name, value in options.items() if name not in overrides}, path)
     config = EngineConfig.create(model or start.model, **{"max_model_len": start.max_model_len, **options, **overrides})
     _check_fits(config, recording)
     executor = create_executor(config)
     try:
-        _allocate(executor, config, start)
+        start = _allocate(executor, config, start)
+        recording = replace(recording, start=start)
+        _check_steps(recording, config, path)
         unlike = _differences_of_workers(start, config, arithmetic_of(executor))
         if unlike:
             logger.warning(
@@ -137,6 +150,52 @@ def _differences_of_workers(start: Start, config: EngineConfig, arithmetic: str)
         for name in (*_CHANGES_BITS, "arithmetic")
         if found.get(name) != recorded.get(name)
     ]
+
+
+def _refuse_imports(options: Mapping[str, Any], path: Path) -> None:
+    """Raise InvalidRecording for options that name code: a file decides what runs here only where it is trusted."""
+    named = {name: options[name] for name in _IMPORTS if options.get(name)}
+    if named:
+        name = next(iter(named))
+        raise InvalidRecording(
+            f"{path} names Python code that its engine had: "
+            f"{', '.join(f'{name}={shown(value)}' for name, value in named.items())}. Replay it with --trust-imports "
+            f"(trust_imports=True) if you trust the file, or with another value: --option {name}=..."
+        )
+
+
+def _check_steps(recording: Recording, config: EngineConfig, path: Path) -> None:
+    """Raise InvalidRecording for a step or a result that no engine would have recorded, before any of them runs."""
+    start = recording.start
+    checks = StepChecks(
+        start.kv_cache_config,
+        max_num_reqs=config.scheduler.max_num_seqs,
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=start.max_model_len,
+        vocab_size=start.vocab_size,
+        max_drafts=config.speculative.num_speculative_tokens,
+    )
+    try:
+        _raise_first(checks.hold(start.requests), "its beginning")
+        for entry in recording.entries:
+            if isinstance(entry, Executed):
+                _raise_first(checks.check(entry.step).errors, f"step {entry.step.step_id}")
+            elif isinstance(entry, Sampled):
+                checks.check_grammar(entry.grammar)
+            elif isinstance(entry, Read) and not _is_whole(entry.result):
+                raise InvalidMessage(f"The result of step {entry.result.step_id} has lists of different lengths.")
+    except InvalidMessage as error:
+        raise InvalidRecording(f"{path} cannot be replayed: {error}") from error
+
+
+def _raise_first(errors: Mapping[str, str], where: str) -> None:
+    for req_id, error in errors.items():
+        raise InvalidMessage(f"Request {shown(req_id)} in {where}: {error}.")
+
+
+def _is_whole(result: ModelRunnerOutput) -> bool:
+    per_request = result.sampled_token_ids if isinstance(result, SampledOutput) else result.pooled
+    return len(per_request) == len(result.req_ids)
 
 
 def _check_fits(config: EngineConfig, recording: Recording) -> None:
@@ -176,8 +235,8 @@ def check_replayable(recording: Recording, path: Path) -> None:
             )
 
 
-def _allocate(executor: Executor, config: EngineConfig, start: Start) -> None:
-    """Allocate the recorded blocks, and scratch ones behind them."""
+def _allocate(executor: Executor, config: EngineConfig, start: Start) -> Start:
+    """Allocate the recorded blocks, and scratch ones behind them. Returns the start with the workers' own groups."""
     specs_by_rank = executor.get_kv_cache_specs()
     plans = executor.determine_available_memory()
     groups = group_layers(specs_of_all(specs_by_rank))
@@ -190,6 +249,12 @@ def _allocate(executor: Executor, config: EngineConfig, start: Start) -> None:
             "block_size and kv_cache_dtype of the recording."
         )
     num_blocks = recorded.num_blocks
+    if num_blocks < 1 or start.max_model_len < 1:
+        raise InvalidRecording(
+            f"The recorded engine has num_blocks={num_blocks} and max_model_len={start.max_model_len}. Allowed: 1 or "
+            "more of each."
+        )
+    recorded = KVCacheConfig(num_blocks=num_blocks, tensors=(), groups=groups)
     if groups:
         factor = config.parallel.decode_context_parallel_size
         num_blocks += num_scratch_blocks(recorded, factor, start.max_model_len)
@@ -200,6 +265,7 @@ def _allocate(executor: Executor, config: EngineConfig, start: Start) -> None:
                 "Replay on a machine with more memory, or with more ranks."
             )
     executor.initialize_from_config(make_kv_cache_config(groups, num_blocks), start.max_model_len)
+    return msgspec.structs.replace(start, kv_cache_config=recorded)
 
 
 class _Replay:

@@ -158,8 +158,10 @@ class Frames:
         self._keeps_frames = keeps_frames
         self._keeps_tensors = kv_cache.keeps_metadata and model_state.keeps_inputs
 
-    def begin(self, output: SchedulerOutput) -> Frame:
+    def begin(self, output: SchedulerOutput, *, may_repeat: bool = True) -> Frame:
         """Return the kept frame that the step repeats, or a new one in the least recently used buffer set.
+
+        may_repeat: whether the step has the requests of the one that it names, and changes nothing else.
 
         Waits for the outcomes of steps that this one depends on. A step without tokens takes no buffer set; it may
         begin before the last step is sampled.
@@ -170,7 +172,7 @@ class Frames:
         buffers = self._take_buffers(output)
         self._head.settle(output, buffers)
         frame = buffers.kept
-        if frame is not None and frame.output.step_id == output.repeats_step_id:
+        if may_repeat and frame is not None and frame.output.step_id == output.repeats_step_id:
             frame.output = output
             if not frame.is_repeated:
                 # From the first repetition on it pays to bind an executable to this frame alone.

@@ -14,6 +14,7 @@ from penstock.config import GraphConfig, SamplingConfig
 from penstock.config.graphs import FULL
 from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.contract.step_checks import StepChecks
 from penstock.device import Device
 from penstock.errors import UnsupportedFeature
 from penstock.models.interface import LanguageModel
@@ -132,17 +133,28 @@ class ModelRunner:
             keeps_frames=fast_paths,
         )
         self.steps: StepOrder[Frame] = StepOrder()
+        self._checks = StepChecks(
+            kv_cache_config,
+            limits.max_num_reqs,
+            limits.max_num_tokens,
+            limits.max_model_len,
+            limits.vocab_size,
+            limits.max_drafts,
+        )
 
     def execute_model(self, output: SchedulerOutput) -> None:
         """Apply the step's changes to the state and run its forward pass; `sample_tokens` of the same step follows.
 
         Raises LifecycleError where the step is out of order (`StepOrder`), RanksDisagree where other ranks run another
-        step.
+        step, InvalidMessage for ids or positions that are not allowed (`StepChecks`).
         """
         self._agreement.on_step(output)
         self.steps.begin(output)
-        frame = self.frames.begin(output)
-        frame.errors = self.owners.apply(output, repeats=frame.is_repeated)
+        may_repeat, errors = self._checks.check(output)
+        frame = self.frames.begin(output, may_repeat=may_repeat)
+        frame.errors = self.owners.apply(output, errors, repeats=frame.is_repeated)
+        if frame.errors:
+            self._checks.forget(req_id for req_id in frame.errors if req_id not in self.requests.slot_of)
         self.poisoned_blocks.clear(output)
         if self.frames.fill(frame):
             self._spans.end("prepare", STEPS)
@@ -157,8 +169,9 @@ class ModelRunner:
         """Sample the tokens of an executed step and advance the state on the device.
 
         Raises LifecycleError where the step was not executed, was sampled before, or another one is to be sampled
-        first.
+        first; InvalidMessage for bitmasks of another size.
         """
+        self._checks.check_grammar(grammar)
         frame = self.steps.take(grammar.step_id)
         self.sampler.grammar.take(grammar, self.requests.slot_of)
         result = self.head.finish(frame)

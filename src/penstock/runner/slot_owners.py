@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -113,6 +113,7 @@ _Owner = TypeVar("_Owner", bound=SlotOwner)
 MODEL_INPUT_NAMES = frozenset({"token_ids", "positions", "inputs_embeds", "hidden_states"})
 
 _registered: list[SlotOwnerFactory] = []
+_NONE_REFUSED: Mapping[str, str] = {}
 
 
 def register_slot_owner(factory: SlotOwnerFactory) -> None:
@@ -161,9 +162,12 @@ class SlotOwners:
             raise ValueError(f"Step inputs with names of the model's own inputs: {', '.join(reserved)}. Choose others.")
         return inputs
 
-    def apply(self, output: SchedulerOutput, *, repeats: bool = False) -> dict[str, str]:
+    def apply(
+        self, output: SchedulerOutput, refused: Mapping[str, str] = _NONE_REFUSED, *, repeats: bool = False
+    ) -> dict[str, str]:
         """Apply a step's message to the state: free slots first, then add, then extend, then one flush.
 
+        refused: reasons by request whose message is not valid; it is neither added nor extended.
         repeats: the step repeats a kept frame, and names no other request. Returns reasons by request that cannot run.
         """
         if output.parts is not None:
@@ -177,11 +181,11 @@ class SlotOwners:
             self.remove(req_id)
         for req_id in output.preempted_req_ids:
             self.remove(req_id)
-        errors: dict[str, str] = {}
+        errors = dict(refused)
         for request in output.scheduled_new_reqs:
             # A known id is an update of that request: its old state is removed first.
             self.remove(request.req_id)
-            error = self._add(request)
+            error = None if request.req_id in refused else self._add(request)
             if error is not None:
                 errors[request.req_id] = error
         self._extend(output, errors)
@@ -253,7 +257,7 @@ class SlotOwners:
         if not cached.new_block_ids or cached.new_block_ids.count(None) == len(cached.new_block_ids):
             return
         for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if block_ids is not None and req_id in slot_of:
+            if block_ids is not None and req_id in slot_of and req_id not in errors:
                 for owner in self._extending:
                     owner.extend(slot_of[req_id], block_ids)
 
@@ -262,7 +266,7 @@ class SlotOwners:
         for req_id, token_ids in output.scheduled_spec_decode_tokens.items():
             if len(token_ids) > most:
                 errors[req_id] = f"the step has {len(token_ids)} drafts of this request; this worker takes up to {most}"
-            elif req_id in self._requests.slot_of:
+            elif req_id in self._requests.slot_of and req_id not in errors:
                 self._requests.set_drafts(self._requests.slot_of[req_id], token_ids)
 
 

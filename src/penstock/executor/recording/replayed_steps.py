@@ -64,9 +64,13 @@ class ReplayedSteps:
 
     def fillings(self, step: SchedulerOutput) -> Iterator[SchedulerOutput]:
         """Steps to run before a recorded one, which compute the positions that its new requests have already."""
-        for request in self._added(step):
-            if request.num_computed_tokens:
-                yield from self._fill(request)
+        requests = [request for request in self._added(step) if request.num_computed_tokens]
+        gone = step.finished_req_ids | step.preempted_req_ids
+        if requests and gone:
+            # The recorded step removes them first: their slots are free for its new requests.
+            yield SchedulerOutput(step_id=self._next_id(), finished_req_ids=gone)
+        for request in requests:
+            yield from self._fill(request)
 
     def replayed(self, step: SchedulerOutput) -> SchedulerOutput:
         """Convert a recorded step, after its `fillings`."""
