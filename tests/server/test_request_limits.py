@@ -125,6 +125,20 @@ def test_the_items_of_a_stored_conversation_count(server: Served) -> None:
     assert "input has 9 items with those of the conversation before. Allowed: at most 8" in reply.error["message"]
 
 
+def test_the_prompts_of_a_request_are_admitted_with_the_first_one(server: Served, core: FakeCore) -> None:
+    core.added.clear()
+    server.post("/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 1})
+    assert [request.num_choices for request in core.added if not request.is_admitted] == [6]
+    assert len(core.added) == 6
+    core.added.clear()
+    core.refuses = lambda request: True
+    try:
+        assert server.post("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 1}).status == 400
+        assert core.added == []
+    finally:
+        core.refuses = lambda request: False
+
+
 def test_a_body_of_many_values_is_refused_before_it_is_decoded(server: Served) -> None:
     parts = [{"type": "text", "text": "a"}] * 10_000
     broken = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()[:-1]

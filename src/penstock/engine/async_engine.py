@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from msgspec.structs import replace
+
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.config.vllm import RefusesMethods, also_from_vllm
@@ -188,16 +190,19 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         *,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        num_choices: int = 1,
     ) -> AdmittedRequest:
         """Submit a prompt, and wait until the core has admitted it; its outputs are read from the result.
 
-        The arguments are those of `generate`. Raises what `generate` does before its first output; Overloaded when
-        the queue is full.
+        num_choices: outputs that the queue admits or refuses together with this prompt's first one, which it includes;
+            0 for a prompt that was admitted with another one. The other arguments are those of `generate`.
+
+        Raises what `generate` does before its first output; Overloaded when the queue is full.
         """
         params = self._default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, PoolingParams):
             check_is_params(params)
-        stream = await self._open(prompt, params, request_id, priority, lora_request)
+        stream = await self._open(prompt, params, request_id, priority, lora_request, num_choices)
         try:
             await stream.admission()
         except BaseException:
@@ -403,11 +408,15 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         request_id: str | None,
         priority: int,
         lora_request: LoRARequest | None,
+        num_choices: int = 1,
     ) -> OutputStream:
         """Check the request and submit it to the core's thread."""
         self._thread.check_running()
         await self._add_given(lora_request)
         accepted = await self._intake.process(prompt, params, request_id, priority, lora_request)
+        if num_choices != 1:
+            together = replace(accepted.request, num_choices=max(1, num_choices), is_admitted=num_choices == 0)
+            accepted = accepted._replace(request=together)
         kind = RequestOutputKind.FINAL_ONLY if isinstance(params, PoolingParams) else params.output_kind
         stream = OutputStream(kind, self._lock)
         with self._lock:

@@ -25,8 +25,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: end-of-sequence tokens, unless the parameters ignore them.
     output_token_ids: tokens generated earlier by a core that was lost; generation continues after them.
     needs_tokens_on_host: the host must read its tokens before its next step; other requests run ahead meanwhile.
-    is_admitted: another core has admitted it, or another sample of its prompt, so no limit of the queue applies.
-    num_samples: samples of its prompt that are admitted or refused with it, itself included.
+    is_admitted: another core has admitted it, or another request that it belongs to, so no limit of the queue applies.
+    num_choices: requests that are admitted or refused with it, itself included: samples, prompts of one HTTP request.
     """
 
     req_id: str
@@ -41,7 +41,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int] = []
     needs_tokens_on_host: bool = False
     is_admitted: bool = False
-    num_samples: int = 1
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)

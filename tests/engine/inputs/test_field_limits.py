@@ -138,12 +138,16 @@ def test_what_grows_with_a_prompt_and_a_parameter_is_limited_together(folder: Pa
 
 
 def test_choices_of_all_prompts_are_limited_together() -> None:
-    limits = RequestLimits(max_request_choices=8)
-    check_choices(4, 2, limits)
+    limits = RequestLimits(max_request_choices=8, max_choice_tokens=100)
+    check_choices(["a"] * 4, 2, limits)
+    check_choices([[5] * 101], 1, limits)
     with pytest.raises(InvalidParameter, match="n=9 makes 9 choices. Allowed: at most 8 .max_request_choices."):
-        check_choices(1, 9, limits)
+        check_choices(["a"], 9, limits)
     with pytest.raises(InvalidParameter, match="prompt has 3 prompts, with n=3 each, which makes 9 choices"):
-        check_choices(3, 3, limits)
+        check_choices(["a"] * 3, 3, limits)
+    for prompt in ("a" * 208, [5] * 26, {"prompt_token_ids": [5] * 26}):
+        with pytest.raises(InvalidParameter, match="n=2 with the tokens of 2 prompts makes 104 tokens or more"):
+            check_choices([prompt] * 2, 2, limits)
 
 
 def test_a_prompt_that_is_cut_is_tokenised_no_further_than_it_is_kept(
@@ -172,4 +176,4 @@ def test_samples_of_a_prompt_share_their_values(folder: Path, tokenizer: Tokeniz
         assert len({id(getattr(sample.sampling_params, name)) for sample in samples}) == 1
     assert len({id(sample.prompt_token_ids) for sample in samples}) == 1
     assert len({sample.sampling_params.seed for sample in samples}) == 3
-    assert [sample.num_samples for sample in samples] == [3, 1, 1]
+    assert [sample.num_choices for sample in samples] == [3, 1, 1]

@@ -25,13 +25,15 @@ def test_all_samples_need_room_in_the_queue() -> None:
         admission.check(sample)
         admission.add(sample)
     admission.check(samples_of("b", 2)[0])
-    with pytest.raises(Overloaded, match="2 requests are queued, this request has n=3 more, and max_num_queued_reque"):
+    with pytest.raises(Overloaded, match="2 requests are queued, this request has 3 choices, and max_num_queued_reque"):
         admission.check(samples_of("b", 3)[0])
     assert admission.num_requests == 4
 
 
 def test_more_samples_than_the_queue_ever_holds_are_invalid() -> None:
     admission = Admission(QueueLimits(max_num_queued_requests=4), capacity=2)
-    with pytest.raises(InvalidParameter, match="n=7 is more than run and wait at once. Allowed: at most 6"):
+    with pytest.raises(
+        InvalidParameter, match="The request has 7 choices, more than run and wait at once. Allowed: at most 6"
+    ):
         admission.check(samples_of("a", 7)[0])
     Admission(QueueLimits(max_num_queued_requests=None), capacity=2).check(samples_of("a", 700)[0])

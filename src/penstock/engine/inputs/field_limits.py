@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 import msgspec
@@ -67,6 +67,7 @@ _SAMPLING: dict[str, tuple[FieldLimit, ...]] = {
     "logit_bias": (FieldLimit("max_logit_bias", "token ids", _count),),
     "extra_args": _OTHER,
 }
+_CHARACTERS_PER_TOKEN = 8
 _LISTED = ("stop_token_ids", "all_stop_token_ids", "allowed_token_ids", "logit_bias")
 # Contents, whose texts have limits of their own where they become prompts.
 _CONTENTS = (
@@ -140,14 +141,28 @@ def check_text(text: str, limits: RequestLimits, *, where: str = "The prompt") -
         )
 
 
-def check_choices(num_prompts: int, n: int, limits: RequestLimits) -> None:
-    """Check the number of outputs of a request's prompts together. Raises InvalidParameter."""
+def check_choices(prompts: Sequence[Any], n: int, limits: RequestLimits) -> None:
+    """Check the number of outputs of a request's prompts together, and about their tokens. Raises InvalidParameter."""
+    num_prompts = len(prompts)
     num_choices, most = num_prompts * n, limits.max_request_choices
     if num_choices > most:
         given = f"n={n:,}" if num_prompts == 1 else f"prompt has {num_prompts:,} prompts, with n={n:,} each, which"
         raise InvalidParameter(
             f"{given} makes {num_choices:,} choices. {_allowed('max_request_choices', num_choices, most)}"
         )
+    size, most = sum(map(_least_tokens, prompts)) * n, limits.max_choice_tokens
+    if num_prompts > 1 and n > 1 and size > most:
+        raise InvalidParameter(
+            f"n={n:,} with the tokens of {num_prompts:,} prompts makes {size:,} tokens or more. "
+            f"{_allowed('max_choice_tokens', size, most)}"
+        )
+
+
+def _least_tokens(prompt: Any) -> int:
+    """Number of a prompt's tokens, or what a text of so many characters has about at least."""
+    given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    size = len(given) if isinstance(given, Sized) else 0
+    return size // _CHARACTERS_PER_TOKEN if isinstance(given, str) else size
 
 
 def check_products(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits, max_logprobs: int) -> None:

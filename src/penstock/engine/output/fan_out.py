@@ -106,7 +106,7 @@ def sample_requests(request: EngineRequest) -> list[EngineRequest]:
             ),
             # The first one is admitted, or refused, for all.
             is_admitted=request.is_admitted or index > 0,
-            num_samples=params.n if index == 0 else 1,
+            num_choices=max(params.n, request.num_choices) if index == 0 else 1,
         )
         for index in range(params.n)
     ]

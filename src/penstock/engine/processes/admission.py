@@ -40,13 +40,13 @@ class Admission:
         return max(0, self.num_requests - self._capacity)
 
     def check(self, request: EngineRequest) -> None:
-        """Raise Overloaded when the queue has no room for a request and its samples, unless it was admitted before.
+        """Raise Overloaded when the queue has no room for a request and its choices, unless it was admitted before.
 
-        Raises InvalidParameter for more samples than the cores and the queue ever hold.
+        Raises InvalidParameter for more choices than the cores and the queue ever hold.
         """
         if not request.is_admitted:
-            self._check_samples(request.num_samples)
-            self._check(len(request.prompt_token_ids), request.num_samples)
+            self._check_choices(request.num_choices)
+            self._check(len(request.prompt_token_ids), request.num_choices)
 
     def add(self, request: EngineRequest) -> None:
         """Count a request."""
@@ -65,20 +65,20 @@ class Admission:
         """Note the end of a request; unknown ids are ignored."""
         self.num_queued_tokens -= self._prompt_tokens.pop(req_id, 0)
 
-    def _check_samples(self, num_samples: int) -> None:
+    def _check_choices(self, num_choices: int) -> None:
         most = self._limits.max_num_queued_requests
-        if most is not None and num_samples > max(1, self._capacity + most):
+        if most is not None and num_choices > max(1, self._capacity + most):
             raise InvalidParameter(
-                f"n={num_samples:,} is more than run and wait at once. Allowed: at most {self._capacity + most:,} "
-                f"(max_num_seqs, and max_num_queued_requests={most})."
+                f"The request has {num_choices:,} choices, more than run and wait at once. Allowed: at most "
+                f"{self._capacity + most:,} (max_num_seqs, and max_num_queued_requests={most})."
             )
 
-    def _check(self, num_tokens: int, num_samples: int) -> None:
+    def _check(self, num_tokens: int, num_choices: int) -> None:
         limits = self._limits
         if limits.max_num_queued_requests is not None and (
-            self.num_requests + num_samples - 1 - self._capacity >= limits.max_num_queued_requests
+            self.num_requests + num_choices - 1 - self._capacity >= limits.max_num_queued_requests
         ):
-            more = f", this request has n={num_samples} more," if num_samples > 1 else ","
+            more = f", this request has {num_choices} choices," if num_choices > 1 else ","
             raise self._overloaded(
                 f"{self.num_queued_requests} requests are queued{more} and max_num_queued_requests="
                 f"{limits.max_num_queued_requests}."

@@ -100,7 +100,7 @@ class Generation:
         """
         params = self._submissions[0].params
         if isinstance(params, SamplingParams):
-            check_choices(len(self._submissions), params.n, self._engine.request_limits)
+            check_choices([one.prompt for one in self._submissions], params.n, self._engine.request_limits)
         loop = asyncio.get_running_loop()
         begin_s = loop.time() if self._begin_s is None else self._begin_s
         end_s = None if self._timeout_s is None else begin_s + self._timeout_s
@@ -166,10 +166,16 @@ class Generation:
         if len(self._submissions) == 1:
             await self._submit(0)
             return
+        params, rest = self._submissions[0].params, range(len(self._submissions))
+        is_together = isinstance(params, SamplingParams)
+        if isinstance(params, SamplingParams):
+            # The queue admits or refuses all prompts with the first one.
+            await self._submit(0, len(self._submissions) * params.n)
+            rest = rest[1:]
         tasks: list[asyncio.Task[None]] = []
         try:
-            for index in range(len(self._submissions)):
-                tasks.append(asyncio.ensure_future(self._submit(index)))
+            for index in rest:
+                tasks.append(asyncio.ensure_future(self._submit(index, 0 if is_together else 1)))
                 if len(tasks) % _SUBMITTED_AT_ONCE == 0:
                     # Other requests have their turn, and the core begins, before all prompts are tokenised.
                     await asyncio.sleep(0)
@@ -179,7 +185,7 @@ class Generation:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _submit(self, index: int) -> None:
+    async def _submit(self, index: int, num_choices: int = 1) -> None:
         submission = self._submissions[index]
         params: SamplingParams | PoolingParams = submission.params
         if isinstance(params, SamplingParams):
@@ -191,6 +197,7 @@ class Generation:
                 submission.request_id,
                 lora_request=self._lora_request,
                 priority=submission.priority,
+                num_choices=num_choices,
             )
         except InvalidParameter:
             # It is a parameter of all prompts.
