@@ -18,6 +18,7 @@ from penstock.config.request_limits import RequestLimits
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
 from penstock.contract.lora import LoRARequest
+from penstock.contract.param_checks import check_member
 from penstock.engine.adapter_methods import AsyncAdapterMethods
 from penstock.engine.core.core_client import CoreClient, check_timeout
 from penstock.engine.core.core_place import with_core_process
@@ -143,6 +144,7 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         params = self._default_sampling_params if sampling_params is None else sampling_params
         check_is_params(params)
         if output_kind is not None:
+            check_member("output_kind", output_kind, RequestOutputKind)
             params = params.with_fields(output_kind=output_kind)
         if isinstance(prompt, AsyncIterable):
             parts = self._generate_in_turns(prompt, params, request_id, priority, lora_request)
