@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.cli.batch_results import BatchFormat, Endpoint
+from penstock.config import EngineConfig
+from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from penstock.engine.text.tokenizer import load_tokenizer
-from support.fake_engine import FakeCore, install_fake_core, write_model
+from support.fake_engine import FakeCore, install_fake_core, scripted, write_model
+from support.servers import serving
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
@@ -24,13 +27,16 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 class RememberedCore(FakeCore):
-    """Tells the test what it was asked."""
+    """Tells the test what it was asked. script: tokens of every answer, if any."""
 
     made: list[FakeCore]
+    script: tuple[int, ...] = ()
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.made.append(self)
+        if self.script:
+            self.tokens = scripted(*self.script)
 
 
 Answer: TypeAlias = Callable[..., tuple[list[Any], Any]]
@@ -157,7 +163,7 @@ def test_log_probabilities_are_those_of_the_tokens(answer: Answer, cores: list[F
     # The fake core samples the second likeliest token, whose number is one less than the likeliest's.
     assert [entry["token"] for entry in with_one["content"]] == texts
     assert [entry["logprob"] for entry in with_one["content"]] == [-1.0] * 4
-    assert [bytes(entry["bytes"]).decode() for entry in with_one["content"]] == texts
+    assert [bytes(entry["bytes"]) for entry in with_one["content"]] == list(map(tokenizer.token_bytes, ids))
     assert [[(o["token"], o["logprob"]) for o in entry["top_logprobs"]] for entry in with_one["content"]] == [
         [(text, -0.5)] for text in above
     ]
@@ -165,12 +171,34 @@ def test_log_probabilities_are_those_of_the_tokens(answer: Answer, cores: list[F
     assert plain["tokens"] == texts
     assert plain["token_logprobs"] == [-1.0] * 4
     assert plain["top_logprobs"] == [
-        {likeliest: -0.5, text: -1.0} for likeliest, text in zip(above, texts, strict=True)
+        {text: -1.0, likeliest: -0.5} for likeliest, text in zip(above, texts, strict=True)
     ]
-    assert plain["text_offset"] == [len("".join(texts[:number])) for number in range(4)]
 
 
-def test_a_token_that_cannot_come_has_a_finite_log_probability() -> None:
+@pytest.mark.parametrize("url", [CHAT, COMPLETION])
+def test_log_probabilities_of_parts_of_characters_are_those_of_a_server(
+    answer: Answer, cores: list[FakeCore], model: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    token_ids = load_tokenizer(model).encode("a😀éb", add_special_tokens=False)
+    monkeypatch.setattr(RememberedCore, "script", tuple(token_ids))
+    asked = {"messages": MESSAGES, "logprobs": True} if url == CHAT else {"prompt": "hi", "logprobs": 0}
+    body = {**asked, "max_tokens": len(token_ids)}
+    (line,), _ = answer(batch("a", url, **body))
+    config = EngineConfig.create(str(model))
+    core = FakeCore()
+    core.tokens = scripted(*token_ids)
+    with serving(AsyncEngine.from_config(config, load_core=lambda _: core)) as server:
+        (choice,) = server.post(url, {"model": "demo", **body}).json["choices"]
+    (own,) = line["response"]["body"]["choices"]
+    assert own["logprobs"] == choice["logprobs"]
+    if url == CHAT:
+        assert b"".join(bytes(entry["bytes"]) for entry in own["logprobs"]["content"]).decode() == "a😀éb"
+    else:
+        assert own["text"] == choice["text"]
+        assert own["logprobs"]["text_offset"][-1] == len("a😀é")
+
+
+def test_a_token_that_cannot_come_has_a_finite_log_probability(model: Path) -> None:
     row = {3: Logprob(-0.1, 1, "a"), 4: Logprob(-math.inf, 2, "b")}
     completion = CompletionOutput(index=0, text="a", token_ids=[3], logprobs=[row], finish_reason="stop")
     output = RequestOutput(
@@ -184,7 +212,7 @@ def test_a_token_that_cannot_come_has_a_finite_log_probability() -> None:
     )
     for endpoint in Endpoint:
         (line,) = BatchFormat("x", endpoint, "demo", num_logprobs=2).lines(
-            0, output, request_hash=None, was_refused=False
+            0, output, request_hash=None, tokenizer=load_tokenizer(model)
         )
         assert "Infinity" not in json.dumps(line)
         assert "-9999.0" in json.dumps(line)

@@ -103,7 +103,7 @@ class _Reader:
                 prompt, params, priority = self._read(where, fields)
         except InvalidRequest as error:
             return Work(None, self._defaults, where, form, error)
-        form = msgspec.structs.replace(form, num_logprobs=params.logprobs)
+        form = msgspec.structs.replace(form, num_logprobs=params.logprobs, skips_special=params.skip_special_tokens)
         return Work(prompt, params, where, form, priority=priority)
 
     def _read(self, where: str, fields: dict[str, Any]) -> tuple[Any, SamplingParams, Any]:

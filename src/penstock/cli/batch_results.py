@@ -9,10 +9,11 @@ from uuid import uuid4
 
 import msgspec
 
-from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestOutput
+from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.engine.text.detokenizer import SpecialTokens
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.server.requests.logprobs import CompletionLogprobs, LogprobsFormat
 
-# Log-probability of an impossible token, since JSON has no infinity.
-_LOWEST_LOGPROB = -9999.0
 _BAD_REQUEST = 400
 _SERVER_ERROR = 500
 # Prefix of an answer's id, before the hash of its request.
@@ -30,20 +31,23 @@ class BatchFormat(msgspec.Struct, frozen=True):
     """One line per request, with all its outputs as choices.
 
     custom_id: name of the request. model: that answered. num_logprobs: top log-probabilities per token.
+    skips_special: whether the text is without special tokens.
     """
 
     custom_id: Any
     endpoint: Endpoint
     model: str
     num_logprobs: int | None = None
+    skips_special: bool = True
 
     def lines(
-        self, index: int, output: RequestOutput, *, request_hash: str | None, was_refused: bool
+        self, index: int, output: RequestOutput, *, request_hash: str | None, tokenizer: Tokenizer | None
     ) -> list[dict[str, Any]]:
         name = uuid4().hex
-        if output.error is None:
-            status, body, error = 200, self._body(name, output), None
+        if output.error is None and tokenizer is not None:
+            status, body, error = 200, self._body(name, output, tokenizer), None
         else:
+            was_refused = tokenizer is None
             status = _BAD_REQUEST if was_refused else _SERVER_ERROR
             kind = "invalid_request_error" if was_refused else "server_error"
             body = {"error": {"message": output.error, "type": kind, "param": None, "code": status}}
@@ -58,8 +62,9 @@ class BatchFormat(msgspec.Struct, frozen=True):
     def identity(self, index: int) -> Any:
         return [self.custom_id, self.endpoint.value]
 
-    def _body(self, name: str, output: RequestOutput) -> dict[str, Any]:
+    def _body(self, name: str, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
         is_chat = self.endpoint is Endpoint.CHAT
+        choices = [self._choice(output, completion, tokenizer) for completion in output.outputs]
         num_prompt_tokens = len(output.prompt_token_ids)
         num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         return {
@@ -67,7 +72,7 @@ class BatchFormat(msgspec.Struct, frozen=True):
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": self.model,
-            "choices": [self._chat_choice(one) if is_chat else self._text_choice(one) for one in output.outputs],
+            "choices": choices,
             "usage": {
                 "prompt_tokens": num_prompt_tokens,
                 "completion_tokens": num_output_tokens,
@@ -76,61 +81,25 @@ class BatchFormat(msgspec.Struct, frozen=True):
             },
         }
 
-    def _chat_choice(self, completion: CompletionOutput) -> dict[str, Any]:
+    def _choice(self, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
+        is_chat = self.endpoint is Endpoint.CHAT
+        message = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
         return {
             "index": completion.index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": None if completion.logprobs is None else {"content": self._chat_logprobs(completion)},
+            **(message if is_chat else {"text": completion.text}),
+            "logprobs": self._logprobs(output, completion, tokenizer),
             "finish_reason": completion.finish_reason,
         }
 
-    def _text_choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        return {
-            "index": completion.index,
-            "text": completion.text,
-            "logprobs": None if completion.logprobs is None else self._text_logprobs(completion),
-            "finish_reason": completion.finish_reason,
-        }
-
-    def _chat_logprobs(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        return [
-            {**_token(sampled), "top_logprobs": [_token(other) for other in self._likeliest(row)]}
-            for sampled, row in _sampled(completion)
-        ]
-
-    def _text_logprobs(self, completion: CompletionOutput) -> dict[str, Any]:
-        rows = _sampled(completion)
-        offsets, length = [], 0
-        for sampled, _ in rows:
-            offsets.append(length)
-            length += len(sampled.decoded_token)
-        return {
-            "text_offset": offsets,
-            "tokens": [sampled.decoded_token for sampled, _ in rows],
-            "token_logprobs": [_finite(sampled) for sampled, _ in rows],
-            "top_logprobs": [
-                {other.decoded_token: _finite(other) for other in (*self._likeliest(row), sampled)}
-                for sampled, row in rows
-            ],
-        }
-
-    def _likeliest(self, row: dict[int, Logprob]) -> list[Logprob]:
-        """Top log-probabilities of a row, as many as requested; a row has the sampled token too."""
-        ranked = sorted(row.values(), key=lambda entry: entry.rank)
-        most = self.num_logprobs or 0
-        return ranked if most < 0 else [entry for entry in ranked if entry.rank <= most]
-
-
-def _sampled(completion: CompletionOutput) -> list[tuple[Logprob, dict[int, Logprob]]]:
-    """Yield the sampled token's entry of each row, and the row."""
-    rows = completion.logprobs or []
-    return [(row[token_id], row) for token_id, row in zip(completion.token_ids, rows, strict=True)]
-
-
-def _token(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token
-    return {"token": text, "logprob": _finite(entry), "bytes": list(text.encode("utf-8", errors="replace"))}
-
-
-def _finite(entry: Logprob) -> float:
-    return max(entry.logprob, _LOWEST_LOGPROB)
+    def _logprobs(
+        self, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer
+    ) -> dict[str, Any] | None:
+        """Log-probabilities as the server writes them."""
+        if completion.logprobs is None:
+            return None
+        form = LogprobsFormat(tokenizer, self.num_logprobs or 0, names_ids=False)
+        if self.endpoint is Endpoint.CHAT:
+            return form.chat(completion.token_ids, completion.logprobs)
+        special = SpecialTokens(are_shown=not self.skips_special, are_spaced=True)
+        detokenizer = tokenizer.start_detokenizer(output.prompt_token_ids, special)
+        return CompletionLogprobs(form, detokenizer).part(completion.token_ids, completion.logprobs)

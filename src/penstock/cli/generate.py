@@ -231,7 +231,7 @@ def _answer(session: Session, requests: dict[int, AcceptedRequest], writer: Resu
         with closing(session.run(list(requests.values()), refuse)) as steps:
             for progress in steps:
                 if progress.finished:
-                    writer.add(index_of[progress.req_id], progress.output())
+                    writer.add(index_of[progress.req_id], progress.output(), session.tokenizer)
                     bar.update()
 
 

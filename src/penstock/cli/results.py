@@ -16,6 +16,7 @@ import msgspec
 from penstock.cli.output import standard_output, write
 from penstock.cli.output_file import PartialFile, output_file, partial_files
 from penstock.engine.output.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 
 
@@ -23,9 +24,9 @@ class ResultFormat(Protocol):
     """Format of one request's results."""
 
     def lines(
-        self, index: int, output: RequestOutput, *, request_hash: str | None, was_refused: bool
+        self, index: int, output: RequestOutput, *, request_hash: str | None, tokenizer: Tokenizer | None
     ) -> list[dict[str, Any]]:
-        """Return the lines of a request. index: of the request. was_refused: it never ran."""
+        """Return the lines of a request. index: of the request. tokenizer: None for one that was refused."""
         ...
 
     def num_lines(self, num_outputs: int) -> int:
@@ -73,7 +74,7 @@ class OwnFormat:
     id: Any = None
 
     def lines(
-        self, index: int, output: RequestOutput, *, request_hash: str | None, was_refused: bool
+        self, index: int, output: RequestOutput, *, request_hash: str | None, tokenizer: Tokenizer | None
     ) -> list[dict[str, Any]]:
         return [_result_line(index, self.id, request_hash, output, completion) for completion in output.outputs]
 
@@ -111,22 +112,22 @@ class ResultWriter:
         self._formats = formats
         self._hashes = hashes
 
-    def add(self, index: int, output: RequestOutput) -> None:
+    def add(self, index: int, output: RequestOutput, tokenizer: Tokenizer) -> None:
         """Write the output of a finished request."""
-        self._add(index, output, was_refused=False)
+        self._add(index, output, tokenizer)
 
     def add_refusal(self, index: int, error: InvalidRequest) -> None:
         """Write the error of a request that never runs."""
-        self._add(index, _refused_output(error), was_refused=True)
+        self._add(index, _refused_output(error), None)
 
     def write_rest(self) -> None:
         """Write the results that wait for others, which will not come."""
         self._out.put_rest()
 
-    def _add(self, index: int, output: RequestOutput, *, was_refused: bool) -> None:
+    def _add(self, index: int, output: RequestOutput, tokenizer: Tokenizer | None) -> None:
         self.num_failed += output.error is not None
         request_hash = self._hashes[index]
-        lines = self._formats[index].lines(index, output, request_hash=request_hash, was_refused=was_refused)
+        lines = self._formats[index].lines(index, output, request_hash=request_hash, tokenizer=tokenizer)
         self._out.put(index, "".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
 
 

@@ -117,10 +117,6 @@ class ServedModel:
         """Text of each token, special tokens included."""
         return await _in_thread(lambda: [self.tokenizer.token_text(id) for id in token_ids])
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes of a token, which may be part of a character."""
-        return self.tokenizer.token_bytes(token_id)
-
     def _mentions_developer(self) -> bool:
         """Whether the chat template has the role `developer`, which it would refuse or show otherwise."""
         template = self._template or self.tokenizer.templates.own

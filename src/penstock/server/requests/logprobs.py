@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.engine.output.outputs import Logprob
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.server.served_model import ServedModel
+from penstock.engine.text.tokenizer import Tokenizer
 
 # Log-probability of an impossible token, since JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
@@ -21,8 +21,8 @@ class LogprobsFormat:
     most: number of most likely tokens per position, -1 for all. names_ids: name tokens as "token_id:17".
     """
 
-    def __init__(self, model: ServedModel, most: int, *, names_ids: bool) -> None:
-        self._model = model
+    def __init__(self, tokenizer: Tokenizer, most: int, *, names_ids: bool) -> None:
+        self._tokenizer = tokenizer
         self._most = most
         self._names_ids = names_ids
 
@@ -37,7 +37,7 @@ class LogprobsFormat:
         }
 
     def name(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._names_ids else self._model.tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._names_ids else self._tokenizer.token_text(token_id)
 
     def top(self, token_id: int, row: Row) -> dict[str, float]:
         """Most likely tokens of a position by name, with the position's own token."""
@@ -51,7 +51,7 @@ class LogprobsFormat:
         return {
             "token": self.name(token_id),
             "logprob": finite(entry.logprob),
-            "bytes": list(self._model.token_bytes(token_id)),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
     def _likeliest(self, row: Row) -> list[tuple[int, Logprob]]:

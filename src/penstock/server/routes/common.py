@@ -50,7 +50,7 @@ def logprobs_format(model: ServedModel, request: SamplingFields, most: int | Non
         return None
     asked = request.return_tokens_as_token_ids
     names_ids = model.options.return_tokens_as_token_ids if asked is None else asked
-    return LogprobsFormat(model, most, names_ids=names_ids)
+    return LogprobsFormat(model.tokenizer, most, names_ids=names_ids)
 
 
 async def answer(
