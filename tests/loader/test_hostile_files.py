@@ -212,6 +212,13 @@ def test_a_size_that_no_model_has_is_named(folder: Path, field: str, value: floa
     refused(folder, ModelError, "config.json of", f"{field}={value}", "must be at most")
 
 
+@pytest.mark.parametrize("value", [0, -1e-5, float("inf"), float("nan"), 1e300, 1e-60, "1e-5", True])
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
+def test_a_number_that_float32_does_not_hold_is_named(folder: Path, field: str, value: Any) -> None:
+    fields("config.json", **({"rope_parameters": {field: value}} if field == "rope_theta" else {field: value}))(folder)
+    refused(folder, ModelError, f"{field}={value!r}. It must be a positive number")
+
+
 @pytest.mark.parametrize("value", [HUGE, 10**30])
 def test_a_context_that_no_model_has_is_named(folder: Path, value: int) -> None:
     fields("config.json", max_position_embeddings=value)(folder)

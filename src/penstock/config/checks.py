@@ -10,6 +10,8 @@ from typing import Any
 
 from penstock.errors import ConfigError
 
+# Limits of normal float32 numbers.
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -44,6 +46,12 @@ def check_seconds(name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is a number above 0, in the range of timeouts."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < threading.TIMEOUT_MAX:
         raise ConfigError(f"{name}={value!r} is not valid. Allowed: a number of seconds above 0.")
+
+
+def is_positive_float32(value: Any) -> bool:
+    """Whether `value` is a positive number that float32 holds: neither infinite, nor so small that it becomes 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and SMALLEST_FLOAT32 <= value <= LARGEST_FLOAT32
 
 
 def check_flag(name: str, value: Any) -> None:

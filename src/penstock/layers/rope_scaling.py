@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.checks import is_positive_float32
 from penstock.config.context_length import rope_settings, rope_type_of
 from penstock.errors import ModelError, UnsupportedFeature
 
@@ -48,21 +49,17 @@ class RopeParameters:
         """Return a positive setting; null counts as absent. Raises ModelError for a missing or invalid one."""
         value = self.settings.get(name)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        if value is None or not is_positive_float32(value):
             raise ModelError(
                 f"The rotary embedding of config.json (rope_type={self.rope_type!r}) has {name}={value!r}. "
-                "It must be a positive number."
+                "It must be a positive number, and finite in float32."
             )
         return value
 
     def numbers(self, name: str) -> Tensor:
         """Return a list setting with a positive number for each pair of dimensions: float32 [R / 2]."""
         values, length = self.settings.get(name), self.rotary_dim // 2
-        if (
-            not isinstance(values, list)
-            or len(values) != length
-            or not all(type(value) in (int, float) and value > 0 for value in values)
-        ):
+        if not isinstance(values, list) or len(values) != length or not all(map(is_positive_float32, values)):
             raise ModelError(
                 f"The rotary embedding of config.json (rope_type={self.rope_type!r}) has {name}={values!r}. "
                 f"It must be a list of {length} positive numbers, one for each pair of rotated dimensions."

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.config import ModelConfig
+from penstock.config.checks import is_positive_float32
 from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import ModelError, UnsupportedFeature
 
@@ -41,8 +42,8 @@ class ConfigFields:
         """A positive number. Raises ModelError for any other value, and for an absent field without default."""
         value = self.hf_config.get(name)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise self._wrong(name, value, "a positive number")
+        if value is None or not is_positive_float32(value):
+            raise self._wrong(name, value, "a positive number, and finite in float32")
         return value
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:

@@ -23,6 +23,12 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
+# Limits far above any model's: the largest known headers, those of vocabularies of 262,144 tokens, take 30 MB. Python's
+# lists of a header take up to 30 times its size.
+_MAX_HEADER_BYTES = 128 * 2**20
+_MAX_ENTRIES = 65_536
+_MAX_TENSORS = 262_144
+_MAX_ELEMENTS = 2**22
 # Format of each scalar type, by its number; string and array are 8 and 9.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
@@ -35,7 +41,8 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 class TensorInfo:
     """Description of a tensor. shape: outermost dimension first, as in PyTorch. kind: number of its type.
 
-    start: offset of its data in the file `path`.
+    start: offset of its data in the file `path`. data_start: that of the file's first tensor. alignment: of the
+    tensors' offsets from there.
     """
 
     path: Path
@@ -43,6 +50,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     kind: int
     start: int
+    data_start: int
+    alignment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +143,8 @@ class _Reader:
 
     def header(self) -> Header:
         version = self._version()
-        num_tensors, num_entries = self._count("tensors"), self._count("metadata entries")
+        num_tensors = self._count("tensors", _MAX_TENSORS)
+        num_entries = self._count("metadata entries", _MAX_ENTRIES)
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = self._text()
@@ -143,11 +153,12 @@ class _Reader:
             metadata[key] = self._value(self._number("I"))
         infos = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or alignment < 1:
-            raise self._damaged(f"general.alignment={shown(alignment)} is not a positive integer")
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self._damaged(f"general.alignment={shown(alignment)} is not a power of two")
         start = -(-self._offset // alignment) * alignment
         tensors = tuple(
-            TensorInfo(self._path, name, shape, kind, start + offset) for name, shape, kind, offset in infos
+            TensorInfo(self._path, name, shape, kind, start + offset, start, alignment)
+            for name, shape, kind, offset in infos
         )
         return Header({**metadata, "GGUF.version": version}, tensors)
 
@@ -183,14 +194,14 @@ class _Reader:
 
     def _array(self) -> list[Any]:
         kind, length = self._number("I"), self._number("Q")
+        if length > _MAX_ELEMENTS:
+            raise self._damaged(f"an array has {length} elements (allowed: {_MAX_ELEMENTS})")
         if kind in _SCALARS:
             size = struct.calcsize(_SCALARS[kind])
             piece = self._take(length * size)
             return list(struct.unpack(f"<{length}{_SCALARS[kind]}", piece))
         if kind != _STRING:
             raise self._damaged(f"an array has elements of the type {kind}, which is not supported")
-        if length * 8 > len(self._data) - self._offset:
-            raise self._damaged(f"an array of {length} texts does not fit into the file")
         return [self._text() for _ in range(length)]
 
     def _text(self) -> str:
@@ -201,10 +212,12 @@ class _Reader:
             self._offset = start
             raise self._damaged(f"a text is not UTF-8 ({error})") from error
 
-    def _count(self, noun: str) -> int:
+    def _count(self, noun: str, most: int) -> int:
         count = int(self._number("Q"))
         if count * _SHORTEST_ENTRY > len(self._data):
             raise self._damaged(f"{count} {noun} do not fit into the file")
+        if count > most:
+            raise self._damaged(f"it has {count} {noun} (allowed: {most})")
         return count
 
     def _number(self, code: str) -> Any:
@@ -214,6 +227,8 @@ class _Reader:
         end = self._offset + num_bytes
         if end > len(self._data):
             raise self._damaged(f"it ends at {len(self._data)}, but the header goes on for at least {num_bytes} bytes")
+        if end > _MAX_HEADER_BYTES:
+            raise self._damaged(f"the header is longer than {_MAX_HEADER_BYTES // 2**20} MiB, which no model's is")
         piece = self._data[self._offset : end]
         self._offset = end
         return piece

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import array
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.gguf.container import Header, TensorInfo, mapped
 from penstock.config.json_file import shown
+from penstock.config.size_limits import MAX_POSITIONS as MAX_SIZE
 from penstock.errors import CheckpointError, ModelError, UnsupportedFeature
 
 _F32 = 0
@@ -34,7 +36,9 @@ class Metadata:
         if kind is float and type(value) is int:
             return float(value)
         if type(value) is not kind:
-            raise ModelError(f"{self.name} has {self._full(key)}={shown(value)}. It must be of type {kind.__name__}.")
+            raise self._wrong(key, value, f"of type {kind.__name__}")
+        if kind is float and not math.isfinite(value):
+            raise self._wrong(key, value, "a finite number")
         return value
 
     def required(self, key: str, kind: type) -> Any:
@@ -44,22 +48,41 @@ class Metadata:
             raise ModelError(f"{self.name} has no {self._full(key)}, which a model needs. Convert the model again.")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer. Raises ModelError for an absent one without default, and for any other value."""
+        value: int | None = self.get(key, int, default)
+        value = self.required(key, int) if value is None else value
+        if not 0 < value <= MAX_SIZE:
+            raise self._wrong(key, value, f"an integer from 1 to {MAX_SIZE:,}")
+        return value
+
+    def nonzero(self, key: str, kind: type, default: Any = None) -> Any:
+        """Value of a key, or the default for an absent one or 0, by which llama.cpp writes that a model has none."""
+        return self.get(key, kind) or default
+
     def list_of(self, key: str, kind: type) -> list[Any] | None:
         """List whose elements are of one type; None for an absent key. Raises ModelError for another value."""
         values: list[Any] | None = self.get(key, list)
         if values is not None and not all(type(value) is kind for value in values):
             raise ModelError(f"{self.name} has {key} with elements that are not of type {kind.__name__}.")
+        if values is not None and kind is float and not all(map(math.isfinite, values)):
+            raise ModelError(f"{self.name} has {key} with elements that are not finite. Convert the model again.")
         return values
 
     def keys_under(self, prefix: str) -> list[str]:
         """Keys that begin with a prefix."""
         return [key for key in self._values if key.startswith(prefix)]
 
-    def shape(self, tensor: str) -> tuple[int, ...]:
-        """Shape of a tensor. Raises CheckpointError without one."""
+    def num_rows(self, tensor: str) -> int:
+        """Rows of a matrix, which are its outputs. Raises CheckpointError without one."""
         if tensor not in self.tensors:
             raise CheckpointError(f"{self.name} has no tensor {tensor}, which every model has. Download it again.")
-        return self.tensors[tensor].shape
+        shape = self.tensors[tensor].shape
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self.name} is damaged: {tensor} has the shape {list(shape)}. It must be a matrix. Download it again."
+            )
+        return shape[0]
 
     def float32_values(self, tensor: str) -> list[float] | None:
         """Values of a small float32 tensor; None without one. Raises CheckpointError for a damaged one."""
@@ -80,6 +103,11 @@ class Metadata:
     def unsupported(self, what: str, allowed: str) -> UnsupportedFeature:
         """Make the error for an unsupported value."""
         return UnsupportedFeature(f"{self.name} has {what}, which is not supported. Supported: {allowed}.")
+
+    def _wrong(self, key: str, value: Any, allowed: str) -> ModelError:
+        return ModelError(
+            f"{self.name} has {self._full(key)}={shown(value)}. It must be {allowed}. Convert the model again."
+        )
 
     def _full(self, key: str) -> str:
         """Key with the architecture's name: those of a model's own fields begin with a dot."""

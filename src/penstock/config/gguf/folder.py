@@ -31,7 +31,7 @@ from penstock.errors import (
 )
 
 # Changes with what is written, so that folders of older versions are not taken.
-_VERSION = 3
+_VERSION = 4
 _CONFIG_FILE = "config.json"
 # Type of the matrices' values, by ggml's number; others are quantised, and computed in bfloat16 on a GPU.
 _DTYPES = {0: "float32", 1: "float16", 30: "bfloat16"}

@@ -15,14 +15,14 @@ _LATENT_SIZE = ".attention.kv_lora_rank"
 
 def latent_attention(metadata: Metadata) -> bool:
     """Whether the model has latent attention."""
-    return metadata.get(_LATENT_SIZE, int) is not None
+    return metadata.nonzero(_LATENT_SIZE, int) is not None
 
 
 def _experts(metadata: Metadata, name: str) -> dict[str, Any]:
     """Numbers of experts, and of those of a token. name: of the first in `config.json`."""
     return {
-        name: metadata.required(".expert_count", int),
-        "num_experts_per_tok": metadata.required(".expert_used_count", int),
+        name: metadata.size(".expert_count"),
+        "num_experts_per_tok": metadata.size(".expert_used_count"),
     }
 
 
@@ -31,7 +31,8 @@ def _has_biases(metadata: Metadata) -> bool:
 
 
 def _layers_without_experts(metadata: Metadata) -> list[int]:
-    num_layers = metadata.required(".block_count", int)
+    # As many layers as have tensors, since a damaged file may claim any number.
+    num_layers = min(metadata.size(".block_count"), len(metadata.tensors))
     return [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" not in metadata.tensors]
 
 
@@ -39,7 +40,7 @@ def _qwen3moe(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **decoder,
         **_experts(metadata, "num_experts"),
-        "moe_intermediate_size": metadata.required(".expert_feed_forward_length", int),
+        "moe_intermediate_size": metadata.size(".expert_feed_forward_length"),
         "norm_topk_prob": True,
         "mlp_only_layers": _layers_without_experts(metadata),
         "attention_bias": _has_biases(metadata),
@@ -50,8 +51,8 @@ def _qwen2moe(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **decoder,
         **_experts(metadata, "num_experts"),
-        "moe_intermediate_size": metadata.required(".expert_feed_forward_length", int),
-        "shared_expert_intermediate_size": metadata.required(".expert_shared_feed_forward_length", int),
+        "moe_intermediate_size": metadata.size(".expert_feed_forward_length"),
+        "shared_expert_intermediate_size": metadata.size(".expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
         "mlp_only_layers": _layers_without_experts(metadata),
         "qkv_bias": _has_biases(metadata),
@@ -63,8 +64,8 @@ def _gpt_oss(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **decoder,
         **_experts(metadata, "num_local_experts"),
-        "intermediate_size": metadata.required(".expert_feed_forward_length", int),
-        "sliding_window": metadata.get(".attention.sliding_window", int),
+        "intermediate_size": metadata.size(".expert_feed_forward_length"),
+        "sliding_window": metadata.nonzero(".attention.sliding_window", int),
         "attention_bias": _has_biases(metadata),
         # The model's own settings, which files do not have.
         "rope_scaling": None
@@ -75,11 +76,11 @@ def _gpt_oss(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
 
 def _deepseek2(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSeek V2, or V3 and R1, whose experts are chosen by sigmoids."""
-    rotated = metadata.required(".rope.dimension_count", int)
+    rotated = metadata.size(".rope.dimension_count")
     # Files in which keys and values are those of the latent have the heads' sizes under names of their own.
-    key_size = metadata.get(".attention.key_length_mla", int) or metadata.required(".attention.key_length", int)
-    value_size = metadata.get(".attention.value_length_mla", int) or metadata.required(".attention.value_length", int)
-    num_groups = metadata.get(".expert_group_count", int, 1)
+    key_size = metadata.get(".attention.key_length_mla", int) or metadata.size(".attention.key_length")
+    value_size = metadata.get(".attention.value_length_mla", int) or metadata.size(".attention.value_length")
+    num_groups = metadata.nonzero(".expert_group_count", int, 1)
     is_v3 = metadata.get(".expert_gating_func", int, 1) == _SIGMOID
     names = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"} if is_v3 else {}
     method = "noaux_tc" if is_v3 else "group_limited_greedy" if num_groups > 1 else "greedy"
@@ -89,18 +90,18 @@ def _deepseek2(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]
         **names,
         **_experts(metadata, "n_routed_experts"),
         "num_key_value_heads": decoder["num_attention_heads"],
-        "q_lora_rank": metadata.get(".attention.q_lora_rank", int),
-        "kv_lora_rank": metadata.required(_LATENT_SIZE, int),
+        "q_lora_rank": metadata.nonzero(".attention.q_lora_rank", int),
+        "kv_lora_rank": metadata.size(_LATENT_SIZE),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": key_size - rotated,
         "v_head_dim": value_size,
-        "moe_intermediate_size": metadata.required(".expert_feed_forward_length", int),
+        "moe_intermediate_size": metadata.size(".expert_feed_forward_length"),
         "n_shared_experts": metadata.get(".expert_shared_count", int, 0),
         "first_k_dense_replace": metadata.get(".leading_dense_block_count", int, 0),
-        "routed_scaling_factor": metadata.get(".expert_weights_scale", float, 1.0),
+        "routed_scaling_factor": metadata.nonzero(".expert_weights_scale", float, 1.0),
         "norm_topk_prob": metadata.get(".expert_weights_norm", bool, False),
         "n_group": num_groups,
-        "topk_group": metadata.get(".expert_group_used_count", int, num_groups),
+        "topk_group": metadata.nonzero(".expert_group_used_count", int, num_groups),
         "topk_method": method,
         "rope_scaling": _sharpened(metadata, decoder["rope_scaling"]),
     }

@@ -37,7 +37,7 @@ def hf_config_of(metadata: Metadata) -> dict[str, Any]:
     return {
         "architectures": [hf_name],
         "model_type": _MODEL_TYPES.get(architecture, architecture),
-        "vocab_size": metadata.shape("token_embd.weight")[0],
+        "vocab_size": metadata.num_rows("token_embd.weight"),
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id", int),
@@ -53,24 +53,24 @@ def _decoder(metadata: Metadata) -> dict[str, Any]:
 
 def _sizes(metadata: Metadata) -> dict[str, Any]:
     """Sizes, heads and positions of a decoder."""
-    hidden_size, num_heads = (metadata.required(key, int) for key in (".embedding_length", ".attention.head_count"))
-    head_size = metadata.get(".attention.key_length", int, hidden_size // max(num_heads, 1))
-    value_size = metadata.get(".attention.value_length", int, head_size)
+    hidden_size, num_heads = metadata.size(".embedding_length"), metadata.size(".attention.head_count")
+    head_size = metadata.size(".attention.key_length", max(hidden_size // num_heads, 1))
+    value_size = metadata.size(".attention.value_length", head_size)
     if value_size != head_size and not latent_attention(metadata):
         raise metadata.unsupported(f"attention.value_length={value_size}", f"attention.key_length={head_size}")
     fields = {
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.required(".feed_forward_length", int),
-        "num_hidden_layers": metadata.required(".block_count", int),
+        "intermediate_size": metadata.size(".feed_forward_length"),
+        "num_hidden_layers": metadata.size(".block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.get(".attention.head_count_kv", int, num_heads),
+        "num_key_value_heads": metadata.size(".attention.head_count_kv", num_heads),
         "head_dim": head_size,
-        "max_position_embeddings": metadata.required(".context_length", int),
+        "max_position_embeddings": metadata.size(".context_length"),
         "rope_theta": metadata.get(".rope.freq_base", float, 10000.0),
         "rope_scaling": _rope_scaling(metadata),
     }
-    rotated = metadata.get(".rope.dimension_count", int, head_size)
-    return fields if rotated == head_size else {**fields, "partial_rotary_factor": rotated / max(head_size, 1)}
+    rotated = metadata.size(".rope.dimension_count", head_size)
+    return fields if rotated == head_size else {**fields, "partial_rotary_factor": rotated / head_size}
 
 
 def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
@@ -78,8 +78,8 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
 
     Llama 3's scaling is stored as the factor of each frequency, like that of longrope.
     """
-    context: int = metadata.required(".context_length", int)
-    original = metadata.get(".rope.scaling.original_context_length", int, context)
+    context = metadata.size(".context_length")
+    original = metadata.size(".rope.scaling.original_context_length", context)
     both = metadata.float32_values("rope_freqs.weight")
     short = metadata.float32_values("rope_factors_short.weight") or both
     long = metadata.float32_values("rope_factors_long.weight") or both
@@ -93,7 +93,7 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
             "original_max_position_embeddings": context if both else original,
         }
     kind = metadata.get(".rope.scaling.type", str, "none")
-    factor = metadata.get(".rope.scaling.factor", float, 1.0)
+    factor = metadata.nonzero(".rope.scaling.factor", float, 1.0)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind not in ("linear", "yarn") or attention_factor != 1.0:
@@ -122,7 +122,7 @@ def _starcoder2(metadata: Metadata) -> dict[str, Any]:
         "norm_epsilon": metadata.required(_EPSILON, float),
         "hidden_act": "gelu_pytorch_tanh",
         "use_bias": "blk.0.attn_q.bias" in metadata.tensors,
-        "sliding_window": metadata.get(".attention.sliding_window", int),
+        "sliding_window": metadata.nonzero(".attention.sliding_window", int),
     }
 
 
@@ -130,7 +130,7 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
     fields = _decoder(metadata)
     return {
         **fields,
-        "sliding_window": metadata.get(".attention.sliding_window", int),
+        "sliding_window": metadata.nonzero(".attention.sliding_window", int),
         "original_max_position_embeddings": (fields["rope_scaling"] or {}).get(
             "original_max_position_embeddings", fields["max_position_embeddings"]
         ),
@@ -169,11 +169,11 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
 
 def _gpt2(metadata: Metadata) -> dict[str, Any]:
     return {
-        "n_embd": metadata.required(".embedding_length", int),
-        "n_head": metadata.required(".attention.head_count", int),
-        "n_layer": metadata.required(".block_count", int),
-        "n_inner": metadata.required(".feed_forward_length", int),
-        "n_positions": metadata.shape("position_embd.weight")[0],
+        "n_embd": metadata.size(".embedding_length"),
+        "n_head": metadata.size(".attention.head_count"),
+        "n_layer": metadata.size(".block_count"),
+        "n_inner": metadata.size(".feed_forward_length"),
+        "n_positions": metadata.num_rows("position_embd.weight"),
         "layer_norm_epsilon": metadata.required(_EPSILON, float),
         "activation_function": "gelu_new",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from penstock.errors import TokenizerError, UnsupportedModel
 _TOKENS, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "▁"
+# Characters that are compared to find the pairs that make each piece; the largest vocabularies need 60 million.
+_MAX_COMPARED = 2 * 10**9
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Ends of a turn or text that a file may not name as such, by the control token's text.
 _END_TEXTS = (
@@ -110,7 +113,8 @@ def end_tokens_of(metadata: Metadata) -> list[int]:
 
 
 def _tokens(metadata: Metadata) -> list[str]:
-    tokens: list[str] = metadata.list_of(_TOKENS, str) or []
+    # llama.cpp gives these names to empty tokens.
+    tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.list_of(_TOKENS, str) or [])]
     if not tokens:
         raise TokenizerError(f"{metadata.name} has no {_TOKENS}. Give a tokenizer's folder with the option tokenizer.")
     if len(set(tokens)) != len(tokens):
@@ -148,7 +152,7 @@ def _added_tokens(metadata: Metadata, tokens: Sequence[str]) -> list[dict[str, A
     return [
         {"id": index, "content": text, **flags, "special": kind == _CONTROL}
         for index, (text, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (_CONTROL, _USER_DEFINED) and text
+        if kind in (_CONTROL, _USER_DEFINED) and text != f"[EMPTY_{index}]"
     ]
 
 
@@ -207,15 +211,28 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> dict[str, Any]
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[list[str]]:
-    """Return the pairs that make each piece, best score first: SentencePiece's order of merging."""
+    """Return the pairs that make each piece, best score first: SentencePiece's order of merging.
+
+    Raises TokenizerError for tokens whose comparison would take minutes.
+    """
     ids = {text: index for index, text in enumerate(tokens)}
-    merges = [
-        (-scores[index], ids[text[:cut]], ids[text[cut:]])
-        for index, text in enumerate(tokens)
-        if kinds[index] == _NORMAL
-        for cut in range(1, len(text))
-        if text[:cut] in ids and text[cut:] in ids
-    ]
+    lengths = sorted({len(text) for text in tokens})
+    merges, num_characters = [], 0
+    for index, text in enumerate(tokens):
+        if kinds[index] != _NORMAL:
+            continue
+        cuts = lengths[: bisect_left(lengths, len(text))]
+        num_characters += len(cuts) * len(text)
+        if num_characters > _MAX_COMPARED:
+            raise TokenizerError(
+                f"{_TOKENS} has tokens of too many lengths, up to {lengths[-1]:,} characters, to find the pairs that make "
+                "them. Give a tokenizer's folder with the option tokenizer."
+            )
+        merges += [
+            (-scores[index], ids[text[:cut]], ids[text[cut:]])
+            for cut in cuts
+            if text[:cut] in ids and text[cut:] in ids
+        ]
     return [[tokens[left], tokens[right]] for _, left, right in sorted(merges)]
 
 

@@ -112,13 +112,36 @@ def map_tensors(tensors: Sequence[TensorInfo]) -> Iterator[StoredTensor]:
         if info.path not in mapped:
             mapped[info.path] = np.memmap(info.path, dtype=np.uint8, mode="r")
         data, size = mapped[info.path], _size_bytes(info)
-        if info.start + size > len(data):
-            raise CheckpointError(
-                f"{info.path} is truncated: the tensor {clipped(info.name)} needs the bytes {info.start} to "
-                f"{info.start + size}, and the file has {len(data)}. Download it again."
-            )
+        _check_end(info, size, len(data))
         blocks = data[info.start : info.start + size].reshape(math.prod(info.shape[:-1]), -1)
         yield StoredTensor(info, info.shape, blocks)
+
+
+def check_layout(tensors: Sequence[TensorInfo]) -> None:
+    """Raise CheckpointError unless each file's tensors lie one behind another, in order and aligned, as in llama.cpp,
+    and end in the file.
+
+    tensors: all of a model, in their files' order. Raises UnsupportedFeature for an unknown type.
+    """
+    expected: dict[Path, int] = {}
+    for info in tensors:
+        start = expected.get(info.path, info.data_start)
+        if info.start != start:
+            raise CheckpointError(
+                f"{info.path} is damaged: the tensor {clipped(info.name)} is at offset {info.start}, but those before "
+                f"it end at {start}. Download it again."
+            )
+        end = start + _size_bytes(info)
+        expected[info.path] = end + (info.data_start - end) % info.alignment
+        _check_end(info, end - start, info.path.stat().st_size)
+
+
+def _check_end(info: TensorInfo, size: int, file_size: int) -> None:
+    if info.start + size > file_size:
+        raise CheckpointError(
+            f"{info.path} is truncated: the tensor {clipped(info.name)} needs the bytes {info.start} to "
+            f"{info.start + size}, and the file has {file_size}. Download it again."
+        )
 
 
 def _block_size_and_bytes(info: TensorInfo) -> tuple[int, int]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.errors import CheckpointError
+
 
 class Change:
     """No change; the base of the others. Parts of a tensor are changed as the tensor is."""
@@ -57,6 +59,11 @@ class PairsInHalves(Change):
     head_size: int
 
     def apply(self, values: Tensor) -> Tensor:
+        if self.head_size % 2 or values.shape[0] % self.head_size:
+            raise CheckpointError(
+                f"A tensor of queries or keys has {values.shape[0]} rows, which are not those of heads of "
+                f"{self.head_size} in pairs. The metadata is damaged, or of another model: download the file again."
+            )
         pairs = values.reshape(values.shape[0] // self.head_size, self.head_size // 2, 2, *values.shape[1:])
         return pairs.transpose(1, 2).reshape(values.shape)
 

@@ -137,9 +137,8 @@ def names_of(metadata: Metadata) -> TensorNames:
     if architecture == "olmo2":
         return TensorNames(_FOUR_NORMS)
     if architecture == "llama":
-        heads = metadata.required(".attention.head_count", int)
-        of_queries = metadata.shape("blk.0.attn_q.weight")[0] // max(heads, 1)
-        head_size = metadata.get(".attention.key_length", int, of_queries)
+        of_queries = metadata.num_rows("blk.0.attn_q.weight") // metadata.size(".attention.head_count")
+        head_size = metadata.size(".attention.key_length", max(of_queries, 1))
         return TensorNames(_DECODER, changes={r"blk\.\d+\.attn_[qk]\..*": PairsInHalves(head_size)})
     if architecture == "phi3":
         return TensorNames({**_DECODER, "ffn_up": "mlp.gate_up_proj"})

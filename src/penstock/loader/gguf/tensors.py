@@ -16,7 +16,7 @@ from penstock.config.gguf.container import TensorInfo, models_in, parts_of, read
 from penstock.config.gguf.fields import Metadata
 from penstock.errors import CheckpointError
 from penstock.layers.weights import Part
-from penstock.loader.gguf.blocks import map_tensors
+from penstock.loader.gguf.blocks import check_layout, map_tensors
 from penstock.loader.gguf.changes import Change
 from penstock.loader.gguf.grids import BlockGrid
 from penstock.loader.gguf.lazy import LatentProjection, LazyTensor, part_of
@@ -66,6 +66,7 @@ class GgufWeights:
             )
         # Errors name the file itself.
         header = read_headers([path.resolve() for path in parts_of(found[0])])
+        check_layout(header.tensors)
         names = names_of(Metadata(str(found[0].resolve()), header))
         tensors = tuple(names.shaped(tensor) for tensor in header.tensors if names.name(tensor.name) is not None)
         return cls(tensors, names)
