@@ -14,11 +14,10 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.loader.weight_files import (
     WeightFiles,
-    check_against_index,
+    check_held,
     check_weight_file,
     damaged,
     few,
-    refuse_duplicates,
 )
 
 
@@ -28,21 +27,21 @@ def check_pytorch_bins(files: WeightFiles) -> int:
     Raises CheckpointError, naming the file, for a damaged file, a mismatch with the index or another file, or a pickle
     of anything but tensors.
     """
-    owners: dict[str, Path] = {}
+    held: dict[Path, frozenset[str]] = {}
     for path in files.paths:
         check_weight_file(path)
         _check_archive(path)
-        held = frozenset(_read(path))
-        check_against_index(path, held, files)
-        refuse_duplicates(owners, path, held)
-        owners.update(dict.fromkeys(held, path))
-    return len(owners)
+        held[path] = frozenset(_read(path))
+    return len(check_held(held, files, lambda path, name: _read(path)[name]))
 
 
 def iterate_pytorch_bins(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the tensors of checked files by name, as views of the mapped files."""
+    seen: set[str] = set()
     for path in files.paths:
-        yield from _read(path).items()
+        found = {name: tensor for name, tensor in _read(path).items() if name not in seen}
+        seen.update(found)
+        yield from found.items()
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:

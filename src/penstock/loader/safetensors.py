@@ -14,10 +14,9 @@ from penstock.errors import CheckpointError
 from penstock.loader.headers import meta_tensor
 from penstock.loader.weight_files import (
     WeightFiles,
-    check_against_index,
+    check_held,
     check_weight_file,
     damaged,
-    refuse_duplicates,
 )
 
 
@@ -26,24 +25,24 @@ def check_safetensors(files: WeightFiles) -> int:
 
     Raises CheckpointError, naming file and tensor, for truncated or damaged files, or a mismatch between them.
     """
-    owners: dict[str, Path] = {}
+    held: dict[Path, frozenset[str]] = {}
     for path in files.paths:
         with opened(path, framework="np") as file:
-            held = frozenset(file.keys())
-        check_against_index(path, held, files)
-        refuse_duplicates(owners, path, held)
-        owners.update(dict.fromkeys(held, path))
-    return len(owners)
+            held[path] = frozenset(file.keys())
+    return len(check_held(held, files, _read))
 
 
 def iterate_safetensors(files: WeightFiles) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors by name, as views of the mapped files, which they keep alive.
+    """Iterate over the tensors of checked files by name, as views of the mapped files, which they keep alive.
 
     Raises CheckpointError when a tensor cannot be read.
     """
+    seen: set[str] = set()
     for path in files.paths:
         with opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
+            names = [name for name in file.keys() if name not in seen]  # noqa: SIM118 - not a dict
+            seen.update(names)
+            for name in names:
                 yield name, _tensor(file, name, path)
 
 
@@ -53,9 +52,12 @@ def peek_safetensors(files: WeightFiles, has_values: Callable[[str], bool]) -> I
     Scalars and vectors of integers, which may describe the format of others, have values, and so have tensors for which
     `has_values` is true. Raises CheckpointError when a header or one of these tensors cannot be read.
     """
+    seen: set[str] = set()
     for path in files.paths:
         with opened(path, framework="np") as header:
-            entries = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118 - not a dict
+            names = [name for name in header.keys() if name not in seen]  # noqa: SIM118 - not a dict
+            seen.update(names)
+            entries = {name: header.get_slice(name) for name in names}
             found = {name: meta_tensor(name, entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
         read = [name for name, tensor in found.items() if has_values(name) or _is_integer_vector(tensor)]
         if read:
@@ -80,6 +82,11 @@ def opened(path: Path, framework: str = "pt") -> Iterator[Any]:
 
 def _is_integer_vector(tensor: Tensor) -> bool:
     return tensor.dim() < 2 and not tensor.is_floating_point()
+
+
+def _read(path: Path, name: str) -> Tensor:
+    with opened(path) as file:
+        return _tensor(file, name, path)
 
 
 def _tensor(file: Any, name: str, path: Path) -> Tensor:

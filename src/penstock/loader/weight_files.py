@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from penstock.config.json_file import check_regular_file, clipped, read_json_object, shown
 from penstock.config.load import SHARDED_STATE_PATTERN
@@ -79,30 +82,40 @@ def what_is_there(folder: Path) -> str:
     return f"The folder holds {present}.{hint}"
 
 
-def check_against_index(path: Path, held: frozenset[str], files: WeightFiles) -> None:
-    """Raise CheckpointError if a file's tensors differ from those in the index."""
-    if files.expected is None:
-        return
-    wanted = files.expected[path]
-    for names, complaint in (
-        (wanted - held, "lacks tensors that the index puts there"),
-        (held - wanted, "holds tensors that the index does not put there"),
-    ):
-        if names:
+def check_held(
+    held: Mapping[Path, frozenset[str]], files: WeightFiles, read: Callable[[Path, str], Tensor]
+) -> dict[str, Path]:
+    """Return the file of each tensor, by name, wherever the index puts it.
+
+    held: names of the tensors of each file. read: reads one of them. Raises CheckpointError, naming files and tensors,
+    for a tensor of the index that no file holds, and for one whose copies in two files differ.
+    """
+    owners: dict[str, Path] = {}
+    for path, names in held.items():
+        twice = {name: owners[name] for name in sorted(names & owners.keys())}
+        different = [name for name, other in twice.items() if not _are_same(read(other, name), read(path, name))]
+        if different:
             raise CheckpointError(
-                f"{path} {complaint}: {few(names)} ({len(names)} in all). The files are of different versions: "
-                "download the model again."
+                f"{path} and {owners[different[0]].name} both hold {few(different)} ({len(different)} in all), with "
+                "different contents. Remove the files that do not belong to this model."
             )
+        owners.update(dict.fromkeys(names - twice.keys(), path))
+    for path, wanted in (files.expected or {}).items():
+        missing = wanted - owners.keys()
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks tensors that the index puts there, and so do the other files: {few(missing)} "
+                f"({len(missing)} in all). The files are of different versions: download the model again."
+            )
+    return owners
 
 
-def refuse_duplicates(owners: Mapping[str, Path], path: Path, held: frozenset[str]) -> None:
-    """Raise CheckpointError if a tensor of this file is in another one already."""
-    twice = sorted(name for name in held if name in owners)
-    if twice:
-        raise CheckpointError(
-            f"{path} and {owners[twice[0]].name} both hold {few(twice)} ({len(twice)} in all). "
-            "Remove the files that do not belong to this model."
-        )
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    first, second = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(first, second)
 
 
 def damaged(path: Path, error: object) -> CheckpointError:

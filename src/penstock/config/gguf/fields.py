@@ -37,7 +37,7 @@ class Metadata:
             return float(value)
         if type(value) is not kind:
             raise self._wrong(key, value, f"of type {kind.__name__}")
-        if kind is float and not math.isfinite(value):
+        if type(value) is float and not math.isfinite(value):
             raise self._wrong(key, value, "a finite number")
         return value
 

@@ -225,8 +225,8 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], kinds: Sequ
         num_characters += len(cuts) * len(text)
         if num_characters > _MAX_COMPARED:
             raise TokenizerError(
-                f"{_TOKENS} has tokens of too many lengths, up to {lengths[-1]:,} characters, to find the pairs that make "
-                "them. Give a tokenizer's folder with the option tokenizer."
+                f"{_TOKENS} has tokens of too many lengths, up to {lengths[-1]:,} characters, to find the pairs "
+                "that make them. Give a tokenizer's folder with the option tokenizer."
             )
         merges += [
             (-scores[index], ids[text[:cut]], ids[text[cut:]])
