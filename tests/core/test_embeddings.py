@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,23 @@ def test_dense_layers_follow_pooling(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         found = embed(llm, TEXTS)
     assert found.shape == (len(TEXTS), 24)
+    assert cosines(found, expected).min() >= 0.99999
+
+
+@_ONE_PATH
+@pytest.mark.parametrize("file", ["sentence_bert_config.json", "sentence_distilbert_config.json"])
+def test_texts_are_lowered_and_cut_as_the_files_of_older_models_say(file: str, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    make_oracle(tmp_path, "Bert")
+    (tmp_path / "model" / "sentence_bert_config.json").unlink()
+    (tmp_path / "model" / file).write_text(json.dumps({"max_seq_length": 16, "do_lower_case": True}))
+    texts = [*map(str.title, TEXTS), "ÇA [SEP] SE yes"]
+    expected = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(texts)
+    with open_llm(tmp_path) as llm:
+        found = embed(llm, texts, pooling_params=PoolingParams(truncate_prompt_tokens=-1))
+        with pytest.raises(InvalidRequest, match="16"):
+            embed(llm, [random_text(17)])
     assert cosines(found, expected).min() >= 0.99999
 
 

@@ -10,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenizers import Encoding
+from tokenizers import Encoding, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from penstock.config.gguf.folder import check_tokenizer
+from penstock.config.sentence_transformers_modules import lower_cases
 from penstock.engine.text.detokenizer import (
     SKIPPED,
     Detokenizer,
@@ -417,6 +418,16 @@ def _second_start(type_ids: Sequence[int], second: str | None) -> int | None:
     return type_ids.index(1) if second is not None and 1 in type_ids else None
 
 
+def _with_lower_case(fast: FastTokenizer) -> None:
+    """Lower texts before anything else, as sentence-transformers does, unless the tokenizer's own steps do."""
+    own = fast.normalizer
+    steps: list[Any] = [] if own is None else [own]
+    if isinstance(own, normalizers.Sequence):
+        steps = list(own)  # type: ignore[call-overload]
+    if not any(isinstance(step, normalizers.Lowercase) for step in steps):
+        fast.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
+
+
 def _fast_tokenizer(
     folder: Path,
     fast: FastTokenizer,
@@ -426,6 +437,8 @@ def _fast_tokenizer(
     encoding: Any = None,
     read_templates: Callable[[], ModelTemplates] | None = None,
 ) -> Tokenizer:
+    if lower_cases(folder):
+        _with_lower_case(fast)
     return Tokenizer(
         folder,
         FastBackend(fast),
@@ -442,6 +455,10 @@ def _transformers_tokenizer(folder: Path) -> Tokenizer:
     fast = getattr(hf, "backend_tokenizer", None)
     if isinstance(fast, FastTokenizer):
         return _fast_tokenizer(folder, fast, bos=hf.bos_token, eos=hf.eos_token, encoding=hf)
+    if lower_cases(folder):
+        raise TokenizerError(
+            f"{folder} has do_lower_case=true, which needs a tokenizer with {TOKENIZER_FILE}. Convert the tokenizer."
+        )
     return Tokenizer(
         folder,
         PythonBackend(hf),

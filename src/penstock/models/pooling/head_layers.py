@@ -30,6 +30,8 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
 }
+# Of sentence-transformers' dense layers, where a file does not say.
+_DENSE_ACTIVATION = "tanh"
 # Families whose reward models have two layers as their head.
 _REWARD_FAMILIES = ("Qwen2",)
 
@@ -160,7 +162,7 @@ def _dense(folder: Path, names: Sequence[str]) -> Sequence[LayerShape]:
     for name in names:
         path = folder / name / "config.json"
         content = read_json_object(path, ModelError)
-        activation = str(content.get("activation_function", "identity")).rsplit(".", 1)[-1].lower()
+        activation = str(content.get("activation_function") or _DENSE_ACTIVATION).rsplit(".", 1)[-1].lower()
         if activation not in _ACTIVATIONS or content.get("use_residual"):
             what = "use_residual" if content.get("use_residual") else f"activation_function={activation!r}"
             raise UnsupportedModel(f"{path} has {what}, which is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
