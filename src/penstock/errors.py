@@ -46,6 +46,10 @@ class InvalidRequest(PenstockError, ValueError):
     """A request that cannot be served; other requests are not affected."""
 
 
+class AdapterNotFound(InvalidRequest):
+    """A request whose LoRA adapter is not there, or was removed before the request came."""
+
+
 class InvalidParameter(InvalidRequest):
     """A sampling parameter outside its allowed range."""
 

@@ -12,9 +12,10 @@ import torch
 
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, WorkerError
 from penstock.kernels.quantized import GROUP_MULTIPLE, quantize_rows
 from penstock.layers.linear import LinearLayer
+from penstock.lora.tables import AdapterTables, PackedModelAdapter
 from support.adapted_models import (
     ADAPTERS,
     NUM_TOKENS,
@@ -126,17 +127,11 @@ def test_adapters_in_memory_replace_one_another_between_two_steps(llama: Adapted
     assert results[1].num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("is_removed", [False, True], ids=["in place", "removed and added"])
-@pytest.mark.one_case_quick
-def test_another_adapter_of_the_same_number_serves_the_rest_of_running_requests(
-    llama: Adapted, is_removed: bool
-) -> None:
+def test_requests_go_on_with_weights_that_replace_their_adapter_in_place(llama: Adapted) -> None:
     core = make_core(llama.folder, **OPTIONS)
     first, second = (Path(llama.requests[number].lora_path) for number in (2, 3))
     results = run_until(core, request_of(1, first), num_tokens=3)
-    if is_removed:
-        core.collective_rpc("remove_lora", args=(1,))
-    other = LoRARequest("adapter1", 1, str(second), load_inplace=not is_removed)
+    other = LoRARequest("adapter1", 1, str(second), load_inplace=True)
     core.collective_rpc("add_lora", args=(other,))
     add(core, "new", PROMPTS[1], greedy(6), parts=parts_of(other))
     finish(core, results)
@@ -145,6 +140,27 @@ def test_another_adapter_of_the_same_number_serves_the_rest_of_running_requests(
     assert tokens[:3] == llama.expected(PROMPTS[1], 2)[0][:3]
     assert tokens[3:] == llama.expected([*PROMPTS[1], *tokens[:3]], 3)[0][:3]
     assert results["new"].tokens == llama.expected(PROMPTS[1], 3)[0][:6]
+
+
+@pytest.mark.one_path(reason="which adapters a core knows is no matter of how it makes its steps")
+@pytest.mark.parametrize("is_in_memory", [False, True], ids=["of a folder", "in memory"])
+def test_requests_keep_a_removed_adapter_whose_number_another_one_gets(llama: Adapted, is_in_memory: bool) -> None:
+    core = make_core(llama.folder, **OPTIONS)
+    first, second = (Path(llama.requests[number].lora_path) for number in (2, 3))
+    adapter = in_memory(1, first) if is_in_memory else request_of(1, first)
+    core.collective_rpc("add_lora", args=(adapter,))
+    results = run_until(core, adapter, num_tokens=3)
+    assert core.collective_rpc("remove_lora", args=(1,)) == [True]
+    other = LoRARequest("adapter1", 1, str(second))
+    assert core.collective_rpc("add_lora", args=(other,)) == [True]
+    # The request gives up its slot, and takes one again.
+    core.scheduler.preempt_all()
+    add(core, "new", PROMPTS[1], greedy(6), parts=parts_of(other))
+    finish(core, results)
+    assert results["r"].tokens == llama.expected(PROMPTS[1], 2)[0][:6]
+    assert results["new"].tokens == llama.expected(PROMPTS[1], 3)[0][:6]
+    assert [len(held) for held in core.collective_rpc("list_loras")] == [1]
+    core.close()
 
 
 def run_until(core: EngineCore, adapter: LoRARequest, num_tokens: int) -> dict[str, Result]:
@@ -313,6 +329,41 @@ def test_an_adapter_that_cannot_be_loaded_ends_its_requests_alone(llama: Adapted
     assert "no adapter_config.json" in (results[1].error or "")
     assert results[0].error is None
     assert results[2].error is None
+
+
+@pytest.mark.one_path(reason="what a failure leaves behind is no matter of how steps are made")
+def test_weights_that_cannot_be_written_fail_their_request_and_take_no_slot(
+    llama: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_core(llama.folder, **{**OPTIONS, "max_loras": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(AdapterTables, "write", _fail)
+        for _ in range(3):
+            assert "cannot be written" in (run(core, llama, PROMPTS[:1], [1])[0].error or "")
+    assert_same(run(core, llama, PROMPTS[:2], [1, 2]), [llama.expected(PROMPTS[0], 1), llama.expected(PROMPTS[1], 2)])
+    # Nor does a failure in place leave parts of other weights in the slot.
+    other = LoRARequest("adapter2", 2, llama.requests[3].lora_path, load_inplace=True)  # type: ignore[union-attr]
+    with monkeypatch.context() as patched:
+        patched.setattr(AdapterTables, "write", _write_a_part_once)
+        with pytest.raises(WorkerError, match="cannot be written"):
+            core.collective_rpc("add_lora", args=(other,))
+    assert_same(run(core, llama, PROMPTS[:1], [2]), [llama.expected(PROMPTS[0], 2)])
+    core.close()
+
+
+def _fail(tables: AdapterTables, slot: int, adapter: PackedModelAdapter) -> None:
+    raise OverflowError("the weights cannot be written")
+
+
+def _write_a_part_once(tables: AdapterTables, slot: int, adapter: PackedModelAdapter) -> None:
+    some = dict(list(adapter.pieces.items())[:3])
+    _WRITE(tables, slot, replace(adapter, pieces=some if not _FAILED else adapter.pieces))
+    if not _FAILED:
+        _FAILED.append(slot)
+        raise OverflowError("the weights cannot be written")
+
+
+_WRITE, _FAILED = AdapterTables.write, list[int]()
 
 
 @pytest.mark.one_path(reason="workers are replaced the same way")

@@ -202,8 +202,7 @@ def test_requests_that_wait_for_a_slot_outlive_the_removal_of_their_adapter(
         assert core.collective_rpc("remove_lora", args=(number,)) == [True]
     finish(core, results)
     core.close()
-    assert [results[f"r{number}"].tokens for number in (1, 2)] == [expected[1], expected[2]]
-    assert "'adapter3' (3) was removed" in (results["r3"].error or "")
+    assert [results[f"r{number}"].tokens for number in (1, 2, 3)] == [expected[1], expected[2], expected[3]]
 
 
 @pytest.mark.slow

@@ -122,11 +122,11 @@ def test_the_last_slot_is_not_pinned_while_requests_of_other_adapters_need_it() 
     loop.add("a", 1, 2)
     loop.add("b", 2, 2)
     loop.step()
-    with pytest.raises(InvalidRequest, match="request b of adapter 2 has not ended"):
-        loop.limit.check_pin(1)
+    with pytest.raises(InvalidRequest, match="request b of adapter '2' has not ended"):
+        loop.limit.check_pin(1, "1")
     while loop.scheduler.has_unfinished_requests():
         loop.step()
-    loop.limit.check_pin(1)
+    loop.limit.check_pin(1, "1")
 
 
 @given(

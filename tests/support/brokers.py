@@ -5,19 +5,23 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.messages import BrokerStatus, CoreMessage
+from penstock.engine.messages import AdaptersChanged, BrokerStatus, CoreMessage
 from penstock.engine.processes.broker import BrokerArguments, serve_fronts
-from penstock.engine.processes.broker_connection import BrokerState, connect_to_broker
+from penstock.engine.processes.broker_connection import BrokerConnection, BrokerState
 from penstock.engine.processes.child_process import ChildProcess
+from penstock.engine.processes.core_group import CoreGroup
+from penstock.engine.processes.core_group import Deliver as GroupDeliver
 from penstock.engine.processes.supervised_process import Deliver, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.executor.processes import ProcessStarter
 from support.fake_engine import FakeCore, load_fake_core
+from support.waiting import PATIENCE_S
 
 
 class BrokerUnderTest:
@@ -41,6 +45,7 @@ class BrokerUnderTest:
         self._listener.listen()
         self._starter = ProcessStarter()
         self._arguments = BrokerArguments(config, limits or QueueLimits(), self._listener.fileno(), load_core)
+        self._adapters: bytes | None = None
         self.process = SupervisedProcess(
             "the broker",
             self._start,
@@ -50,9 +55,15 @@ class BrokerUnderTest:
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
 
-    def connect(self) -> AsyncEngine:
-        """Start a front end."""
-        return AsyncEngine.from_config(self.config, lambda config: connect_to_broker(self.path, config, BrokerState()))
+    def connect(self, may_connect: threading.Event | None = None) -> AsyncEngine:
+        """Start a front end. may_connect: it waits for this event before each connection."""
+
+        def connect(deliver: GroupDeliver) -> BrokerConnection:
+            if may_connect is not None:
+                assert may_connect.wait(PATIENCE_S)
+            return BrokerConnection(self.path, BrokerState(), deliver)
+
+        return AsyncEngine.from_config(self.config, lambda config: CoreGroup(config, connect=connect))
 
     def close(self) -> None:
         self.process.close()
@@ -62,7 +73,7 @@ class BrokerUnderTest:
     def _start(self, deliver: Deliver) -> ChildProcess:
         return ChildProcess(
             serve_fronts,
-            self._arguments,
+            replace(self._arguments, adapters=self._adapters),
             self._starter,
             deliver,
             role="broker",
@@ -73,6 +84,8 @@ class BrokerUnderTest:
     def _note(self, message: CoreMessage) -> None:
         if isinstance(message, BrokerStatus):
             self.statuses.append(message)
+        elif isinstance(message, AdaptersChanged):
+            self._adapters = message.state
 
     def _fail(self, error: PenstockError) -> None:
         self.failures.append(error)

@@ -10,7 +10,8 @@ import msgspec
 from penstock.contract.parts import Part, register_part
 from penstock.errors import InvalidParameter
 
-_MAX_ID = 2**31 - 1
+# Highest `lora_int_id`.
+MAX_NUMBER = 2**31 - 1
 
 
 class LoRARequest(msgspec.Struct, frozen=True, eq=False):
@@ -23,6 +24,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
         number.
     load_inplace: load it again if the engine has an adapter of this number already.
     base_model_name: the model that it changes, as a server's clients see it; "" for the served one.
+    identity: identifies the adapter in its deployment, also after its removal; given by the `AdapterList`, 0 before.
 
     Raises InvalidParameter for fields that are missing or contradict each other.
     """
@@ -34,11 +36,12 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     peft_config: Mapping[str, Any] | None = None
     load_inplace: bool = False
     base_model_name: str = ""
+    identity: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise InvalidParameter(f"lora_name={self.lora_name!r} is not valid. Allowed: a text that is not empty.")
-        if type(self.lora_int_id) is not int or not 1 <= self.lora_int_id <= _MAX_ID:
+        if type(self.lora_int_id) is not int or not 1 <= self.lora_int_id <= MAX_NUMBER:
             raise InvalidParameter(f"lora_int_id={self.lora_int_id!r} is not valid. Allowed: integers from 1 on.")
         if (self.tensors is None) != (self.peft_config is None):
             raise InvalidParameter(
@@ -56,6 +59,11 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
         return self.tensors is not None or bool(self.lora_path)
 
     @property
+    def key(self) -> int:
+        """Key of the adapter in a core and its workers: its identity, or the number of one that has none."""
+        return self.identity or self.lora_int_id
+
+    @property
     def reference(self) -> LoRARequest:
         """The adapter by its number alone."""
         return LoRARequest(self.lora_name, self.lora_int_id)
@@ -63,25 +71,37 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     @property
     def part(self) -> AdapterPart:
         """The part of requests with this adapter."""
-        return AdapterPart(lora_int_id=self.lora_int_id, lora_name=self.lora_name, lora_path=self.lora_path)
+        return AdapterPart(
+            lora_int_id=self.lora_int_id,
+            lora_name=self.lora_name,
+            lora_path=self.lora_path,
+            identity=self.identity,
+        )
 
 
 @register_part
 class AdapterPart(Part, frozen=True, kw_only=True):
     """The adapter of a request.
 
-    lora_path: "" for an adapter in memory. version: number of times that the engine core had loaded other weights under
-    this id; it keeps cached prefixes of different weights apart.
+    lora_path: "" for an adapter in memory. identity: as in `LoRARequest`; a request keeps that which it began with.
+    version: changes when other weights replace the adapter's in place; it keeps cached prefixes of different weights
+    apart.
     """
 
     feature = "lora"
     lora_int_id: int
     lora_name: str
     lora_path: str = ""
+    identity: int = 0
     version: int = 0
 
+    @property
+    def key(self) -> int:
+        """As in `LoRARequest`."""
+        return self.identity or self.lora_int_id
+
     def anon_repr(self) -> str:
-        return f"AdapterPart({self.lora_int_id})"
+        return f"AdapterPart({self.lora_int_id}, {self.identity})"
 
     def block_keys(self) -> tuple[str, ...]:
-        return (f"{self.lora_int_id}.{self.version}",)
+        return (f"{self.key}.{self.version}",)

@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from msgspec.structs import replace
-
 from penstock.config import EngineConfig
 from penstock.contract import Parts
 from penstock.contract.lora import AdapterPart, LoRARequest
@@ -47,7 +45,7 @@ class AdapterMethods:
 
     def list_loras(self) -> set[int]:
         """Ids of the adapters in host memory."""
-        return set.intersection(*self._call("list_loras"))
+        return _numbers(self._call("known_loras"), self._call("list_loras"))
 
     def _call(self, method: str, *arguments: LoRARequest | int) -> list[Any]:
         return self._session.collective_rpc(method, None, arguments, None)
@@ -81,21 +79,31 @@ class AsyncAdapterMethods(ABC):
 
         A core that is lost meanwhile is replaced, and the new one loads the adapter.
         """
+        return await self._add(lora_request)
+
+    async def add_lora_of_new_name(self, lora_request: LoRARequest) -> bool:
+        """As `add_lora`; raises InvalidRequest for a name that an adapter of another number has."""
+        return await self._add(lora_request, owns_name=True)
+
+    async def _add(self, lora_request: LoRARequest, **options: bool) -> bool:
         while True:
+            if lora_request.lora_path:
+                (adapter,) = await self._repeated("prefetch_lora", lora_request)
+                while any(adapter.key in keys for keys in await self._repeated("loading_loras")):
+                    await asyncio.sleep(_LOADING_POLL_S)
             try:
-                return await self._add(lora_request)
+                return any(await self.collective_rpc("add_lora", args=(lora_request,), kwargs=options))
             except ProcessLost as error:
                 # It ends with EngineDead where cores are not replaced any more.
                 logger.warning("The adapter %s is loaded again: %s", lora_request.lora_name, error)
 
-    async def _add(self, lora_request: LoRARequest) -> bool:
-        is_new = all(adapter.lora_int_id != lora_request.lora_int_id for adapter in await self.known_loras())
-        request = replace(lora_request, load_inplace=False) if is_new else lora_request
-        if request.lora_path:
-            await self.collective_rpc("prefetch_lora", args=(request,))
-            while any(request.lora_int_id in ids for ids in await self.collective_rpc("loading_loras")):
-                await asyncio.sleep(_LOADING_POLL_S)
-        return any(await self.collective_rpc("add_lora", args=(request,))) or is_new
+    async def _repeated(self, method: str, *args: Any) -> list[Any]:
+        """Call a method that may be called twice, again if the core or broker is lost before it answers."""
+        while True:
+            try:
+                return await self.collective_rpc(method, args=args)
+            except ProcessLost as error:
+                logger.info("%s is called again: %s", method, error)
 
     async def _add_given(self, lora_request: Any) -> None:
         """Add an adapter that a request brings with it in memory, or that is to be replaced: others are read later."""
@@ -108,27 +116,35 @@ class AsyncAdapterMethods(ABC):
 
     async def remove_lora(self, lora_id: int) -> bool:
         """As `LLM.remove_lora`."""
-        return all(await self.collective_rpc("remove_lora", args=(lora_id,)))
+        return all(await self._repeated("remove_lora", lora_id))
 
     async def pin_lora(self, lora_id: int) -> bool:
         """As `LLM.pin_lora`."""
-        return all(await self.collective_rpc("pin_lora", args=(lora_id,)))
+        return all(await self._repeated("pin_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
         """As `LLM.list_loras`."""
-        of_workers: list[set[int]] = await self.collective_rpc("list_loras")
-        return set.intersection(*of_workers)
+        return _numbers(await self._repeated("known_loras"), await self._repeated("list_loras"))
 
     async def offer_loras(self, lora_requests: Sequence[LoRARequest]) -> None:
         """Let requests use adapters by their ids, which are loaded once they do; removed ones stay so."""
-        await self.collective_rpc("offer_loras", args=(list(lora_requests),))
+        await self._repeated("offer_loras", list(lora_requests))
 
     async def known_loras(self) -> list[LoRARequest]:
-        """Adapters that requests may use by their ids, loaded or not; without the tensors of those in memory."""
-        of_cores: list[list[LoRARequest]] = await self.collective_rpc("known_loras")
-        known = {adapter.lora_int_id: adapter for adapter in of_cores[0]}
-        everywhere = set(known).intersection(*({adapter.lora_int_id for adapter in of_core} for of_core in of_cores))
-        return [known[lora_id] for lora_id in sorted(everywhere)]
+        """Adapters that requests may use, loaded or not, by number; without the tensors of those in memory."""
+        (known,) = await self._repeated("known_loras")
+        return list(known)
+
+    async def take_lora_number(self) -> int:
+        """A `lora_int_id` that no adapter has had, for a new one."""
+        (number,) = await self._repeated("take_lora_number")
+        return int(number)
+
+
+def _numbers(known: list[list[LoRARequest]], held: list[set[int]]) -> set[int]:
+    """Numbers of the known adapters whose keys all workers hold."""
+    on_all = set.intersection(*held)
+    return {adapter.lora_int_id for adapter in known[0] if adapter.key in on_all}
 
 
 def list_of_adapters(lora_request: Any, num_prompts: int) -> list[Any]:

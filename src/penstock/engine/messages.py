@@ -170,6 +170,12 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     recent_steps: list[list[StepRecord]] = []
 
 
+class AdaptersChanged(_Message, frozen=True, kw_only=True, tag="adapters"):
+    """The broker's list of adapters after a change, for the broker that replaces it. state: pickled."""
+
+    state: bytes
+
+
 class CoreLog(_Message, frozen=True, kw_only=True, tag="log"):
     """A log record. fields: plain attributes of the `logging.LogRecord`; its text includes the traceback."""
 
@@ -196,7 +202,15 @@ class ToFront(msgspec.Struct, frozen=True):
 
 # Messages that the client of a core handles; the reader thread writes log records itself.
 CoreMessage: TypeAlias = (
-    CoreStarted | FrontStarted | FrontEnded | CoreBusy | StepOutputs | Answer | CoreEnded | BrokerStatus
+    CoreStarted
+    | FrontStarted
+    | FrontEnded
+    | CoreBusy
+    | StepOutputs
+    | Answer
+    | CoreEnded
+    | BrokerStatus
+    | AdaptersChanged
 )
 
 

@@ -31,16 +31,16 @@ class AdapterManager:
 
         Raises CheckpointError or UnsupportedFeature for an adapter that cannot be loaded, InvalidRequest without room.
         """
-        known = self._cache.get(request.lora_int_id)
+        known = self._cache.get(request.key)
         if known is not None and not request.load_inplace:
-            self._loaded(request.lora_int_id, known)
+            self._loaded(request.key, known)
             return False
-        path, staged = self._staged.pop(request.lora_int_id, ("", None))
+        path, staged = self._staged.pop(request.key, ("", None))
         loaded = self._load(request) if staged is None or path != request.lora_path else staged.result()
         done: Future[PackedModelAdapter] = Future()
         done.set_result(loaded)
-        self._cache.put(request.lora_int_id, done)
-        slot = self._cache.slots.get(request.lora_int_id)
+        self._cache.put(request.key, done)
+        slot = self._cache.slots.get(request.key)
         if slot is not None:
             self.tables.write(slot, loaded)
         return True
@@ -51,9 +51,9 @@ class AdapterManager:
         With `load_inplace` its weights replace those of an adapter once it is added.
         """
         if request.load_inplace:
-            self._staged[request.lora_int_id] = request.lora_path, self._reader.submit(self._load, request)
-        elif self._cache.get(request.lora_int_id) is None:
-            self._cache.put(request.lora_int_id, self._reader.submit(self._load, request))
+            self._staged[request.key] = request.lora_path, self._reader.submit(self._load, request)
+        elif self._cache.get(request.key) is None:
+            self._cache.put(request.key, self._reader.submit(self._load, request))
 
     def loading(self) -> set[int]:
         """Ids of the adapters that are being loaded, or whose new weights are."""
@@ -92,15 +92,15 @@ class AdapterManager:
 
     def acquire(self, part: AdapterPart) -> tuple[int, PackedModelAdapter]:
         """Return the slot of a request's adapter, loading it where needed, and the adapter; `release` follows."""
-        lora_id = part.lora_int_id
+        lora_id = part.key
         if self._cache.get(lora_id) is None:
             if not part.lora_path:
                 raise InvalidRequest(
-                    f"The adapter {part.lora_name!r} ({lora_id}) was removed or has made room for others, and it has "
+                    f"The adapter {part.lora_name!r} ({part.lora_int_id}) was removed or has made room for others, and it has "
                     "no lora_path. Add it again, or pin it."
                 )
             # Other adapters have taken its place in host memory since the request was admitted.
-            self.prefetch(LoRARequest(part.lora_name, lora_id, part.lora_path))
+            self.prefetch(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path, identity=part.identity))
         loading = self._cache.get(lora_id)
         assert loading is not None, "it was put there"
         loaded = self._loaded(lora_id, loading)

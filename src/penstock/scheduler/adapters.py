@@ -36,34 +36,34 @@ class AdapterLimit(StepFeature):
         # Adapter whose slot the oldest skipped request gets.
         self._leaving: int | None = None
 
-    def set_pinned(self, lora_ids: set[int]) -> None:
+    def set_pinned(self, keys: set[int]) -> None:
         """Set the pinned adapters, which keep their slots."""
-        self._pinned = set(lora_ids)
+        self._pinned = set(keys)
 
-    def check_pin(self, lora_id: int) -> None:
+    def check_pin(self, key: int, name: str) -> None:
         """Raise InvalidRequest if pinning an adapter would leave no slot for unfinished requests of others."""
-        pinned = self._pinned | {lora_id}
+        pinned = self._pinned | {key}
         if len(pinned) < self._max_loras:
             return
         for request in self._scheduler.unfinished_requests():
-            other = _adapter_of(request)
-            if other is not None and other not in pinned:
+            other = part_of(request.parts, AdapterPart)
+            if other is not None and other.key not in pinned:
                 raise InvalidRequest(
-                    f"The adapter {lora_id} cannot be pinned now: it would take the last of max_loras="
-                    f"{self._max_loras} slots, and request {request.req_id} of adapter {other} has not ended. Pin it "
-                    "later, or start the engine with more slots."
+                    f"The adapter {name!r} cannot be pinned now: it would take the last of max_loras="
+                    f"{self._max_loras} slots, and request {request.req_id} of adapter {other.lora_name!r} has not "
+                    "ended. Pin it later, or start the engine with more slots."
                 )
 
     def request_added(self, request: Request) -> None:
-        lora_id = _adapter_of(request)
-        if lora_id is not None and lora_id not in self._pinned and len(self._pinned) >= self._max_loras:
+        part = part_of(request.parts, AdapterPart)
+        if part is not None and part.key not in self._pinned and len(self._pinned) >= self._max_loras:
             raise InvalidRequest(
-                f"The adapter {lora_id} cannot run: all of max_loras={self._max_loras} slots have pinned adapters. "
-                "Start the engine with more, or remove one of them."
+                f"The adapter {part.lora_name!r} cannot run: all of max_loras={self._max_loras} slots have pinned "
+                "adapters. Start the engine with more, or remove one of them."
             )
 
     def begin_admission(self, running: Sequence[Request]) -> None:
-        self._users = Counter(lora_id for request in running if (lora_id := _adapter_of(request)) is not None)
+        self._users = Counter(key for request in running if (key := _adapter_of(request)) is not None)
         self._skipped = [request for request in self._skipped if self._scheduler.holds(request.req_id)]
         if not self._skipped:
             self._leaving = None
@@ -74,13 +74,13 @@ class AdapterLimit(StepFeature):
                 self._scheduler.ready(request.req_id, _SLOT)
 
     def skips(self, request: Request) -> str | None:
-        lora_id = _adapter_of(request)
-        if lora_id is None:
+        key = _adapter_of(request)
+        if key is None:
             return None
         # A pinned adapter may have no slot yet, where requests of others run.
-        has_slot = self._users[lora_id] > 0 or len(self._slots | {lora_id}) <= self._max_loras
-        if has_slot and not (lora_id == self._leaving and self._is_after_skipped(request)):
-            self._users[lora_id] += 1
+        has_slot = self._users[key] > 0 or len(self._slots | {key}) <= self._max_loras
+        if has_slot and not (key == self._leaving and self._is_after_skipped(request)):
+            self._users[key] += 1
             return None
         self._skipped.append(request)
         if self._leaving is None:
@@ -94,7 +94,7 @@ class AdapterLimit(StepFeature):
     @property
     def _slots(self) -> set[int]:
         """Adapters with slots."""
-        return {lora_id for lora_id, count in self._users.items() if count} | self._pinned
+        return {key for key, count in self._users.items() if count} | self._pinned
 
     def _is_after_skipped(self, request: Request) -> bool:
         return any(_order(request) > _order(one) for one in self._skipped if _adapter_of(one) != self._leaving)
@@ -102,7 +102,7 @@ class AdapterLimit(StepFeature):
 
 def _adapter_of(request: Request) -> int | None:
     part = part_of(request.parts, AdapterPart)
-    return None if part is None else part.lora_int_id
+    return None if part is None else part.key
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -13,7 +13,8 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
-from penstock.engine.core.adapters import ADAPTER_METHODS, CoreAdapters
+from penstock.engine.core.adapter_list import LIST_METHODS, AdapterList
+from penstock.engine.core.adapters import CoreAdapters
 from penstock.engine.core.constrained_requests import ConstrainedRequests
 from penstock.engine.core.core_client import CHANGE_WEIGHTS
 from penstock.engine.core.recovery import Recovery
@@ -47,9 +48,11 @@ class EngineCore:
 
     Failed workers are replaced and running requests continue (`Recovery`). When restarts do not help, `step` raises
     EngineDead with the cause.
+
+    owns_adapters: False where the core's client owns the list of adapters.
     """
 
-    def __init__(self, config: EngineConfig, grammar: Grammar | None = None) -> None:
+    def __init__(self, config: EngineConfig, grammar: Grammar | None = None, *, owns_adapters: bool = True) -> None:
         # Plugins register message parts and scheduler features, so the core's process loads them as well.
         load_plugins()
         self.config = config
@@ -99,6 +102,9 @@ class EngineCore:
             self._take_ends,
             loads_at_once=config.parallel.must_agree_on_time,
         )
+        self._adapter_list: AdapterList | None = None
+        if owns_adapters:
+            self._adapter_list = AdapterList(self._adapters.call, is_enabled=config.lora.enable_lora)
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
@@ -111,7 +117,9 @@ class EngineCore:
         Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
         """
         self._require_alive()
-        parts = self._adapters.with_version(request)
+        if self._adapter_list is not None:
+            request = self._adapter_list.resolve(request)
+        parts = self._adapters.with_version(request.parts)
         self._recovery.note_request()
         self.scheduler.add_request(
             Request(
@@ -202,6 +210,7 @@ class EngineCore:
             self._recover_lost()
         try:
             self._turn()
+            self._adapters.drop_removed()
         except (WorkerError, WaitTimeout) as error:
             self._recovery.note_failure(error)
             self._recover(error)
@@ -362,11 +371,13 @@ class EngineCore:
         if self._has_lost_workers:
             self._recover_lost()
         engine = self._require_alive()
-        if method in ADAPTER_METHODS:
+        if method in LIST_METHODS:
             if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
                 # Workers hold the adapters of requests until a step tells them that these have ended.
                 self._outputs += self.step()
-            return self._adapters.call(str(method), args, kwargs or {})
+            if self._adapter_list is None:
+                return self._adapters.call(str(method), *args)
+            return self._adapter_list.call(str(method), args, kwargs or {})
         try:
             answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
         except WaitTimeout as error:

@@ -19,8 +19,10 @@ from msgspec.structs import replace
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.contract import decode, encode
+from penstock.engine.core.adapter_list import AdapterListState
 from penstock.engine.messages import (
     AbortRequests,
+    AdaptersChanged,
     AddRequest,
     Answer,
     BrokerStatus,
@@ -39,6 +41,7 @@ from penstock.engine.processes.core_server import ServedCore, call_utility
 from penstock.engine.processes.supervisor import EngineSupervisor
 from penstock.errors import PenstockError, error_as_data
 from penstock.executor.processes import limit_waits
+from penstock.executor.serialization import dumps, loads
 from penstock.scheduler.outputs import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
@@ -58,12 +61,14 @@ class BrokerArguments:
     """Arguments of a broker's process.
 
     descriptor: of the Unix socket, listening, to which front ends connect. load_core: loads a core in its process.
+    adapters: state of the last `AdaptersChanged` of the broker before; None for the first one.
     """
 
     config: EngineConfig
     limits: QueueLimits
     descriptor: int
     load_core: Callable[[EngineConfig], ServedCore] = load_engine_core
+    adapters: bytes | None = None
 
 
 def serve_fronts(arguments: BrokerArguments, parent: ParentConnection) -> None:
@@ -157,7 +162,13 @@ class Broker:
         self._has_ended = False
         threading.Thread(target=self._read_parent, name="penstock-parent", daemon=True).start()
         threading.Thread(target=self._accept, name="penstock-accept", daemon=True).start()
-        self._group = CoreGroup(config, arguments.load_core, while_waiting=self._while_waiting)
+        self._group = CoreGroup(
+            config,
+            arguments.load_core,
+            while_waiting=self._while_waiting,
+            adapters=None if arguments.adapters is None else loads(arguments.adapters),
+            on_adapters=self._keep_adapters,
+        )
         self._engines = self._group.engines
         self._wake = self._group.wake
         self._started = CoreStarted(
@@ -183,6 +194,10 @@ class Broker:
     def close(self) -> None:
         """Close the cores."""
         self._group.close()
+
+    def _keep_adapters(self, state: AdapterListState) -> None:
+        """Let the parent keep the list of adapters; a front end gets its answer after that."""
+        self._parent.send(AdaptersChanged(state=dumps("The list of adapters", state)))
 
     def _while_waiting(self) -> None:
         """Send heartbeats while the cores start; deliver outputs too during a long call of a front end.

@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
+from penstock.contract.lora import LoRARequest
+from penstock.engine.core.adapter_list import LIST_METHODS, AdapterList, AdapterListState
 from penstock.engine.core.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
 from penstock.engine.guards import OwningProcess
 from penstock.engine.messages import BrokerStatus, CoreMessage, EngineRequest
@@ -38,7 +40,7 @@ def load_engine_core(config: EngineConfig) -> ServedCore:
     """Load the engine core of this configuration; raises what loading the model raises."""
     from penstock.engine.core.engine_core import EngineCore
 
-    return EngineCore(config)
+    return EngineCore(config, owns_adapters=False)
 
 
 # Callback for a core's messages, and the end of its connection (None).
@@ -56,6 +58,8 @@ class CoreGroup:
         messages.
     meanwhile: called while the cores start; an exception of it aborts the start.
     while_waiting: called several times a second while the cores start, or a call waits for its answer.
+    adapters: LoRA adapters of an earlier client, whose place this one takes. on_adapters: called after each change of
+        them. A client that connects to a broker leaves them to it.
 
     Raises what `load_core` raises; EngineDead when a process dies during its start, WaitTimeout when it times out.
     """
@@ -69,6 +73,8 @@ class CoreGroup:
         start_timeout_s: float = START_TIMEOUT_S,
         meanwhile: Callable[[], object] = lambda: None,
         while_waiting: Callable[[], None] = lambda: None,
+        adapters: AdapterListState | None = None,
+        on_adapters: Callable[[AdapterListState], None] = lambda _: None,
     ) -> None:
         occupy_standard_descriptors()
         self._owner = OwningProcess()
@@ -82,6 +88,14 @@ class CoreGroup:
         self._ended_by: PenstockError | None = None
         self._loss_callback: Callable[[], None] = lambda: None
         self._waiting_callback = while_waiting
+        self._adapters: AdapterList | None = None
+        if connect is None:
+            self._adapters = AdapterList(
+                _call_adapters_of(weakref.ref(self)),
+                is_enabled=config.lora.enable_lora,
+                state=adapters,
+                on_change=on_adapters,
+            )
         parallel, cache = config.parallel, config.cache
         num_engines = parallel.num_engines_here if connect is None else 1
         block_size = cache.block_size * parallel.decode_context_parallel_size
@@ -134,6 +148,8 @@ class CoreGroup:
                     f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own "
                     "id."
                 )
+            if self._adapters is not None:
+                request = self._adapters.resolve(request)
             engine = self._choose(request)
             call = engine.add(request)
             if call is None:
@@ -235,6 +251,9 @@ class CoreGroup:
         num_ranks = sum(engine.config.parallel.world_size for engine in asked)
         check_reply_rank(unique_reply_rank, num_ranks)
         with self._listening():
+            if self._adapters is not None and method in LIST_METHODS:
+                self._check_running()
+                return self._adapters.call(str(method), args, kwargs or {})
             calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs, asked=asked)
             done = [index for index, call in enumerate(calls) if call.error is None]
             # A core may complete the call after its timeout.
@@ -242,9 +261,6 @@ class CoreGroup:
             if done and method == "update_config":
                 for engine in self._engines:
                     engine.config_updates += [*args, *(kwargs or {}).values()]
-            if done:
-                for engine in self._engines:
-                    engine.adapters.note(method, [*args, *(kwargs or {}).values()])
             if done and method == "reload_weights":
                 self._adopt_config_of(self._engines[done[0]])
             if (done or is_late) and method in CHANGE_WEIGHTS:
@@ -311,8 +327,20 @@ class CoreGroup:
             name = name if num_engines == 1 else f"{name} of engine {index}"
             own = replace(config, parallel=config.parallel.of_engine(index))
             # A broker runs no requests itself.
-            engine = EngineSupervisor(name, own, start, blames_requests=not is_broker, start_timeout_s=start_timeout_s)
+            engine = EngineSupervisor(
+                name,
+                own,
+                start,
+                blames_requests=not is_broker,
+                adapters=self._adapters,
+                start_timeout_s=start_timeout_s,
+            )
             self._engines.append(engine)
+
+    def _call_adapters(self, method: str, adapter: LoRARequest) -> list[Any]:
+        """Call a method for an adapter in all cores; its errors are those of `collective_rpc`."""
+        calls = self._call_all("collective_rpc", None, method, None, (adapter,), None)
+        return [answer for call in calls for answer in _result_of(call)]
 
     def _choose(self, request: EngineRequest) -> EngineSupervisor:
         responsive = [index for index, engine in enumerate(self._engines) if engine.is_responsive]
@@ -463,6 +491,17 @@ def _deliver_to(
             owner.handle_exit()
 
     return deliver
+
+
+def _call_adapters_of(group: weakref.ref[CoreGroup]) -> Callable[[str, LoRARequest], list[Any]]:
+    """Return the function by which a group's list of adapters calls its cores, as `_deliver_to`."""
+
+    def call(method: str, adapter: LoRARequest) -> list[Any]:
+        owner = group()
+        assert owner is not None, "the group calls its list"
+        return owner._call_adapters(method, adapter)
+
+    return call
 
 
 def _result_of(call: Call) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.contract import encode
+from penstock.engine.core.adapter_list import AdapterList
 from penstock.engine.core.restarts import FailureCount, Quarantine, restart_backoff_s
 from penstock.engine.messages import (
     AbortRequests,
@@ -30,7 +31,6 @@ from penstock.engine.messages import (
 )
 from penstock.engine.processes.child_process import CoreHandle
 from penstock.engine.processes.heartbeat import Heartbeat
-from penstock.engine.processes.kept_adapters import KeptAdapters
 from penstock.engine.processes.resumable_request import ResumableRequest
 from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.engine.statistics.step_log import StepRecord
@@ -105,7 +105,8 @@ class EngineSupervisor:
     num_restarts: replaced processes so far. num_worker_restarts: replacements of the workers by all its processes.
     name: name of the core in errors and logs.
     start: starts a process with the core of a configuration; the process delivers its messages in a reader thread.
-    blames_requests: whether a request may be the cause of a loss.
+    blames_requests: whether a request may be the cause of a loss. adapters: list of the adapters, if this process owns
+        it.
 
     Methods raise EngineDead, or the start error of the first core, when restarts are exhausted.
     """
@@ -117,12 +118,13 @@ class EngineSupervisor:
         start: StartCore,
         *,
         blames_requests: bool = True,
+        adapters: AdapterList | None = None,
         start_timeout_s: float,
     ) -> None:
         self.name = name
         self.config = config
         self.config_updates: list[Any] = []
-        self.adapters = KeptAdapters()
+        self._adapters = adapters
         self.requests: dict[str, ResumableRequest] = {}
         self._start_core = start
         self._blames_requests = blames_requests
@@ -292,7 +294,7 @@ class EngineSupervisor:
     def ready(self, req_id: str, reason: str) -> None:
         self._quarantined.discard(req_id)
         if self.is_running and req_id in self.requests:
-            self._submit(self.requests[req_id].resume()).is_awaited = False
+            self._resume(self.requests[req_id])
 
     def holds(self, req_id: str) -> bool:
         return req_id in self.requests
@@ -328,11 +330,16 @@ class EngineSupervisor:
         logger.info("%s goes on with %d requests", self._label, len(self.requests))
         for update in self.config_updates:
             self.call("collective_rpc", "update_config", None, (update,), None).is_awaited = False
-        for method, arguments in self.adapters.calls():
-            self.call("collective_rpc", method, None, arguments, None).is_awaited = False
+        for method, adapter in self._adapters.calls_of_new_core() if self._adapters is not None else ():
+            self.call("collective_rpc", method, None, (adapter,), None).is_awaited = False
         for req_id, kept in self.requests.items():
             if req_id not in self._quarantined:
-                self._submit(kept.resume()).is_awaited = False
+                self._resume(kept)
+
+    def _resume(self, kept: ResumableRequest) -> None:
+        """Submit a request of a lost core, with the present folder of its adapter."""
+        request = kept.resume()
+        self._submit(request if self._adapters is None else self._adapters.resolve(request)).is_awaited = False
 
     def _submit(self, request: EngineRequest) -> Call:
         call = Call("add_request", req_id=request.req_id)

@@ -130,7 +130,7 @@ class Recorder:
         """Record a call that changed the workers' weights or adapters; others leave no entry."""
         if method in _LOADS_ADAPTER and isinstance(args[0], LoRARequest):
             request = args[0]
-            self._adapters[request.lora_int_id] = msgspec.structs.replace(request, load_inplace=True)
+            self._adapters[request.key] = msgspec.structs.replace(request, load_inplace=True)
             self._write(Called(method=method, adapter=_without_tensors(request)))
         elif method == _REMOVES_ADAPTER:
             self._adapters.pop(args[0], None)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from penstock.errors import (
+    AdapterNotFound,
     ChatTemplateError,
     ContextTooLong,
     EngineDead,
@@ -117,6 +118,8 @@ def invalid_request(
     fields: names of the request's fields, of which one at the beginning of the text is the `param`.
     names: the client's names of parameters, by the engine's.
     """
+    if isinstance(error, AdapterNotFound):
+        return ApiError(404, str(error), param="model", code="model_not_found")
     # Errors of serialisation have the path from the engine's request on.
     message, param = str(error).removeprefix("sampling_params."), None
     if (match := _PATH.match(message)) is not None:

@@ -80,7 +80,7 @@ async def answer(
         submissions,
         output_kind=kind,
         timeout_s=timeout_s,
-        lora_request=None if model.adapter is None else model.adapter.reference,
+        lora_request=model.adapter,
         trace=model.tracing.begin(http.scope, model.name),
     )
     if not is_stream:
@@ -110,7 +110,6 @@ async def whole_outputs(
             logger.info("%s %s %s", request_id_of(http.scope), submission.prompt, submission.params)
     kind = RequestOutputKind.FINAL_ONLY
     trace = model.tracing.begin(http.scope, model.name)
-    reference = None if adapter is None else adapter.reference
 
     async def finals() -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
@@ -122,7 +121,7 @@ async def whole_outputs(
                 output_kind=kind,
                 timeout_s=timeout_s,
                 begin_s=begin_s,
-                lora_request=reference,
+                lora_request=adapter,
                 trace=trace,
             ) as generation:
                 outputs += await _finals(generation)

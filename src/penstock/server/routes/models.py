@@ -54,4 +54,4 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
 
 def _adapter_card(model: ServedModel, adapter: LoRARequest) -> dict[str, Any]:
     parent = adapter.base_model_name or model.base_name
-    return {**_card(model, adapter.lora_name), "root": adapter.lora_path, "parent": parent}
+    return {**_card(model, adapter.lora_name), "root": adapter.lora_path or "in memory", "parent": parent}

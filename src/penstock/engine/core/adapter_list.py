@@ -1,0 +1,267 @@
+"""List of the LoRA adapters of a deployment: the one place that changes it, in the order of the changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from penstock.contract import Parts, part_of
+from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest
+from penstock.engine.messages import EngineRequest
+from penstock.errors import AdapterNotFound, InvalidRequest, ProcessLost
+
+# Methods of `AdapterList.call`, which callers reach through `collective_rpc`.
+LIST_METHODS = (
+    "add_lora",
+    "prefetch_lora",
+    "offer_loras",
+    "remove_lora",
+    "pin_lora",
+    "known_loras",
+    "take_lora_number",
+)
+
+
+class AdapterListState(msgspec.Struct, frozen=True):
+    """What the list knows, for the owner that replaces a lost one.
+
+    adapters: in the order of their loading, with their identities. pinned: numbers of those that are pinned.
+    offered: numbers that were offered once. replaced: folders of the identities whose weights were replaced in place.
+    last_identity, last_number: the highest that were given out.
+    """
+
+    adapters: list[LoRARequest] = []
+    pinned: frozenset[int] = frozenset()
+    offered: frozenset[int] = frozenset()
+    replaced: dict[int, str] = {}
+    last_identity: int = 0
+    last_number: int = 0
+
+
+class AdapterList:
+    """The adapters that requests may use, by number. Its owner is the client of the cores, or the one core.
+
+    An identity is given to each adapter that is added, and never again: requests carry it, so that no other weights
+    serve them, whichever processes are replaced. A number that is free may be used again; `load_inplace` alone puts
+    other weights under an identity.
+
+    is_enabled: whether the engine has adapters. call: calls a method of the cores' `CoreAdapters` with an adapter that
+    has its identity. state: of the owner before. on_change: called with the state after each change, before its answer.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[str, LoRARequest], list[Any]],
+        *,
+        is_enabled: bool,
+        state: AdapterListState | None = None,
+        on_change: Callable[[AdapterListState], None] = lambda _: None,
+    ) -> None:
+        self._call, self._is_enabled, self._on_change = call, is_enabled, on_change
+        self._state = state or AdapterListState()
+        # Adapters whose loading has begun, which are not listed yet, by number.
+        self._loading: dict[int, LoRARequest] = {}
+
+    def resolve(self, request: EngineRequest) -> EngineRequest:
+        """Return a request whose adapter has its identity and its folder.
+
+        A request that continues keeps the adapter with which it began, also after its removal.
+        Raises AdapterNotFound for one that is not there, InvalidRequest for another one of its number.
+        """
+        parts, part = request.parts, part_of(request.parts, AdapterPart)
+        if parts is None or part is None:
+            return request
+        self._require_enabled()
+        known = self._by_number(part.lora_int_id)
+        identity, folder = part.identity, self._state.replaced.get(part.identity, part.lora_path)
+        if identity:
+            if (known is None or known.identity != identity) and not request.is_admitted:
+                raise AdapterNotFound(f"There is no adapter {part.lora_name!r} ({part.lora_int_id}): it was removed.")
+        elif known is None:
+            known = self._named_by_request(part)
+        elif part.lora_name != known.lora_name or part.lora_path not in ("", known.lora_path):
+            raise InvalidRequest(
+                f"lora_int_id={part.lora_int_id} is {_described(known)}, and the request has {part.lora_name!r} "
+                f"({part.lora_path or 'in memory'}). Give each adapter an id of its own, or remove the other one first."
+            )
+        if known is not None and identity in (0, known.identity):
+            identity, folder = known.identity, known.lora_path
+        resolved = replace(part, identity=identity, lora_path=folder)
+        return replace(request, parts=Parts({**parts, part.feature: resolved}))
+
+    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call one of `LIST_METHODS` by its name."""
+        self._require_enabled()
+        functions: dict[str, Callable[..., list[Any]]] = {
+            "add_lora": self._add,
+            "prefetch_lora": self._prefetch,
+            "offer_loras": self._offer,
+            "remove_lora": self._remove,
+            "pin_lora": self._pin,
+            "known_loras": self._known,
+            "take_lora_number": self._take_number,
+        }
+        return functions[method](*args, **kwargs)
+
+    def calls_of_new_core(self) -> Iterator[tuple[str, LoRARequest]]:
+        """Calls that a replacement core needs; it reads other adapters when their requests need them."""
+        for adapter in self._state.adapters:
+            is_pinned = adapter.lora_int_id in self._state.pinned
+            if adapter.tensors is not None or is_pinned:
+                yield "add_lora", adapter
+            if is_pinned:
+                yield "pin_lora", adapter
+
+    def _add(self, lora_request: LoRARequest, *, owns_name: bool = False) -> list[bool]:
+        """Load an adapter, and list it. owns_name: refuse a name that another number has."""
+        number = lora_request.lora_int_id
+        if owns_name and any(
+            other.lora_name == lora_request.lora_name and other.lora_int_id != number for other in self._state.adapters
+        ):
+            raise InvalidRequest(
+                f"There is an adapter {lora_request.lora_name!r} already. Remove it first, or choose another name."
+            )
+        adapter = self._identified(lora_request)
+        is_new = number in self._loading
+        try:
+            answers = self._call("add_lora", adapter)
+        except ProcessLost:
+            # The caller repeats the call, with the same identity.
+            raise
+        except Exception:
+            self._loading.pop(number, None)
+            raise
+        if is_new or (adapter.load_inplace and any(answers)):
+            self._list(adapter)
+            if not is_new:
+                self._change(replaced={**self._state.replaced, adapter.identity: adapter.lora_path})
+            return [True]
+        return [False]
+
+    def _prefetch(self, lora_request: LoRARequest) -> list[LoRARequest]:
+        """Start loading an adapter, which is listed once it is added. Returns it with its identity."""
+        adapter = self._identified(lora_request)
+        self._call("prefetch_lora", adapter)
+        return [replace(adapter, tensors=None, peft_config=None)]
+
+    def _offer(self, lora_requests: Sequence[LoRARequest]) -> list[None]:
+        """List adapters that are loaded once requests use them; each number once, so that removed ones stay so."""
+        for request in lora_requests:
+            number = request.lora_int_id
+            if number in self._state.offered:
+                continue
+            if self._by_number(number) is not None:
+                (number,) = self._take_number()
+            self._list(self._identified(replace(request, lora_int_id=number)))
+            self._change(offered=self._state.offered | {request.lora_int_id})
+        return [None]
+
+    def _remove(self, lora_id: int) -> list[bool]:
+        adapter = self._by_number(lora_id) or self._loading.get(lora_id)
+        if adapter is None:
+            return [False]
+        while True:
+            try:
+                self._call("remove_lora", adapter)
+                break
+            except ProcessLost:
+                # The core that replaces the lost one may have loaded it again.
+                continue
+        self._loading.pop(lora_id, None)
+        self._change(adapters=self._others(lora_id), pinned=self._state.pinned - {lora_id})
+        return [True]
+
+    def _pin(self, lora_id: int) -> list[bool]:
+        adapter = self._by_number(lora_id)
+        if adapter is None or not all(self._call("pin_lora", adapter)):
+            return [False]
+        self._change(pinned=self._state.pinned | {lora_id})
+        return [True]
+
+    def _known(self) -> list[list[LoRARequest]]:
+        """The adapters by number, without tensors."""
+        adapters = sorted(self._state.adapters, key=lambda one: one.lora_int_id)
+        return [[replace(one, tensors=None, peft_config=None) for one in adapters]]
+
+    def _take_number(self) -> list[int]:
+        """A number that no adapter of this deployment has had, for a caller that chooses none."""
+        number = self._state.last_number + 1
+        if number > MAX_NUMBER:
+            number = next(
+                one for one in itertools.count(1) if self._by_number(one) is None and one not in self._loading
+            )
+        self._change(last_number=max(self._state.last_number, number))
+        return [number]
+
+    def _identified(self, request: LoRARequest) -> LoRARequest:
+        """The adapter with the identity of its number; with a new one if the number is free.
+
+        Raises InvalidRequest for another adapter than the number's, unless it is to be replaced.
+        """
+        if not request.has_weights:
+            raise InvalidRequest(
+                f"The adapter {request.lora_name!r} has neither lora_path nor tensors. Give lora_path, or tensors and "
+                "peft_config."
+            )
+        number = request.lora_int_id
+        known = self._by_number(number)
+        if known is not None:
+            if not request.load_inplace and not _is_same(known, request):
+                raise InvalidRequest(
+                    f"lora_int_id={number} is {_described(known)} already. Give each adapter an id of its own, remove "
+                    "the other one first, or replace it with load_inplace=True."
+                )
+            return replace(request, identity=known.identity)
+        loading = self._loading.get(number)
+        if loading is None or not _is_same(loading, request) or loading.tensors is not request.tensors:
+            last_number = max(self._state.last_number, number)
+            self._change(last_identity=self._state.last_identity + 1, last_number=last_number)
+            loading = replace(request, identity=self._state.last_identity, load_inplace=False)
+            self._loading[number] = loading
+        return loading
+
+    def _named_by_request(self, part: AdapterPart) -> LoRARequest:
+        """List the adapter of a request that names its folder."""
+        if not part.lora_path:
+            raise AdapterNotFound(
+                f"There is no adapter {part.lora_name!r} ({part.lora_int_id}), and the request has no lora_path. "
+                "Add it first (add_lora)."
+            )
+        adapter = self._identified(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path))
+        self._list(adapter)
+        return adapter
+
+    def _by_number(self, number: int) -> LoRARequest | None:
+        return next((one for one in self._state.adapters if one.lora_int_id == number), None)
+
+    def _others(self, number: int) -> list[LoRARequest]:
+        return [one for one in self._state.adapters if one.lora_int_id != number]
+
+    def _list(self, adapter: LoRARequest) -> None:
+        """Let requests use an adapter. The last one is loaded last by a new core, and so stays longest."""
+        number = adapter.lora_int_id
+        self._loading.pop(number, None)
+        self._change(adapters=[*self._others(number), replace(adapter, load_inplace=False)])
+
+    def _change(self, **fields: Any) -> None:
+        self._state = replace(self._state, **fields)
+        self._on_change(self._state)
+
+    def _require_enabled(self) -> None:
+        if not self._is_enabled:
+            raise InvalidRequest(
+                "LoRA adapters are not enabled in this engine. Start it with enable_lora=True, or leave lora_request "
+                "out."
+            )
+
+
+def _is_same(known: LoRARequest, other: LoRARequest) -> bool:
+    return (known.lora_name, known.lora_path) == (other.lora_name, other.lora_path)
+
+
+def _described(adapter: LoRARequest) -> str:
+    return f"the adapter {adapter.lora_name!r} ({adapter.lora_path or 'in memory'})"
