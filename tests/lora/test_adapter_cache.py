@@ -12,6 +12,13 @@ from penstock.lora.cache import AdapterCache
 IDS = st.integers(1, 6)
 
 
+def write_nothing(_: int) -> None: ...
+
+
+def fail(_: int) -> None:
+    raise OverflowError("the weights do not fit")
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Compares the cache with a model of it: which adapters may leave, and which must not."""
 
@@ -65,13 +72,24 @@ class CacheMachine(RuleBasedStateMachine):
         num_taken = len({*before.values(), *(slot for slot, _ in self.users)})
         if lora_id not in before and num_taken == self.cache.num_slots and not self.may_leave(set(before)):
             with pytest.raises(InvalidRequest, match="max_loras"):
-                self.cache.acquire(lora_id)
+                self.cache.acquire(lora_id, write_nothing)
             return
-        slot, is_new = self.cache.acquire(lora_id)
-        assert is_new is (lora_id not in before)
-        assert is_new or slot == before[lora_id]
-        assert not is_new or slot not in {used for used, _ in self.users}
+        written: list[int] = []
+        slot = self.cache.acquire(lora_id, written.append)
+        assert written == ([] if lora_id in before else [slot])
+        assert written or slot == before[lora_id]
+        assert not written or slot not in {used for used, _ in self.users}
         self.users.append((slot, lora_id))
+
+    @rule(lora_id=IDS)
+    def acquire_a_slot_that_cannot_be_written(self, lora_id: int) -> None:
+        """Neither slot nor user is taken, as the invariants and later calls of `acquire` see."""
+        before = self.cache.slots
+        if lora_id not in self.values or lora_id in before:
+            return
+        with pytest.raises((InvalidRequest, OverflowError)):
+            self.cache.acquire(lora_id, fail)
+        assert lora_id not in self.cache.slots
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -109,11 +127,25 @@ def test_the_least_recently_used_adapter_makes_room() -> None:
 def test_a_removed_adapter_keeps_its_slot_while_a_request_uses_it() -> None:
     cache: AdapterCache[str] = AdapterCache(2, 1)
     cache.put(1, "a")
-    slot, _ = cache.acquire(1)
+    slot = cache.acquire(1, write_nothing)
     cache.remove(1)
     # Another adapter of the same id is another one.
     cache.put(1, "b")
     with pytest.raises(InvalidRequest, match="max_loras=1"):
-        cache.acquire(1)
+        cache.acquire(1, write_nothing)
     cache.release(slot)
-    assert cache.acquire(1) == (0, True)
+    written: list[int] = []
+    assert cache.acquire(1, written.append) == 0
+    assert written == [0]
+
+
+def test_a_slot_that_cannot_be_written_is_free_afterwards() -> None:
+    cache: AdapterCache[str] = AdapterCache(2, 1)
+    for lora_id in (1, 2):
+        cache.put(lora_id, "a")
+    for _ in range(3):
+        with pytest.raises(OverflowError):
+            cache.acquire(1, fail)
+    assert cache.remove(1)
+    cache.release(cache.acquire(2, write_nothing))
+    assert cache.acquire(2, fail) == 0

@@ -46,6 +46,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "incomplete": (lambda: read(tensors(**{f"{Q}.lora_B.weight": None})), "only A of the matrices"),
     "unknown": (lambda: read(tensors(**{f"{Q}.lora_magnitude_vector": torch.ones(2, 2)})), "lora_magnitude_vector"),
     "integers": (lambda: read(tensors(**{f"{Q}.lora_A.weight": torch.ones(4, 64, dtype=torch.int8)})), "torch.int8"),
+    "twice": (
+        lambda: read(tensors(**{f"{Q}.lora_A.weight".removeprefix("base_model.model."): torch.zeros(4, 64)})),
+        "has model.layers.1.self_attn.q_proj.lora_A.weight twice",
+    ),
+    "alpha-beyond-a-double": (lambda: read(tensors(), lora_alpha=10**400), "Allowed: positive numbers"),
+    "rank-beyond-a-double": (lambda: read(tensors(), r=10**400), "Allowed: positive numbers"),
     "empty": (lambda: read({}), "no tensors"),
 }
 
@@ -55,6 +61,36 @@ def test_a_tensor_that_does_not_fit_is_an_error_that_names_it(case: str) -> None
     make, message = WRONG[case]
     with pytest.raises(CheckpointError, match=message):
         make()
+
+
+INFINITE: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    "scaling": ({}, {"lora_alpha": 1e300}),
+    "scaled": ({f"{Q}.lora_B.weight": torch.full((64, 4), 1e30)}, {"lora_alpha": 1e20}),
+    "inf": ({f"{Q}.lora_A.weight": torch.full((4, 64), float("inf"))}, {}),
+    "nan": ({f"{Q}.lora_B.weight": torch.full((64, 4), float("nan"))}, {}),
+}
+
+
+@pytest.mark.parametrize("case", INFINITE)
+def test_weights_that_are_not_finite_once_scaled_are_refused(case: str, tables: AdapterTables) -> None:
+    changes, config = INFINITE[case]
+    with pytest.raises(CheckpointError, match="'a' has matrices of model.layers.1.self_attn.q_proj with values up to"):
+        tables.pack("a", read(tensors(**changes), **config))
+
+
+def test_weights_are_finite_in_the_dtype_in_which_they_are_kept(tmp_path: Path) -> None:
+    model = load(save_checkpoint(tiny_model("llama"), tmp_path))
+    config = LoRAConfig(enable_lora=True, lora_dtype="float16")
+    half = AdapterTables(model, config, torch.device("cpu"), torch.float32)
+    with pytest.raises(CheckpointError, match=r"up to 100000 .*torch.float16"):
+        half.pack("a", read(tensors(**{f"{Q}.lora_A.weight": torch.full((4, 64), 1e5)})))
+
+
+@pytest.mark.parametrize("path", ["x" * 100_000, "~nobody-of-this-name/adapter", "adapter\0"])
+def test_a_path_that_cannot_be_is_an_error_that_names_it(path: str) -> None:
+    with pytest.raises(CheckpointError, match="The adapter 'a' ") as refused:
+        read_adapter(LoRARequest("a", 1, path), 16)
+    assert len(str(refused.value)) < 1000
 
 
 def test_a_module_that_the_model_lacks_is_an_error_that_names_it(tables: AdapterTables) -> None:

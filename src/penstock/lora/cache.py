@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from penstock.errors import InvalidRequest
@@ -58,7 +59,7 @@ class AdapterCache(Generic[_Value]):
             victim = next((one for one in self._values if self._may_leave(one)), None)
             if victim is None:
                 raise InvalidRequest(
-                    f"There is no room for the adapter {lora_id}: {self.capacity} adapters are in host memory "
+                    f"There is no room for another adapter: {self.capacity} adapters are in host memory "
                     "(max_cpu_loras), and all of them are pinned or in use. Raise max_cpu_loras, or remove one."
                 )
             self.remove(victim)
@@ -87,24 +88,27 @@ class AdapterCache(Generic[_Value]):
             return False
         if len(self._pinned | {lora_id}) > self.num_slots:
             raise InvalidRequest(
-                f"The adapter {lora_id} cannot be pinned: {len(self._pinned)} adapters are pinned, and max_loras is "
-                f"{self.num_slots}."
+                f"Another adapter cannot be pinned: {len(self._pinned)} are pinned, and max_loras is {self.num_slots}."
             )
         self._pinned.add(lora_id)
         return True
 
-    def acquire(self, lora_id: int) -> tuple[int, bool]:
-        """Count a request as a user of an adapter on the host; returns its slot, and whether that is new.
+    def acquire(self, lora_id: int, write: Callable[[int], None]) -> int:
+        """Count a request as a user of an adapter on the host; returns its slot.
 
+        write: fills a slot that is new; where it raises, neither slot nor user is taken.
         Raises InvalidRequest when all slots are taken by pinned adapters and by those of running requests.
         """
         self._values.move_to_end(lora_id)
-        slot, is_new = self._slots.get(lora_id), False
+        slot = self._slots.get(lora_id)
         if slot is None:
-            slot, is_new = self._take_slot(lora_id), True
+            slot = self._free_slot()
+            write(slot)
+            self._free_slots.remove(slot)
+            self._slots[lora_id] = slot
         self._slots.move_to_end(lora_id)
         self._users[slot] += 1
-        return slot, is_new
+        return slot
 
     def release(self, slot: int) -> None:
         """Undo an `acquire`, which gave this slot."""
@@ -113,17 +117,17 @@ class AdapterCache(Generic[_Value]):
         if not self._users[slot] and slot not in self._slots.values():
             self._free_slots.append(slot)
 
-    def _take_slot(self, lora_id: int) -> int:
+    def _free_slot(self) -> int:
+        """A free slot, if need be of an adapter that makes room."""
         if not self._free_slots:
             victim = next((one for one in self._slots if self._may_leave(one)), None)
             if victim is None:
                 raise InvalidRequest(
-                    f"There is no slot for the adapter {lora_id}: all of max_loras={self.num_slots} are taken by "
-                    "pinned adapters and running requests."
+                    f"There is no slot for another adapter: all of max_loras={self.num_slots} are taken by pinned "
+                    "adapters and running requests."
                 )
             self._free_slots.append(self._slots.pop(victim))
-        slot = self._slots[lora_id] = self._free_slots.pop()
-        return slot
+        return self._free_slots[-1]
 
     def _may_leave(self, lora_id: int) -> bool:
         slot = self._slots.get(lora_id)

@@ -27,7 +27,7 @@ class AdapterManager:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
 
     def add(self, request: LoRARequest) -> bool:
-        """Load an adapter; False if there is one of this id, which `load_inplace` replaces.
+        """Load an adapter; False if there is one of its key, which `load_inplace` replaces.
 
         Raises CheckpointError or UnsupportedFeature for an adapter that cannot be loaded, InvalidRequest without room.
         """
@@ -37,12 +37,12 @@ class AdapterManager:
             return False
         path, staged = self._staged.pop(request.key, ("", None))
         loaded = self._load(request) if staged is None or path != request.lora_path else staged.result()
+        slot = self._cache.slots.get(request.key)
+        if slot is not None:
+            self._replace(slot, loaded, known)
         done: Future[PackedModelAdapter] = Future()
         done.set_result(loaded)
         self._cache.put(request.key, done)
-        slot = self._cache.slots.get(request.key)
-        if slot is not None:
-            self.tables.write(slot, loaded)
         return True
 
     def prefetch(self, request: LoRARequest) -> None:
@@ -92,22 +92,19 @@ class AdapterManager:
 
     def acquire(self, part: AdapterPart) -> tuple[int, PackedModelAdapter]:
         """Return the slot of a request's adapter, loading it where needed, and the adapter; `release` follows."""
-        lora_id = part.key
-        if self._cache.get(lora_id) is None:
+        key = part.key
+        if self._cache.get(key) is None:
             if not part.lora_path:
                 raise InvalidRequest(
-                    f"The adapter {part.lora_name!r} ({part.lora_int_id}) was removed or has made room for others, and it has "
-                    "no lora_path. Add it again, or pin it."
+                    f"The adapter {part.lora_name!r} ({part.lora_int_id}) was removed or has made room for others, and "
+                    "it has no lora_path. Add it again, or pin it."
                 )
             # Other adapters have taken its place in host memory since the request was admitted.
             self.prefetch(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path, identity=part.identity))
-        loading = self._cache.get(lora_id)
+        loading = self._cache.get(key)
         assert loading is not None, "it was put there"
-        loaded = self._loaded(lora_id, loading)
-        slot, is_new = self._cache.acquire(lora_id)
-        if is_new:
-            self.tables.write(slot, loaded)
-        return slot, loaded
+        loaded = self._loaded(key, loading)
+        return self._cache.acquire(key, lambda slot: self.tables.write(slot, loaded)), loaded
 
     def release(self, slot: int) -> None:
         """Note that a request does not use the adapter of this slot any more."""
@@ -116,6 +113,15 @@ class AdapterManager:
     def close(self) -> None:
         """End the thread that loads."""
         self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def _replace(self, slot: int, loaded: PackedModelAdapter, before: Future[PackedModelAdapter] | None) -> None:
+        """Write other weights of an adapter into its slot, or leave those of before there."""
+        try:
+            self.tables.write(slot, loaded)
+        except Exception:
+            if before is not None:
+                self.tables.write(slot, before.result())
+            raise
 
     def _loaded(self, lora_id: int, loading: Future[PackedModelAdapter]) -> PackedModelAdapter:
         """Wait for an adapter, which is forgotten if it cannot be loaded."""

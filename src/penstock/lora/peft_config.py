@@ -149,7 +149,12 @@ def _check_pattern(name: str, field: str, pattern: object, *types: type) -> None
 
 
 def _is_positive(value: Any, *types: type) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool) and 0 < value < math.inf  # type: ignore[operator]
+    if not isinstance(value, types) or isinstance(value, bool):
+        return False
+    try:
+        return 0.0 < float(value) < math.inf  # type: ignore[arg-type]
+    except OverflowError:
+        return False
 
 
 def _end_of_name(key: str) -> str:

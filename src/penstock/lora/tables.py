@@ -107,6 +107,7 @@ class AdapterTables:
         pieces: dict[int, list[PackedAdapter | None]] = {}
         embedding_a: Tensor | None = None
         for module, low_rank in matrices.items():
+            self._check_finite(name, module, low_rank)
             where = self._places[module]
             if where is None:
                 continue
@@ -126,6 +127,17 @@ class AdapterTables:
                 packed = layer.adapters.table.pack(a_RI, b_OR, low_rank.scaling)
             pieces.setdefault(number, [None] * len(layer.places))[piece] = packed
         return PackedModelAdapter(pieces, embedding_a, not self._head.isdisjoint(pieces))
+
+    def _check_finite(self, name: str, module: str, low_rank: LowRank) -> None:
+        """Raise CheckpointError for matrices or a scaling beyond the dtypes in which they are kept and multiplied."""
+        kept, computed = torch.finfo(self._dtype).max, torch.finfo(self._compute_dtype).max
+        a, b, scaling = _largest(low_rank.a), _largest(low_rank.b), low_rank.scaling
+        if not (a <= kept and b <= kept and scaling <= computed and b * scaling <= computed):
+            raise CheckpointError(
+                f"The adapter {name!r} has matrices of {module} with values up to {a:g} and {b:g}, and a scaling of "
+                f"{scaling:g}. Allowed: finite values, also when scaled, of {self._dtype} and {self._compute_dtype}. "
+                "Check its tensors, and lora_alpha and r in its adapter_config.json."
+            )
 
     def write(self, slot: int, adapter: PackedModelAdapter) -> None:
         """Put an adapter into a slot of every table."""
@@ -222,6 +234,11 @@ def _by_module(model: nn.Module, config: LoRAConfig) -> list[dict[str, str | Non
         if module is None or isinstance(module, (LinearLayer, VocabEmbedding)):
             found.setdefault(name if module is None else id(module), {})[name] = shard
     return list(found.values())
+
+
+def _largest(matrix: Tensor) -> float:
+    """Largest magnitude in a matrix; NaN if it has one."""
+    return float(matrix.abs().max()) if matrix.numel() else 0.0
 
 
 def _check_base(name: str, module: str, base: Tensor, layer: LinearLayer | VocabEmbedding, place: AdapterPlace) -> None:
