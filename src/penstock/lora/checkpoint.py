@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.json_file import shown
 from penstock.contract.lora import LoRARequest
 from penstock.errors import CheckpointError
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
@@ -44,11 +45,19 @@ def read_adapter(
     """
     name = request.lora_name
     if request.tensors is None:
-        fields, tensors = _read_folder(name, Path(request.lora_path).expanduser())
+        try:
+            fields, tensors = _read_folder(name, Path(request.lora_path).expanduser())
+        except (OSError, RuntimeError) as error:
+            # A path that is too long, or of a user that is not there; a folder that must not be read.
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"The adapter {name!r} cannot be read from lora_path={shown(request.lora_path)}: {reason}. Allowed: a "
+                "folder in PEFT's format."
+            ) from error
     else:
         fields, tensors = request.peft_config or {}, request.tensors.items()
     config = PeftConfig.read(name, fields)
-    matrices = {named(module): found for module, found in _by_module(name, tensors).items()}
+    matrices = _by_module(name, tensors, named)
     if not matrices:
         raise CheckpointError(f"The adapter {name!r} has no tensors.")
     config = config.matched(name, [*matrices, *(stacked.names if config.target_parameters else ())])
@@ -56,7 +65,10 @@ def read_adapter(
     for module, found in matrices.items():
         pair = found.get("A"), found.get("B")
         of_modules = stacked.split(name, module, pair, config, max_rank) if config.target_parameters else None
-        read.update(of_modules or {module: _low_rank(name, module, found, config, max_rank)})
+        for one, low_rank in (of_modules or {module: _low_rank(name, module, found, config, max_rank)}).items():
+            if one in read:
+                raise _given_twice(name, f"matrices of {one}")
+            read[one] = low_rank
     return read
 
 
@@ -69,8 +81,10 @@ def _read_folder(name: str, folder: Path) -> tuple[Mapping[str, Any], Iterable[t
     raise CheckpointError(f"The adapter {name!r} has neither {_WEIGHTS} nor {_OLD_WEIGHTS} in {folder}.")
 
 
-def _by_module(name: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Sort tensors by module and kind: "A", "B" (of an embedding "embedding A" …), and "base"."""
+def _by_module(
+    name: str, tensors: Iterable[tuple[str, Tensor]], named: Callable[[str], str]
+) -> dict[str, dict[str, Tensor]]:
+    """Sort tensors by module of the model and kind: "A", "B" (of an embedding "embedding A" …), and "base"."""
     found: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for tensor_name, tensor in tensors:
@@ -84,7 +98,10 @@ def _by_module(name: str, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, di
                 f"The adapter {name!r} has {tensor_name} as {list(tensor.shape)} in {tensor.dtype}. Allowed: matrices "
                 "in float32, bfloat16 or float16."
             )
-        found.setdefault(match["module"], {})[kind] = tensor
+        of_module = found.setdefault(named(match["module"]), {})
+        if kind in of_module:
+            raise _given_twice(name, tensor_name)
+        of_module[kind] = tensor
     if unknown:
         raise CheckpointError(
             f"The adapter {name!r} has {len(unknown)} tensors that are no LoRA matrices: {some_of(unknown)}. Train it "
@@ -110,6 +127,12 @@ def _low_rank(name: str, module: str, matrices: Mapping[str, Tensor], config: Pe
         )
     check_rank(name, module, rank, max_rank)
     return LowRank(a, b, config.scaling_of(module), is_embedding, matrices.get("base"))
+
+
+def _given_twice(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"The adapter {name!r} has {what} twice, such as under two names of its module. Leave one of them out."
+    )
 
 
 def some_of(names: list[str]) -> str:
