@@ -6,10 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
+from penstock.kernels.activation import silu_and_mul
+from penstock.kernels.experts import ExpertWeights, mixture_reference
 from penstock.kernels.native import NATIVE
-from penstock.layers.experts import SIGMOID, SOFTMAX, SPARSEMIXER, ExpertRows, Experts, Routing
+from penstock.layers.experts import SIGMOID, SOFTMAX, SPARSEMIXER, ExpertRows, Experts, Routing, note_changes
+from penstock.layers.linear import LinearLayer, OneDnnMethod
 from penstock.parallel import ParallelState
 from support.answers import patient
 
@@ -140,3 +144,46 @@ def test_the_sum_is_that_of_each_tokens_experts(experts: Experts, chosen: list[l
             for expert, weight in zip(token, weights[row], strict=True)
         )
         torch.testing.assert_close(found[row], expected)
+
+
+class ByAddress:
+    """Grouped products that read weights of experts as they were when these products were made, as a GPU's do."""
+
+    def __init__(self, weights: ExpertWeights, *_: object, **__: object) -> None:
+        self._weights = [[one.values.clone() for one in given] for given in (weights.gate_up, weights.down)]
+
+    runs = takes = staticmethod(lambda *_: True)
+
+    def mixture(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return mixture_reference(hidden_TD, experts_TK, weights_TK, *self._weights, silu_and_mul)
+
+
+@pytest.mark.parametrize("layer", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("way", ["taken again", "other memory", "packed"])
+def test_grouped_products_notice_a_new_weight_of_any_expert(
+    layer: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.layers.experts.GroupedExperts", ByAddress)
+    experts = Experts(6, 16, 24, activation="silu", parallel=ParallelState())
+    generator = torch.Generator().manual_seed(4)
+    for parameter in experts.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    hidden = torch.randn(5, 16, generator=generator)
+    chosen, weights = torch.tensor([[1, 2]] * 5), torch.rand(5, 2, generator=generator)
+    before = experts.partial(hidden, chosen, weights)
+    changed: LinearLayer = getattr(experts[2], layer)
+    if way == "taken again":
+        changed.take_weight(changed.weight * 2)
+    elif way == "other memory":
+        changed.weight.data = changed.weight * 2
+        # As the runner does after calls that may change the model.
+        note_changes(experts)
+    else:
+        changed.take_weight(changed.weight * 2)
+        experts.partial(hidden, chosen, weights)
+        changed.method = OneDnnMethod()
+        changed.method.process_weights_after_loading(changed)
+    found = experts.partial(hidden, chosen, weights)
+    experts.are_grouped = False
+    torch.testing.assert_close(found, experts.partial(hidden, chosen, weights))
+    assert not torch.allclose(found, before)

@@ -5,7 +5,6 @@ Suffixes: T tokens, D hidden size, E experts, K experts of a token, N rows of on
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
 from penstock.kernels.rows import sum_rows
 from penstock.layers.adapters import ADAPTER_SLOTS, AdapterRouting
-from penstock.layers.linear import LinearLayer, held_weight
+from penstock.layers.linear import LinearLayer, WeightChanges
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
@@ -193,8 +192,11 @@ class Experts(nn.ModuleList):
         self.are_grouped = True
         self._weighs_inputs = weighs_inputs
         self._grouped: GroupedExperts | None = None
-        # The first and the last weight of these products, which others replace when weights are loaded anew.
-        self._ends: list[tuple[Callable[[], Tensor | None], int]] = [(lambda: None, 0)] * 2
+        # Replacements of any expert's weights, and their number when these products were made.
+        self._changes = WeightChanges()
+        self._grouped_at = -1
+        for mlp in cast("list[GatedMLP]", list(self)):
+            mlp.gate_up_proj.changes = mlp.down_proj.changes = self._changes
 
     def partial(
         self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, adapters: AdapterRouting | None = None
@@ -230,13 +232,13 @@ class Experts(nn.ModuleList):
         """Grouped products of these experts; None where there are none for their device, weights or activation."""
         if not self.are_grouped or not GroupedExperts.runs(hidden_TD, self._activation):
             return None
-        first, last = cast("GatedMLP", self[0]).gate_up_proj, cast("GatedMLP", self[-1]).down_proj
-        held = held_weight(first), held_weight(last)
-        ends = [(of(), address) for of, address in self._ends]
-        if any(of is not now or address != now.data_ptr() for (of, address), now in zip(ends, held, strict=True)):
-            self._ends = [(weakref.ref(weight), weight.data_ptr()) for weight in held]
-            self._grouped = self._group(hidden_TD.dtype)
+        if self._grouped_at != self._changes.count:
+            self._grouped, self._grouped_at = self._group(hidden_TD.dtype), self._changes.count
         return self._grouped
+
+    def note_changes(self) -> None:
+        """Note that the memory of weights may have been replaced, which layers do not see."""
+        self._changes.count += 1
 
     def _group(self, dtype: torch.dtype) -> GroupedExperts | None:
         """Grouped products of the weights as they are now, for this dtype of hidden states."""
@@ -251,6 +253,13 @@ class Experts(nn.ModuleList):
         if not GroupedExperts.takes(experts, dtype):
             return None
         return GroupedExperts(experts, self._activation, is_invariant=gate_up[0].batch_invariant)
+
+
+def note_changes(model: object) -> None:
+    """Note that weights of a model may have other memory than before."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, Experts):
+            module.note_changes()
 
 
 class SharedExpert(GatedMLP):

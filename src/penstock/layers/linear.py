@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -152,10 +152,11 @@ class PackedMethod(LinearMethod):
         return self.multiply(x_TI, self.packed_OI, layer.output_size, layer.bias)
 
 
-def held_weight(layer: LinearLayer) -> Tensor:
-    """The tensor that holds the layer's weight now, packed or as loaded."""
-    packed_OI = layer.method.packed_OI if isinstance(layer.method, PackedMethod) else None
-    return layer.weight if packed_OI is None else packed_OI
+class WeightChanges:
+    """Count of the replacements of some layers' weights, for products that have the addresses of all of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class OneDnnMethod(PackedMethod):
@@ -313,7 +314,7 @@ class LinearLayer(nn.Module):
     here that are hundreds of times the mean, so that errors of their weights count most. scalable_inputs: producer of
     the inputs, where it can scale them exactly; None elsewhere. has_smoothed_inputs: whether it has scaled
     them for quantisation. batch_invariant: rows of a product depend on no other rows, on a GPU too. adapters: LoRA
-    adapters; None without.
+    adapters; None without. changes: counts the replacements of weight and bias; None without.
     """
 
     weight: nn.Parameter
@@ -328,6 +329,7 @@ class LinearLayer(nn.Module):
     scalable_inputs: ScalableInputs | None = None
     has_smoothed_inputs = False
     adapters: LinearAdapters | None = None
+    changes: WeightChanges | None = None
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -336,6 +338,11 @@ class LinearLayer(nn.Module):
         self.method: LinearMethod = PlainMethod()
         self.weight = new_parameter(output_size, input_size)
         self.bias = new_parameter(output_size) if bias else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if self.changes is not None and name in ("weight", "bias", "method"):
+            self.changes.count += 1
 
     def forward(self, x_TI: Tensor) -> Tensor:
         out_TO = self.method.apply(self, x_TI)

@@ -17,6 +17,7 @@ from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, Sched
 from penstock.contract.step_checks import StepChecks
 from penstock.device import Device
 from penstock.errors import UnsupportedFeature
+from penstock.layers.experts import note_changes
 from penstock.models.interface import LanguageModel
 from penstock.observability.spans import EXECUTABLES, NO_SPANS, STEPS, Spans
 from penstock.parallel import NO_AGREEMENT, Agreement
@@ -202,6 +203,7 @@ class ModelRunner:
         """Drop recorded programs: the model or its weights have changed."""
         self.frames.forget_executables()
         self.executable.forget()
+        note_changes(self.model)
 
     def _make_executable(self, fast_paths: bool, graphs: GraphConfig) -> ForwardExecutable:
         if not fast_paths:

@@ -21,7 +21,7 @@ from penstock.kernels.activation import ClampedSwiglu, GatedActivation, gelu_tan
 from penstock.kernels.experts import ExpertWeights, GroupedExperts, mixture_reference
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts
 from penstock.kernels.triton.experts import ExpertTiles
-from penstock.layers.experts import ExpertRows, MoE, Routing
+from penstock.layers.experts import ExpertRows, MoE, Routing, note_changes
 from penstock.layers.linear import LinearLayer, process_weights_after_loading, restore_weights
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.loader.quantized.choose import choose_rounding
@@ -129,6 +129,8 @@ def test_a_layer_takes_them_and_notices_new_weights() -> None:
     for scale in (1.0, 2.0):
         for parameter in layer.experts.parameters():
             parameter.data = _random(*parameter.shape) * scale
+        # As the runner does after calls that may change the model.
+        note_changes(layer)
         found = layer.experts.partial(hidden_TD, *chosen)
         mlps = list(layer.experts)
         weights = [m.gate_up_proj.weight for m in mlps], [m.down_proj.weight for m in mlps]
