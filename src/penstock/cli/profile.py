@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from penstock.cli import options
 from penstock.cli.api_key import authorization
 from penstock.cli.failures import check_writable, file_named, readable_errors
 from penstock.cli.process import begin_collection
+from penstock.config.temporary_folder import TemporaryFolder
 from penstock.errors import ConfigError
 from penstock.observability.printable import one_line
 
@@ -52,9 +52,9 @@ def profile(
         if name in engine:
             raise ConfigError(f"{name}={engine[name]!r} is not an option of penstock profile. Give --output FILE.")
     check_writable("--output", output)
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryFolder("penstock-profile-") as temporary:
         is_compressed = output.suffix == ".gz"
-        traced = {"profiler": "steps", "profiler_dir": folder, "profiler_use_gzip": is_compressed}
+        traced = {"profiler": "steps", "profiler_dir": str(temporary.path), "profiler_use_gzip": is_compressed}
         config = EngineConfig.create(model, **engine, **traced)
         paths = _run(config, num_prompts, input_len, output_len, seed)
         copies = [output] if len(paths) == 1 else [output.with_name(f"{n}-{output.name}") for n in range(len(paths))]

@@ -9,10 +9,8 @@ import logging
 import math
 import queue
 import resource
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
+from penstock.config.temporary_folder import TemporaryFolder
 from penstock.contract import encode
 from penstock.engine.messages import (
     AdaptersChanged,
@@ -118,7 +117,8 @@ class Launcher:
         self._network.check_certificates()
         _raise_open_files_limit()
         handlers = {number: signal.signal(number, self._on_signal) for number in _ending_signals()}
-        folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        temporary = TemporaryFolder("penstock-")
+        folder = temporary.path
         if self._options.response_store_dir is None:
             self._options = dataclasses.replace(self._options, response_store_dir=str(folder / "responses"))
         starter = ProcessStarter()
@@ -130,7 +130,7 @@ class Launcher:
                 self._serve(folder, http, listener, starter)
         finally:
             starter.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            temporary.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.config.temporary_folder import TemporaryFolder
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
 
@@ -47,10 +48,9 @@ class ResponseStore:
     def __init__(self, options: ServerOptions) -> None:
         self._max_responses = options.max_stored_responses
         self._max_bytes = options.max_stored_response_bytes
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if options.response_store_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="penstock-responses-")
-            self._folder = Path(self._temporary.name)
+            self._temporary = TemporaryFolder("penstock-responses-")
+            self._folder = self._temporary.path
             return
         self._folder = Path(options.response_store_dir)
         try:
