@@ -116,6 +116,25 @@ def test_an_option_that_asks_for_a_feature_is_refused_by_its_name(name: str, mod
         assert part in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "nothing", "asks"),
+    [
+        ("limit_mm_per_prompt", {"image": 0, "video": {"count": 0}}, {"image": 0, "audio": 1}),
+        ("limit_mm_per_prompt", {}, {"image": {"count": 1}}),
+        ("eplb_config", {}, {"window_size": 1000}),
+        ("all2all_backend", "allgather_reducescatter", "deepep_low_latency"),
+        ("data_parallel_backend", "mp", "ray"),
+        ("mm_processor_kwargs", None, {"num_crops": 4}),
+    ],
+)
+def test_a_collection_asks_for_a_feature_where_one_of_its_values_does(
+    name: str, nothing: Any, asks: Any, model: str
+) -> None:
+    assert EngineConfig.create(model, **{name: nothing}) == EngineConfig.create(model)
+    with pytest.raises(UnsupportedFeature, match=f"^{name}="):
+        EngineConfig.create(model, **{name: asks})
+
+
 @pytest.mark.parametrize("name", of_kind("options", refused=True))
 def test_a_flag_of_a_command_means_the_option(name: str, model: str) -> None:
     value = asking(OPTIONS[name])

@@ -79,6 +79,14 @@ def test_the_command_line_takes_json() -> None:
     [
         ({"model": "ngram"}, "ngram", None),
         ({"model": "suffix", "num_speculative_tokens": 3}, "suffix", None),
+        ({"model": "[ngram]"}, "ngram", None),
+        ({"method": "[ngram]", "num_speculative_tokens": 2}, "ngram", None),
+        ({"model": "ngram_gpu"}, "ngram", None),
+        ({"model": "mtp"}, "mtp", None),
+        ({"method": "qwen3_next_mtp"}, "mtp", None),
+        ({"model": "deepseek_mtp"}, "mtp", None),
+        ({"model": "eagle3"}, "eagle3", None),
+        ({"method": "eagle", "model": "./eagle"}, "eagle", "./eagle"),
         ({"method": "ngram", "model": "ngram"}, "ngram", None),
         ({"method": "ngram", "draft_tensor_parallel_size": 1}, "ngram", None),
         ({"model": "some/small-llama", "draft_tensor_parallel_size": None}, "draft_model", "some/small-llama"),
@@ -90,6 +98,13 @@ def test_the_command_line_takes_json() -> None:
 def test_forms_of_vllm_are_accepted(given: dict[str, Any], method: str, model: str | None) -> None:
     config = SpeculativeConfig.from_option(given)
     assert (config.method, config.model) == (method, model)
+
+
+@pytest.mark.parametrize("name", ["medusa", "mlp_speculator", "dflash"])
+def test_a_method_that_is_not_here_is_no_folder(name: str) -> None:
+    for given in ({"model": name}, {"method": name}, {"method": name, "model": "x/y"}):
+        with pytest.raises(ConfigError, match=f"method of speculative_config='{name}'.*Allowed: ngram"):
+            SpeculativeConfig.from_option(given)
 
 
 def test_ranks_of_the_drafter_are_refused_by_name() -> None:

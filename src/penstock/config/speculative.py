@@ -16,8 +16,9 @@ HOST_METHODS = ("ngram", "suffix")
 HEAD_METHODS = ("eagle", "eagle3", "mtp")
 MODEL_METHODS = ("draft_model", *HEAD_METHODS)
 METHODS = HOST_METHODS + MODEL_METHODS
-# Older name in vLLM.
-_MTP_OF_DEEPSEEK = "deepseek_mtp"
+# Other names in vLLM, besides those of MTP by model family, such as deepseek_mtp; and methods that are not here.
+_OTHER_NAMES = {"[ngram]": "ngram", "ngram_gpu": "ngram"}
+_METHODS_OF_VLLM = ("medusa", "mlp_speculator", "dflash", "extract_hidden_states", "custom_class")
 REJECTION_SAMPLE_METHODS = ("exact", "standard", "synthetic")
 # Default draft lengths. For "suffix" it is the depth of the tree.
 _DEFAULT_NUM_TOKENS = {"ngram": 5, "draft_model": 4, "eagle": 3, "eagle3": 3, "mtp": 1}
@@ -185,16 +186,23 @@ def _as_ours(given: Mapping[Any, Any]) -> dict[Any, Any]:
             f"draft_tensor_parallel_size={num_ranks!r} of speculative_config is not available. Allowed: 1, or leave "
             "it out."
         )
-    model, method = options.get("model"), options.get("method")
-    if method == _MTP_OF_DEEPSEEK:
-        return options | {"method": "mtp"}
-    if model in HOST_METHODS and method in (None, model):
-        return options | {"method": model, "model": None}
+    model, method = options.get("model"), _own_name(options.get("method"))
+    options["method"] = method
+    name = _own_name(model)
+    if isinstance(name, str) and name in (*METHODS, *_METHODS_OF_VLLM) and method in (None, name):
+        return options | {"method": name, "model": None}
     if method is None and isinstance(model, str) and model:
         name = model.rstrip("/").rpartition("/")[2].lower().replace("-", "")
         kind = next((head for head in ("eagle3", "eagle", "mtp") if head in name), "draft_model")
         return options | {"method": kind}
     return options
+
+
+def _own_name(method: Any) -> Any:
+    """Penstock's name of a method of vLLM's; other values stay."""
+    if isinstance(method, str):
+        return "mtp" if method.endswith("_mtp") and "/" not in method else _OTHER_NAMES.get(method, method)
+    return method
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:

@@ -44,7 +44,10 @@ class Feature(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Name that asks for a feature. harmless: values that ask for nothing, besides None and what is empty."""
+    """Name that asks for a feature. harmless: values that ask for nothing, besides None and what is empty.
+
+    A collection asks for nothing where all of its values do.
+    """
 
     feature: Feature
     harmless: tuple[Any, ...]
@@ -56,7 +59,8 @@ class Entry(NamedTuple):
             return True
         if isinstance(value, (str, int, float)):
             return value == "" or value in self.harmless
-        return isinstance(value, (list, tuple, dict, set, frozenset)) and not value
+        values = value.values() if isinstance(value, dict) else value
+        return isinstance(value, (list, tuple, dict, set, frozenset)) and all(map(self.asks_for_nothing, values))
 
 
 class Table(NamedTuple):
