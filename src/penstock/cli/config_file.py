@@ -9,16 +9,25 @@ from typing import Any, NamedTuple
 
 from penstock.cli.failures import file_named, readable_errors
 from penstock.cli.flags import with_dashes
+from penstock.config.json_file import MAX_DEPTH, check_regular_file
+from penstock.contract.param_checks import shown
 from penstock.errors import ConfigError
 
 _FLAG = "--config"
 
 
+# Values of a file, those in lists and mappings included: no file has so many, but one that repeats its own parts.
+_MOST_VALUES = 100_000
+_MOST_BYTES = 1 << 20
+_Plain = str | int | float | bool | None
+
+
 class ConfigFile(NamedTuple):
-    """Flags of a configuration file, and the arguments beside them. path: None without a file."""
+    """Flags of a configuration file, its model, and the arguments beside it. path: None without a file."""
 
     path: Path | None
     flags: list[str]
+    model: str | None
     others: list[str]
 
 
@@ -26,20 +35,20 @@ def read_config_file(args: Sequence[str]) -> ConfigFile:
     """Read the flags of the file that `--config` names; those of the command line are to follow and override them.
 
     An entry `max-model-len: 4096` is the flag `--max-model-len 4096`; true and false are `--flag` and `--no-flag`; a
-    list repeats the flag; a dictionary is JSON; `model` is the positional argument. Errors end the command.
+    list repeats the flag; a dictionary is JSON; `model` is the model. Errors end the command.
     """
     others, path = _without_config(args)
     if path is None:
-        return ConfigFile(None, [], others)
+        return ConfigFile(None, [], None, others)
     with readable_errors():
         entries = _read(path)
         model = entries.pop("model", None)
+        if model is not None and not isinstance(model, str):
+            raise ConfigError(
+                f"{_FLAG} {path} has model: {shown(model)}. Allowed: a text, in quotes if it is a number."
+            )
         flags = [flag for name, value in entries.items() for flag in _flags(name, value)]
-    # The command line's model comes first, and a second one would be an error.
-    has_model = any(arg in ("--model", "-m") or arg.startswith("--model=") for arg in others) or (
-        bool(others) and not others[0].startswith("-")
-    )
-    return ConfigFile(path, flags if model is None or has_model else [*flags, "--model", str(model)], others)
+    return ConfigFile(path, flags, model, others)
 
 
 def _without_config(args: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -60,15 +69,56 @@ def _without_config(args: Sequence[str]) -> tuple[list[str], Path | None]:
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
+    class Loader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):  # type: ignore[misc]
+        """Loader of plain values: a date stays the text that it is."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    check_regular_file(path, ConfigError, _MOST_BYTES)
     with file_named(_FLAG, path):
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     try:
-        entries = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        entries = yaml.load(data.decode("utf-8-sig"), Loader) or {}
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{_FLAG} {path} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{_FLAG} {path} is nested too deep. Allowed: {MAX_DEPTH} levels.") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
         raise ConfigError(f"{_FLAG} {path} is not valid. Allowed: a mapping of flags to values, such as `port: 8000`.")
+    for name, value in entries.items():
+        _check(path, name, value)
     return entries
+
+
+def _check(path: Path, name: str, entry: Any) -> None:
+    """Raise ConfigError, naming the file and the entry, for an entry that no flag can be made of."""
+    flag = name.removeprefix("--")
+    if not flag or flag.startswith("-") or with_dashes(flag) == "config":
+        raise ConfigError(f"{_FLAG} {path} has {shown(name)}, which is no option of a file. Leave it out.")
+    waiting: list[tuple[Any, int]] = [(entry, 1)]
+    num_values = 0
+    while waiting:
+        value, depth = waiting.pop()
+        num_values += 1
+        where = f"{_FLAG} {path} has {name}"
+        if depth > MAX_DEPTH or num_values > _MOST_VALUES:
+            raise ConfigError(
+                f"{where}, which is too large. Allowed: {MAX_DEPTH} levels and {_MOST_VALUES:,} values, repeated ones "
+                "(YAML's aliases) included."
+            )
+        if isinstance(value, dict):
+            if not all(isinstance(key, _Plain) for key in value):
+                raise ConfigError(f"{where}: {shown(value)}. Allowed: keys that are texts or numbers.")
+            waiting.extend((one, depth + 1) for one in value.values())
+        elif isinstance(value, list):
+            waiting.extend((one, depth + 1) for one in value)
+        elif not isinstance(value, _Plain):
+            raise ConfigError(
+                f"{where}: {shown(value)}, a {type(value).__name__}. Allowed: texts, numbers, true, false, null, and "
+                "lists and mappings of these; quotes make a text of anything."
+            )
 
 
 def _flags(name: str, value: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +117,39 @@ class EngineCommand(TyperCommand):
             own |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts] if is_option else [], takes_value)
         own |= dict.fromkeys(ctx.help_option_names, False)
         given = read_engine_flags(ctx, file.flags, own, where=f"--config {file.path}: ")
-        return super().parse_args(ctx, given + read_engine_flags(ctx, file.others, own))
+        others = read_engine_flags(ctx, file.others, own)
+        if file.model is not None:
+            given += self._model_of_file(file.model, others, own)
+        return super().parse_args(ctx, given + others)
+
+    def _model_of_file(self, model: str, others: list[str], own: Mapping[str, bool]) -> list[str]:
+        """Arguments that give the model of a file, as this command takes it; none where the others give another one."""
+        flags, words = _flags_and_words(others, own)
+        by_name = {parameter.name: parameter for parameter in self.params}
+        names = getattr(by_name.get("model"), "opts", ())
+        arguments = [parameter.name for parameter in self.params if parameter.param_type_name == "argument"]
+        takes_word = bool(arguments) and arguments[0] in ("model", "model_tag")
+        if (takes_word and words) or any(flag in names or flag[:2] in names for flag in flags):
+            return []
+        return ["--model", model] if "--model" in own else [model]
+
+
+def _flags_and_words(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Flags of arguments, and words that are neither a flag nor a value of one."""
+    flags: list[str] = []
+    words: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        flag, equals, _ = arg.partition("=")
+        if arg == "--":
+            words.extend(rest)
+        elif arg.startswith("-") and arg != "-":
+            flags.append(flag)
+            if own.get(flag) and not equals:
+                next(rest, None)
+        else:
+            words.append(arg)
+    return flags, words
 
 
 def read_engine_flags(ctx: Any, args: list[str], own: dict[str, bool], where: str = "") -> list[str]:
