@@ -21,7 +21,8 @@ class RequestLimits:
     max_request_numbers: entries of lists and objects in the body of an HTTP request, numbers such as token ids, too.
     max_request_items: entries of each list of contents: messages, items, prompts, texts, documents, tools.
     max_request_choices: outputs of an HTTP request: its prompts times n.
-    max_choice_tokens: tokens of a prompt, and token ids in its parameters, times n, beyond one output.
+    max_choice_tokens: tokens of a prompt, and token ids in its parameters, times n, beyond one output; tokens of all
+        pairs of a query and its documents.
     max_prompt_characters: characters of a prompt with its template, or of a text to pool or tokenise, and token ids of
         a text to detokenise; None takes 8 per token of max_model_len, and at least 1,048,576.
     max_stop_strings: number of stop strings. max_stop_characters: characters of all of them together.

@@ -39,6 +39,8 @@ class PairScores:
     ) -> None:
         self._pooling = pooling
         self._places: dict[tuple[Prompt, int | None], int] = {}
+        # Places of texts without their prompts, which are long to put together for each pair of a query.
+        self._known: dict[tuple[str, str], int] = {}
         self._pairs = [(self._place("query", query), self._place("document", document)) for query, document in pairs]
         self.prompts = [prompt for prompt, _ in self._places]
         self.params = [msgspec.structs.replace(params, max_length=length) for _, length in self._places]
@@ -56,16 +58,28 @@ class PairScores:
         """Scores of the pairs, from the outputs of the requests. Raises RequestFailed for a request that failed."""
         return [self._score(outputs[query], outputs[document]) for query, document in self._pairs]
 
+    def values(self, outputs: Sequence[RequestOutput]) -> list[float]:
+        """Numbers of the scores alone. Raises as `scores`."""
+        return [self._value(outputs[query], outputs[document]) for query, document in self._pairs]
+
+    def _value(self, query: RequestOutput, document: RequestOutput) -> float:
+        return similarity(self._pooling.similarity, self._rows("query", query), self._rows("document", document))
+
     def _score(self, query: RequestOutput, document: RequestOutput) -> ScoringRequestOutput:
-        score = similarity(self._pooling.similarity, self._rows("query", query), self._rows("document", document))
         return ScoringRequestOutput(
             request_id=f"{query.request_id}_{document.request_id}",
-            outputs=ScoringOutput(score),
+            outputs=ScoringOutput(self._value(query, document)),
             prompt_token_ids=query.prompt_token_ids + document.prompt_token_ids,
             num_cached_tokens=query.num_cached_tokens + document.num_cached_tokens,
         )
 
     def _place(self, role: str, text: str) -> int:
+        place = self._known.get((role, text))
+        if place is None:
+            place = self._known[role, text] = self._new_place(role, text)
+        return place
+
+    def _new_place(self, role: str, text: str) -> int:
         pooling, late = self._pooling, self._pooling.late_interaction
         names = [name for name in _PROMPTS_OF_ROLES[role] if name in pooling.prompts]
         name = max(names, key=lambda one: bool(pooling.prompts[one]), default=None)

@@ -13,7 +13,7 @@ from penstock import SamplingParams
 from penstock.config import EngineConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.contract import PoolingParams
-from penstock.engine.inputs.field_limits import check_choices
+from penstock.engine.inputs.field_limits import check_choices, check_pairs
 from penstock.engine.inputs.input_processor import InputProcessor, PooledPrompt
 from penstock.engine.output.fan_out import sample_requests
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -148,6 +148,13 @@ def test_choices_of_all_prompts_are_limited_together() -> None:
     for prompt in ("a" * 208, [5] * 26, {"prompt_token_ids": [5] * 26}):
         with pytest.raises(InvalidParameter, match="n=2 with the tokens of 2 prompts makes 104 tokens or more"):
             check_choices([prompt] * 2, 2, limits)
+
+
+def test_a_query_counts_with_each_of_its_documents() -> None:
+    limits = RequestLimits(max_choice_tokens=100)
+    check_pairs([("q" * 80, "d")] * 9, limits)
+    with pytest.raises(InvalidRequest, match="10 pairs of texts with 101 tokens or more.*max_choice_tokens"):
+        check_pairs([("q" * 80, "d")] * 10, limits)
 
 
 def test_a_prompt_that_is_cut_is_tokenised_no_further_than_it_is_kept(

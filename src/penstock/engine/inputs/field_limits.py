@@ -158,6 +158,16 @@ def check_choices(prompts: Sequence[Any], n: int, limits: RequestLimits) -> None
         )
 
 
+def check_pairs(pairs: Sequence[tuple[str, str]], limits: RequestLimits) -> None:
+    """Check about the tokens of all pairs: a query costs as often as it has documents. Raises InvalidRequest."""
+    size = sum(len(first) + len(second) for first, second in pairs) // _CHARACTERS_PER_TOKEN
+    if size > limits.max_choice_tokens:
+        raise InvalidRequest(
+            f"The request has {len(pairs):,} pairs of texts with {size:,} tokens or more. "
+            f"{_allowed('max_choice_tokens', size, limits.max_choice_tokens)}"
+        )
+
+
 def _least_tokens(prompt: Any) -> int:
     """Number of a prompt's tokens, or what a text of so many characters has about at least."""
     given = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, Mapping) else prompt

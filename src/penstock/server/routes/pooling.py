@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.config.pooling import PoolingConfig
 from penstock.contract import PoolingParams
+from penstock.engine.inputs.field_limits import check_pairs
 from penstock.engine.inputs.pooling_prompts import check_task, named_prompt, score_prompts, texts_of
 from penstock.engine.inputs.prompts import Prompt, RenderedText
 from penstock.engine.output.outputs import RequestOutput
@@ -38,10 +41,7 @@ async def create_embedding(request: protocol.EmbeddingRequest, http: Request) ->
         activation = request.normalize if request.use_activation is None else request.use_activation
         params = _params(request, "embed", dimensions=request.dimensions, use_activation=activation)
         id, outputs = await _run(http, request, "embd", prompts, params)
-        data = [
-            {"index": index, "object": "embedding", "embedding": _encoded(pooled_array(one), request.encoding_format)}
-            for index, one in enumerate(outputs)
-        ]
+        data = await asyncio.to_thread(_data, outputs, "embedding", "embedding", request.encoding_format)
         return _listed(http, id, data, outputs)
 
 
@@ -52,10 +52,7 @@ async def create_pooling(request: protocol.PoolingRequest, http: Request) -> Res
         pooling = await _pooling(http, request, request.task)
         params = _params(request, request.task or pooling.tasks[0], dimensions=request.dimensions)
         id, outputs = await _run(http, request, "pool", _prompts(request), params)
-        data = [
-            {"index": index, "object": "pooling", "data": _encoded(pooled_array(one), request.encoding_format)}
-            for index, one in enumerate(outputs)
-        ]
+        data = await asyncio.to_thread(_data, outputs, "pooling", "data", request.encoding_format)
         return _listed(http, id, data, outputs)
 
 
@@ -170,19 +167,28 @@ async def _scores(
     if template is not None and not model.options.trust_request_chat_template:
         message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
         raise ApiError(400, message, param="chat_template")
+    check_pairs(pairs, model.engine.request_limits)
     if "score" in pooling.tasks:
-        prompts = score_prompts(model.tokenizer, pairs, template)
+        prompts = await asyncio.to_thread(score_prompts, model.tokenizer, pairs, template)
         id, outputs = await _run(http, request, kind, prompts, _params(request, "score"), field=field)
         return id, [float(pooled_array(one)[0]) for one in outputs], outputs
     task = PairScores.task(pooling)
-    of_pairs = PairScores(pooling, model.tokenizer, pairs, _params(request, task))
+    of_pairs = await asyncio.to_thread(PairScores, pooling, model.tokenizer, pairs, _params(request, task))
     id, outputs = await _run(http, request, kind, of_pairs.prompts, *of_pairs.params, field="")
-    return id, [one.outputs.score for one in of_pairs.scores(outputs)], outputs
+    return id, await asyncio.to_thread(of_pairs.values, outputs), outputs
 
 
 def _classified(index: int, probs: np.ndarray, pooling: PoolingConfig) -> dict[str, Any]:
     label = pooling.labels[int(probs.argmax())]
     return {"index": index, "label": label, "probs": probs.tolist(), "num_classes": len(probs)}
+
+
+def _data(outputs: Sequence[RequestOutput], kind: str, field: str, encoding: str) -> list[Any]:
+    """Entries of a response as JSON, one by one: many vectors take long, and other threads have their turns between."""
+    return [
+        msgspec.Raw(msgspec.json.encode({"index": index, "object": kind, field: _encoded(pooled_array(one), encoding)}))
+        for index, one in enumerate(outputs)
+    ]
 
 
 def _encoded(array: np.ndarray, encoding: str) -> list[Any] | str:
@@ -192,7 +198,7 @@ def _encoded(array: np.ndarray, encoding: str) -> list[Any] | str:
     return base64.b64encode(array.astype("<f4", copy=False).tobytes()).decode("ascii")
 
 
-def _listed(http: Request, id: str, data: list[dict[str, Any]], outputs: Sequence[RequestOutput]) -> Response:
+def _listed(http: Request, id: str, data: list[Any], outputs: Sequence[RequestOutput]) -> Response:
     return json_response({**response_base(id, "list", served_model(http)), "data": data, "usage": _usage(outputs)})
 
 
