@@ -21,10 +21,11 @@ _HEAD = """\
 Every feature works with every other, with each arrangement of workers ([parallel.md](parallel.md)) and on each device,
 except the combinations below. An engine that is asked for one of them ends at start with an error that says why, and
 what to do instead. Tests start each of them, and run the allowed ones on CPUs: with the tokens of one worker in float32
-arithmetic, and in any arithmetic without TP; in bfloat16 arithmetic, and with int8 and int4 weights, TP gives
-log-probabilities near those of one worker ([parallel.md](parallel.md#which-tokens-are-equal)). The code for CUDA was run on one H200 with every family of models but Granite, gpt-oss, Ernie 4.5, HunYuan, Phi-3.5-MoE and
-dots.llm1, through Transformers too, and with every feature below that is not refused, quantised weights and an FP8 KV
-cache included ([gpu.md](internals/gpu.md)). It was never run on several GPUs.
+arithmetic, and in any arithmetic without TP; in bfloat16 arithmetic, and with int8 and int4 weights, TP gives log-
+probabilities near those of one worker ([parallel.md](parallel.md#which-tokens-are-equal)). The code for CUDA was run on
+one H200 with every family of models but Granite, gpt-oss, Ernie 4.5, HunYuan, Phi-3.5-MoE and dots.llm1, through
+Transformers too, and with every feature below that is not refused, quantised weights and an FP8 KV cache included
+([gpu.md](internals/gpu.md)). It was never run on several GPUs.
 
 ```sh
 penstock env --capabilities
