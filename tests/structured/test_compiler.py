@@ -19,6 +19,10 @@ from penstock.structured.compiler import Compiled, GrammarCompiler
 WAIT_S = 20.0
 
 
+class Panic(BaseException):
+    """Panic of a Rust library as PyO3 raises it."""
+
+
 class FakeGrammar:
     def __init__(self, params: StructuredOutputsParams) -> None:
         self.params = params
@@ -28,7 +32,7 @@ class FakeGrammar:
 
 
 class FakeBackend:
-    """Hangs over "hang" until it is let go, fails at "fail", and writes down what it compiles."""
+    """Hangs over "hang" until it is let go, fails at "fail" and "panic", and writes down what it compiles."""
 
     def __init__(self) -> None:
         self.compiled: list[str] = []
@@ -41,6 +45,8 @@ class FakeBackend:
             self.let_go.wait(WAIT_S)
         if params.regex == "fail":
             raise InvalidParameter("no")
+        if params.regex == "panic":
+            raise Panic("assertion failed")
         return FakeGrammar(params)
 
 
@@ -205,3 +211,11 @@ def test_nothing_is_made_before_there_is_something_to_compile() -> None:
     assert threading.active_count() == before
     compiler.close()
     assert not made
+
+
+def test_a_panic_of_the_library_is_an_error_that_comes_at_once() -> None:
+    waiting = Waiting()
+    waiting.compile("panic")
+    text, result = waiting.next()
+    assert (text, str(result)) == ("panic", "Panic: assertion failed")
+    waiting.compiler.close()

@@ -11,10 +11,11 @@ import pytest
 
 from penstock.config import StructuredOutputsConfig
 from penstock.contract import StructuredOutputsParams
-from penstock.errors import InvalidParameter
+from penstock.errors import InvalidParameter, UnsupportedFeature
 from penstock.structured import llguidance_backend
 from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import check_constraint, check_read
+from penstock.structured.llguidance_backend import LLGuidanceBackend
 from support.constraints import (
     END,
     NUM_WORDS,
@@ -244,7 +245,7 @@ def test_a_limit_that_the_first_tokens_meet_is_met_when_the_grammar_is_compiled(
 
 def test_a_limit_that_is_met_later_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_backend, "_MAX_ITEMS", 100)
-    matcher = matcher_for(grammar='root ::= item root | item\nitem ::= "a" | "b"')
+    matcher = matcher_for(grammar='start: item start | item\nitem: "a" | "b"')
     with pytest.raises(MatcherError, match=r"\* or \+, or with the recursion first"):
         matcher.accept(encode("ab" * 100))
 
@@ -291,3 +292,40 @@ def test_nothing_but_end_tokens_may_follow_an_end_token() -> None:
     assert matcher.accept([*encode("1"), END]) == 2
     assert matcher.accept(encode("2")) == 0
     assert matcher.accept([END]) == 1
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_a_token_that_is_longer_than_the_librarys_is_named(kind: str) -> None:
+    tokens = ["a", "b" * 2000]
+    vocabulary = dict(zip(tokens, range(2), strict=True)) if kind == "BPE" else [[token, 0.0] for token in tokens]
+    with pytest.raises(UnsupportedFeature, match="a token of 2,000 bytes"):
+        LLGuidanceBackend(json.dumps({"model": {"type": kind, "vocab": vocabulary}}), 2, [0])
+
+
+def test_right_recursion_of_gbnf_is_followed_for_as_long_as_the_output_goes_on() -> None:
+    """It is written as a repetition: llguidance takes time for each item so far, and reaches a limit after 1,000."""
+    matcher = matcher_for(grammar='root ::= "<" list ">"\nlist ::= | item "," list | item\nitem ::= "a" | "b" item')
+    assert all(allows(matcher, text) for text in ("<>", "<a>", "<a,>", "<a,bba>", f"<{'a,ba,' * 1500}a>"))
+    assert not any(allows(matcher, text) for text in ("<a,,a>", "<,>", "<aa>", "<a,b>", "a"))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        # What follows a repetition may be what it repeats.
+        ('root ::= a "x"\na ::= "x" a | "x"', ["xx", "xxx"], ["x", ""]),
+        ('root ::= ("x" root) | "y"', ["y", "xxy"], ["x"]),
+        ('root ::= "x" root? | "y"', ["x", "xx", "xy", "y"], ["yx"]),
+        ('root ::= "(" root ")" root | "y"', ["y", "(y)y", "((y)y)(y)y"], ["(y)"]),
+        ('root ::= root "x" root | "y"', ["y", "yxy", "yxyxy"], ["yx"]),
+        ('root ::= "x" root | "z" root | other | "y"\nother ::= "[" root "]"', ["y", "xzy", "x[zy]"], ["x", "[y]y"]),
+        ('root ::= "x" root', [], []),
+    ],
+)
+def test_recursion_of_gbnf_means_the_same_as_a_repetition(grammar: str, right: list[str], wrong: list[str]) -> None:
+    if not right:
+        with pytest.raises(InvalidParameter, match="never end"):
+            matcher_for(grammar=grammar)
+        return
+    matcher = matcher_for(grammar=grammar)
+    assert [allows(matcher, text) for text in [*right, *wrong]] == [True] * len(right) + [False] * len(wrong)

@@ -156,6 +156,8 @@ class GrammarCompiler:
             return self._backend.compile(params)
         except Exception as error:
             return error
+        except BaseException as error:  # a panic of llguidance, which is no Exception
+            return RuntimeError(f"{type(error).__name__}: {error}")
 
     @staticmethod
     def _thread(run: Callable[[], None], name: str) -> threading.Thread:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from penstock.structured.derivations import productive
-from penstock.structured.grammar_rules import BodyToken, Kind, names_in
+from penstock.structured.grammar_rules import BodyToken, Kind, as_repetition, names_in
 from penstock.structured.lark_text import GrammarTextError
 
 _RULE = re.compile(r"[ \t]*+(?P<name>[\w-]++)[ \t]*+::=")
@@ -78,8 +78,12 @@ def gbnf_rules(text: str) -> dict[str, list[BodyToken]]:
 
 
 def as_lark_text(rules: Mapping[str, list[BodyToken]]) -> str:
-    """Write rules in Lark's notation. A rule without recursion becomes a terminal, matched as one expression."""
+    """Write rules in Lark's notation. A rule without recursion becomes a terminal, matched as one expression.
+
+    Rules with the recursion last are written as repetitions: llguidance keeps an item for each level.
+    """
     terminals = productive((name, names_in(body)) for name, body in rules.items())
+    rules = {name: as_repetition(name, body) for name, body in rules.items()}
     names = _lark_names(rules, terminals)
     lines = [f"{_START}: {names[_ROOT]}"] if _ROOT in terminals else []
     for name, body in rules.items():

@@ -67,6 +67,43 @@ def names_in(body: Iterable[BodyToken]) -> list[str]:
     return list(dict.fromkeys(token.text for token in body if token.kind is Kind.NAME))
 
 
+def as_repetition(name: str, body: Sequence[BodyToken]) -> list[BodyToken]:
+    """Return an equivalent body of a rule whose alternatives have its own name as their last word or nowhere:
+    `r: a r | b` becomes `r: (a)* (b)`. Other bodies are returned as they are.
+    """
+    repeated: list[list[BodyToken]] = []
+    last: list[list[BodyToken]] = []
+    for alternative in _alternatives(body):
+        is_recursive = len(alternative) > 1 and alternative[-1] == (Kind.NAME, name)
+        (repeated if is_recursive else last).append(alternative[:-1] if is_recursive else alternative)
+    if not repeated or not last or any((Kind.NAME, name) in alternative for alternative in repeated + last):
+        return list(body)
+    rest = [alternative for alternative in last if alternative]
+    optional = [BodyToken(Kind.ZERO_OR_MORE, "?")] if len(rest) < len(last) else []
+    again = [*_group(repeated), BodyToken(Kind.ZERO_OR_MORE, "*")]
+    return [*again, *_group(rest), *optional] if rest else again
+
+
+def _alternatives(body: Iterable[BodyToken]) -> list[list[BodyToken]]:
+    """Alternatives of a body, without those of its groups."""
+    found: list[list[BodyToken]] = [[]]
+    depth = 0
+    for token in body:
+        depth += (token.kind in (Kind.OPEN, Kind.OPEN_OPTION)) - (token.kind in (Kind.CLOSE, Kind.CLOSE_OPTION))
+        if token.kind is Kind.OR and not depth:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found
+
+
+def _group(alternatives: Sequence[Sequence[BodyToken]]) -> list[BodyToken]:
+    """Alternatives in parentheses."""
+    first, *others = alternatives
+    inner = [*first, *(token for other in others for token in (BodyToken(Kind.OR, "|"), *other))]
+    return [BodyToken(Kind.OPEN, "("), *inner, BodyToken(Kind.CLOSE, ")")]
+
+
 def _add_alternatives(
     name: str, body: Iterable[BodyToken], alternatives: list[tuple[_Symbol, list[_Symbol]]], num_groups: int
 ) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.contract.structured_outputs import CONSTRAINTS_BY_SCHEMA, StructuredOutputsParams
-from penstock.errors import InvalidParameter
+from penstock.errors import InvalidParameter, UnsupportedFeature
 from penstock.structured.backend import MatcherError
 from penstock.structured.constraint_check import format_of, schema_of, translated, whitespace_of
 from penstock.structured.grammar_text import as_lark
@@ -35,6 +35,8 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 # takes time that grows with the square of these items, so the limit grows with a schema's properties only.
 _MAX_ITEMS = LLParserLimits().max_items_in_row
 _ITEMS_PER_OPTIONAL = 4
+# Longest token that llguidance's trie holds.
+_MAX_TOKEN_BYTES = 1024
 # Tokens of the trial run of a new grammar.
 _NUM_TRIED = 8
 _ERRORS = {
@@ -62,6 +64,8 @@ class LLGuidanceBackend:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
+        content = json.loads(tokenizer_json)
+        _check_tokens(content)
         self._tokenizer = LLTokenizer(
             tokenizer_json,
             n_vocab=vocab_size,
@@ -76,7 +80,7 @@ class LLGuidanceBackend:
         self._end_words = _end_mask(vocab_size, self._eos_token_ids)
         self._special_ids = {
             token["content"]: token["id"]
-            for token in json.loads(tokenizer_json).get("added_tokens") or ()
+            for token in content.get("added_tokens") or ()
             if token["id"] < vocab_size and self._tokenizer.is_special_token(token["id"])
         }
         longest_first = sorted(self._special_ids, key=len, reverse=True)
@@ -217,6 +221,19 @@ class LLGuidanceMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise MatcherError(_reason(self._matcher))
+
+
+def _check_tokens(tokenizer: Mapping[str, Any]) -> None:
+    """Raise UnsupportedFeature for a token that is longer than those of llguidance."""
+    # Texts are the keys, or the first members of the entries.
+    vocabulary = tokenizer.get("model", {}).get("vocab") or ()
+    texts = (entry if isinstance(entry, str) else entry[0] for entry in vocabulary)
+    longest = max((len(text.encode()) for text in texts), default=0)
+    if longest > _MAX_TOKEN_BYTES:
+        raise UnsupportedFeature(
+            f"The model's tokenizer has a token of {longest:,} bytes. Structured outputs need tokens of at most "
+            f"{_MAX_TOKEN_BYTES:,} bytes."
+        )
 
 
 def _end_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> np.ndarray:
