@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from typing import Any
@@ -13,7 +14,7 @@ from penstock.contract import StructuredOutputsParams
 from penstock.server.answers.constraint import constraint
 from penstock.server.answers.harmony import HARMONY
 from penstock.server.answers.tool_choice import read_tool_choice
-from penstock.structured.harmony import HarmonyBackend, HarmonyMatcher
+from penstock.structured.harmony import HarmonyBackend, HarmonyGrammar, HarmonyMatcher
 from penstock.structured.harmony_messages import HarmonyTokens, read_header, split_message
 from support.answers import function
 from support.constraints import tokens_of
@@ -53,9 +54,14 @@ def for_tools(tool_choice: str, content: StructuredOutputsParams | None = None) 
     return params
 
 
-def matcher_for(params: StructuredOutputsParams, prompt: str = OPENED) -> HarmonyMatcher:
+@functools.cache
+def grammar_for(params: StructuredOutputsParams) -> HarmonyGrammar:
     backend = HarmonyBackend(harmony_backend(), HarmonyTokens.of(harmony_tokenizer()), VOCAB_SIZE, ENDS)
-    return backend.compile(params).start(encode(prompt))
+    return backend.compile(params)
+
+
+def matcher_for(params: StructuredOutputsParams, prompt: str = OPENED) -> HarmonyMatcher:
+    return grammar_for(params).start(encode(prompt))
 
 
 def follow(matcher: HarmonyMatcher, text: str) -> None:
