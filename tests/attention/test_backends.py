@@ -47,6 +47,7 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Sequence[float] | None,
+    slopes: Sequence[float] | None = None,
 ) -> np.ndarray:
     """[Q, H, D] over [L, K, D], by definition. window: negative for chunks."""
     num_queries, num_heads, head_size = queries.shape
@@ -62,6 +63,8 @@ def _attend(
             scores = keys[first : position + 1, kv_head] @ queries[row, head] * head_size**-0.5
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
+            if slopes is not None:
+                scores = scores - slopes[head] * (position - np.arange(first, position + 1))
             largest = scores.max() if sinks is None else max(scores.max(), sinks[head])
             weights = np.exp(scores - largest)
             mass = weights.sum() if sinks is None else weights.sum() + np.exp(sinks[head] - largest)
@@ -80,6 +83,7 @@ def _check(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Sequence[float] | None = None,
+    slopes: Sequence[float] | None = None,
     num_padding: int = 0,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
@@ -93,6 +97,8 @@ def _check(
         layer = replace(layer, **({"sliding_window": window} if window > 0 else {"chunk_size": -window}))
     if sinks is not None:
         layer = replace(layer, sinks=Sinks(torch.tensor(sinks, dtype=dtype)))
+    if slopes is not None:
+        layer = replace(layer, alibi_slopes=tuple(slopes))
     requests = sorted(requests, key=lambda request: request.num_new)
     lengths = [request.num_computed + request.num_new for request in requests]
     blocks_needed = [-(-length // block_size) for length in lengths]
@@ -168,7 +174,7 @@ def _check(
     row = 0
     for i, request in enumerate(requests):
         known = [round_trip(part[i], kept) for part in (keys, values)]
-        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap, sinks)
+        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap, sinks, slopes)
         actual = output[row : row + request.num_new].double().numpy()
         np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
         row += request.num_new
@@ -262,6 +268,25 @@ def test_attention_sinks(backend: type[AttentionBackend], window: int | None) ->
     sinks = [-200.0, 0.25, 3.0, 200.0]
     _check(backend, list(MIXED), sinks=sinks, window=window, num_padding=2)
     _check(backend, [Request(900, 1), Request(0, 40), Request(500, 3)], sinks=sinks, window=window, block_size=16)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("backend", [ReferenceBackend])
+def test_alibi(backend: type[AttentionBackend], window: int | None) -> None:
+    slopes = [0.5, 0.0, 0.01, 2.0]
+    _check(backend, list(MIXED), slopes=slopes, window=window, num_padding=2)
+    _check(backend, [Request(900, 1), Request(0, 40), Request(500, 3)], slopes=slopes, window=window, block_size=16)
+
+
+def test_alibi_is_refused_by_backends_that_do_not_know_it() -> None:
+    layer = LayerAttention("layer", 2, 1, 16, 0.25, alibi_slopes=(0.5, 0.25))
+    where = {"dtype": torch.float32, "device": torch.device("cpu"), "block_size": 16}
+    backend, refusals = select_backend(layer, **where, candidates=("torch_varlen", "cpu_paged", "reference"))
+    assert backend is ReferenceBackend
+    assert set(refusals.values()) == {"it does not support ALiBi"}
+    shared = replace(layer, context=ContextShare(SilentGroup(0, 2), 1))
+    with pytest.raises(UnsupportedFeature, match="ALiBi"):
+        select_backend(shared, **where, candidates=("cpu_native",))
 
 
 def test_sinks_are_refused_where_positions_are_shared() -> None:

@@ -19,9 +19,11 @@ from penstock.layers.linear import PackedMethod, weights_size_bytes
 from penstock.models.attention_layers import attention_layers
 from penstock.models.causal_lm import CausalLM
 from support.checkpoints import VOCAB_SIZE, edit_config, load_config, oracle_logits, save_checkpoint, tiny_model
+from support.model_sweep import tiny_model_of_type
 from support.plain_attention import sequence_logits
 from support.transformers_models import (
     FAMILIES,
+    OWN_ATTENTION,
     PLANNED_BY_BUILDING,
     WIDER,
     load,
@@ -308,3 +310,33 @@ def test_a_configuration_that_transformers_does_not_take_is_refused(tmp_path: Pa
     with pytest.raises(Exception, match=r"config\.json of .*GraniteForCausalLM.*hidden_size"):
         load(config)
     assert load_config(tmp_path).hf_config["hidden_size"] == [64]
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_families_that_compute_attention_by_themselves_run(tmp_path: Path, name: str) -> None:
+    class_name, overrides = OWN_ATTENTION[name]
+    # Falcon's "eager" adds ALiBi's biases twice.
+    oracle = tiny_transformers_model(class_name, attention="sdpa" if "falcon" in name else "eager", **overrides)
+    model = load(save_for_fallback(oracle, tmp_path))
+    slopes = [layer.alibi_slopes for layer in attention_layers(model).values()]
+    assert all((one is None) == (name in ("falcon", "falcon-multi-head", "falcon-new")) for one in slopes)
+    assert_matches(model, oracle)
+
+
+@pytest.mark.parametrize("class_name", ["GraniteSWAForCausalLM", "MiMoV2FlashForCausalLM"])
+def test_attention_sinks_and_heads_of_different_sizes_are_the_models(tmp_path: Path, class_name: str) -> None:
+    oracle = tiny_transformers_model(class_name, **wider_overrides(class_name))
+    model = load(save_for_fallback(oracle, tmp_path))
+    assert any(layer.sinks is not None for layer in attention_layers(model).values())
+    assert_matches(model, oracle)
+
+
+@pytest.mark.parametrize("model_impl", ["penstock", "transformers"])
+@pytest.mark.parametrize("model_type", ["exaone", "sarvam_moe"])
+def test_names_that_transformers_converts_back_when_it_loads_are_known(
+    tmp_path: Path, model_type: str, model_impl: str
+) -> None:
+    oracle = tiny_model_of_type(model_type)
+    config = dataclasses.replace(save_checkpoint(oracle, tmp_path), model_impl=model_impl)
+    assert any("attention" in name and "self_attn" not in name for name in load_file(tmp_path / "model.safetensors"))
+    assert_matches(load(config), oracle)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from penstock.config import EngineConfig
@@ -26,6 +27,42 @@ NATIVE, THROUGH_TRANSFORMERS, REFUSED = "native", "through Transformers", "refus
 _NUM_TOKENS = 8
 _PROMPTS = random_prompts((1, 3, 40, 17, 33, 8), VOCAB_SIZE)
 _MOST_PARAMETERS = 5_000_000
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 36,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
+# Fields that only these types call for.
+_SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE}},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "dots3_note": {"num_key_value_heads": 4},
+    "ernie4_5_moe": {"moe_k": 2},
+    "gemma3_text": {"attn_logit_softcapping": None},
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 0, "intermediate_size": [112] * 4},
+    "gpt_oss": {"rope_parameters": _PLAIN_ROPE},
+    "gptj": {"rotary_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "axk1": _LATENT,
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
+    "longcat_flash": {**_LATENT, "head_dim": 8, "ffn_hidden_size": 112, "expert_ffn_hidden_size": 48, "moe_topk": 2},
+    "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "pronunciation_vocab_size": 97},
+    "sarvam_mla": _LATENT,
+}
+# Types that are not made tiny, and why.
+NOT_TRIED = {
+    "dbrx": "Transformers does not build it from its own configuration",
+    "gemma4_assistant": "it drafts for another model, from whose keys and values it reads",
+    "gemma4_unified_assistant": "it drafts for another model, from whose keys and values it reads",
+}
 _OPTIONS = {"max_num_batched_tokens": 40, "block_size": 4, "dtype": "float32", "kv_cache_dtype": "float32"}
 
 
@@ -42,13 +79,31 @@ def class_names() -> dict[str, str]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def has_native(model_type: str) -> bool:
+    """Whether models of this type have a native class."""
+    return class_names()[model_type] in supported_architectures()
+
+
+def tiny_model_of_type(model_type: str) -> PreTrainedModel:
+    """A tiny model with random weights."""
+    return _tiny_model(class_names()[model_type], _tiny_config(model_type))
+
+
 def outcome_of(model_type: str, folder: Path, *, model_impl: str = "auto") -> Outcome:
     """Run a tiny model of this type. Raises AssertionError for a wrong answer."""
     class_name = class_names()[model_type]
-    _write_config(CONFIG_MAPPING[model_type](), class_name, folder)
+    try:
+        config = _tiny_config(model_type)
+    except Exception as error:  # of kinds that are refused anyway
+        config, problem = CONFIG_MAPPING[model_type](), error
+    else:
+        problem = None
+    _write_config(config, class_name, folder)
     try:
         refuse_unsuitable(EngineConfig.create(str(folder), model_impl=model_impl, device="cpu").model)
-        oracle = _tiny_model(class_name, _tiny_config(model_type))
+        if problem is not None:
+            raise problem
+        oracle = _tiny_model(class_name, config)
         save_checkpoint(oracle, folder)
         core = make_core(folder, model_impl=model_impl, **_OPTIONS)
     except PenstockError as error:
@@ -62,8 +117,7 @@ def outcome_of(model_type: str, folder: Path, *, model_impl: str = "auto") -> Ou
         assert len(one.tokens) == _NUM_TOKENS, one.error
         assert_greedy_continuation(oracle, prompt, one)
         assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs), "other bits alone and in a batch"
-    is_native = model_impl == "auto" and class_name in supported_architectures()
-    return Outcome(NATIVE if is_native else THROUGH_TRANSFORMERS)
+    return Outcome(NATIVE if model_impl == "auto" and has_native(model_type) else THROUGH_TRANSFORMERS)
 
 
 def _tiny_config(model_type: str) -> PretrainedConfig:
@@ -71,12 +125,12 @@ def _tiny_config(model_type: str) -> PretrainedConfig:
     wanted = getattr(transformers, class_name).config_class
     if config_class.sub_configs and config_class is not wanted:
         config_class = wanted  # of the language model in a model of several media
-    config = config_class(**{**TINY, **small_fields(class_name, config_class)})
+    config = config_class(**{**TINY, **small_fields(class_name, config_class), **_SMALL_OF_TYPE.get(model_type, {})})
     config._attn_implementation = "eager"
     return config
 
 
-def _tiny_model(class_name: str, config: PretrainedConfig) -> transformers.PreTrainedModel:
+def _tiny_model(class_name: str, config: PretrainedConfig) -> PreTrainedModel:
     model_class = getattr(transformers, class_name)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in model_class(config).parameters())

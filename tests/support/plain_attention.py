@@ -74,6 +74,8 @@ def _attend(layer: LayerAttention, query_SHD: Tensor, key_SKD: Tensor, value_SKD
     if layer.soft_cap is not None:
         scores_HSS = layer.soft_cap * torch.tanh(scores_HSS / layer.soft_cap)
     distance_SS = torch.arange(len(query_SHD))[:, None] - torch.arange(len(query_SHD))
+    if layer.alibi_slopes is not None:
+        scores_HSS = scores_HSS - torch.tensor(layer.alibi_slopes).view(-1, 1, 1) * distance_SS
     hidden_SS = distance_SS < 0
     if layer.sliding_window is not None:
         hidden_SS |= distance_SS >= layer.sliding_window

@@ -76,6 +76,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"ffn_dim": 112, "do_layer_norm_before": False, "word_embed_proj_dim": 48, "enable_bias": False},
     ),
 }
+# Families that compute attention by themselves in Transformers.
+OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon": ("FalconForCausalLM", {}),
+    "falcon-multi-head": ("FalconForCausalLM", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-new": ("FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-alibi": ("FalconForCausalLM", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+}
 # Families that run just as well, but whose plan is found out by building them.
 PLANNED_BY_BUILDING: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJForCausalLM", {"rotary_dim": 8}),
@@ -199,10 +206,12 @@ def tiny_config_of(class_name: str, **overrides: Any) -> PretrainedConfig:
     return getattr(transformers, class_name).config_class(**{**TINY, **overrides})
 
 
-def tiny_transformers_model(class_name: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """Create a model in float32 with eager attention; all weights random, so that each affects the output."""
+def tiny_transformers_model(
+    class_name: str, *, seed: int = 0, attention: str = "eager", **overrides: Any
+) -> PreTrainedModel:
+    """Create a model in float32 with this attention; all weights random, so that each affects the output."""
     config = tiny_config_of(class_name, **overrides)
-    config._attn_implementation = "eager"
+    config._attn_implementation = attention
     return randomise(getattr(transformers, class_name)(config), seed)
 
 

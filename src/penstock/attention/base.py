@@ -42,6 +42,8 @@ class LayerAttention:
     latent_size: latent attention: there is one KV head, and its value is the last so many elements of its key, so that
     the cache keeps keys alone; None for attention with values of their own.
     sinks: of the query heads; None for none. Its tensor is read in every step, since weights are loaded later.
+    alibi_slopes: of the query heads: each position between query and key lowers the score by the slope (ALiBi, Press et
+    al. 2022, https://arxiv.org/abs/2108.12409); None for none. Not together with a soft cap.
     cpu_arithmetic: "bfloat16" for products in bfloat16 arithmetic over a bfloat16 KV cache (`ModelConfig`).
     cache_scales: of an FP8 KV cache, from the checkpoint; None if it has none. They are constants of a recorded step.
     """
@@ -59,6 +61,7 @@ class LayerAttention:
     cpu_arithmetic: str = "float32"
     chunk_size: int | None = None
     cache_scales: CacheScales | None = None
+    alibi_slopes: tuple[float, ...] | None = None
 
     def scales_in(self, kv_cache: Tensor) -> CacheScales:
         """Return the scales of this cache's keys and values: 1 without scales, and in other dtypes than FP8."""
@@ -209,6 +212,8 @@ class AttentionBackend(CacheBackend):
     shares_positions: ClassVar[bool] = False
     # Whether it supports latent attention (`LayerAttention.latent_size`).
     attends_latents: ClassVar[bool] = False
+    # Whether it supports ALiBi (`LayerAttention.alibi_slopes`).
+    biases_distances: ClassVar[bool] = False
 
     def __init__(self, layer: LayerAttention) -> None:
         self.window = layer.window

@@ -15,6 +15,7 @@ class ReferenceBackend(TokenMajorBackend):
 
     name = "reference"
     attends_latents = True
+    biases_distances = True
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -35,4 +36,5 @@ class ReferenceBackend(TokenMajorBackend):
             layer.soft_cap,
             layer.sink_values,
             layer.scales_in(kv_cache),
+            None if layer.alibi_slopes is None else torch.tensor(layer.alibi_slopes, device=query_THD.device),
         )

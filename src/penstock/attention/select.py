@@ -71,6 +71,10 @@ def _why_not(
         return f"it does not support decode_context_parallel_size={layer.context.group.size}"
     if layer.latent_size is not None and not backend.attends_latents:
         return "it does not support latent attention"
+    if layer.alibi_slopes is not None and not backend.biases_distances:
+        return "it does not support ALiBi"
+    if layer.context is not None and layer.alibi_slopes is not None:
+        return f"it does not support ALiBi with decode_context_parallel_size={layer.context.group.size}"
     if layer.context is not None and layer.sinks is not None:
         return f"it does not support attention sinks with decode_context_parallel_size={layer.context.group.size}"
     return backend.why_not(layer, dtype, device, block_size)

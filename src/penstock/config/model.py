@@ -38,7 +38,9 @@ NO_CALIBRATION = "none"
 # File of the model's folder that "auto" takes.
 CALIBRATION_FILE = "calibration.jsonl"
 # Fields of the longest context, by architecture.
-_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+# Longest contexts where `config.json` has none of these, by model type: those of Transformers' configuration.
+_DEFAULT_CONTEXTS = {"bloom": 2048, "falcon": 2048, "mpt": 2048}
 # Fields of the hidden size, by architecture.
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "dim", "d_model")
 # Model types whose positions begin after that of padding.
@@ -241,13 +243,13 @@ class ModelConfig:
     @property
     def has_longest_context(self) -> bool:
         """Whether `config.json` limits the context."""
-        return self._context_field is not None
+        return self._context_field is not None or self.hf_config.get("model_type") in _DEFAULT_CONTEXTS
 
     @property
     def longest_context(self) -> int:
         """Longest context of the model in tokens, with rotary scaling."""
         name = self._context_field or _CONTEXT_FIELDS[0]
-        context = stretched_context(self.hf_config, self.require_int(name)) - self._num_unused_positions
+        context = stretched_context(self.hf_config, self._num_positions) - self._num_unused_positions
         if self.pooling is not None and self.pooling.max_length is not None:
             context = min(context, self.pooling.max_length)
         if context > MAX_POSITIONS:
@@ -262,7 +264,9 @@ class ModelConfig:
     def context_source(self) -> str:
         """Fields of `config.json` that give `longest_context`, for messages."""
         name = self._context_field or _CONTEXT_FIELDS[0]
-        positions = self.require_int(name)
+        positions = self._num_positions
+        if self._context_field is None:
+            return f"the default of {self.hf_config['model_type']}"
         if self.longest_context == positions:
             return name
         if self.pooling is not None and self.longest_context == self.pooling.max_length:
@@ -288,6 +292,14 @@ class ModelConfig:
     @property
     def _context_field(self) -> str | None:
         return self._first_of(_CONTEXT_FIELDS)
+
+    @property
+    def _num_positions(self) -> int:
+        """Longest context without rotary scaling."""
+        default = _DEFAULT_CONTEXTS.get(str(self.hf_config.get("model_type")))
+        if self._context_field is None and default is not None:
+            return default
+        return self.require_int(self._context_field or _CONTEXT_FIELDS[0])
 
     def _first_of(self, names: Sequence[str]) -> str | None:
         """First of several field names that `config.json` has."""

@@ -73,14 +73,15 @@ def paged_attention_reference(
     soft_cap: float | None = None,
     sinks_H: Tensor | None = None,
     scales: CacheScales = NO_SCALES,
+    slopes_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every request's queries to its own positions. Pads all requests to the longest.
 
     key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D], where values may have a size of their own.
     block_table_RB: int32.
     query_start_loc: [R + 1]. seq_lens_R: positions after this step; the queries are the last ones.
-    sinks_H: as in `AttentionSinks`. Returns [T, H, D]. Computes in float32. Reads no tensor on the host, so it works on
-    any device.
+    sinks_H: as in `AttentionSinks`. slopes_H: of ALiBi. Returns [T, H, D]. Computes in float32. Reads no tensor on the
+    host, so it works on any device.
     """
     num_reqs = block_table_RB.shape[0]
     num_tokens, num_heads, _ = query_THD.shape
@@ -103,6 +104,9 @@ def paged_attention_reference(
     scores = torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD, key_RLKD) * scale
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
+    if slopes_H is not None:
+        distance_RQL = position_RQ[..., None] - position_L
+        scores = scores - slopes_H.view(num_kv_heads, -1, 1, 1) * distance_RQL[:, None, None]
     weights = softmax_with_sinks(scores.masked_fill(~visible_RQL[:, None, None], _NEG_INF), sinks_H)
     output_RQHD = torch.einsum("rkgql,rlkd->rqkgd", weights, value_RLKD).flatten(2, 3)
 

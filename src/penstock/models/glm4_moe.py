@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+
+from torch import Tensor
 
 from penstock.config import ModelConfig
 from penstock.layers.experts import SIGMOID, Routing
@@ -16,6 +19,16 @@ from penstock.models.qwen import QUERY_KEY_NORMS
 from penstock.models.weights import WeightTable
 from penstock.parallel import ParallelState
 
+# Sarvam MoE is this decoder under other names, which Transformers writes again when it saves one.
+_SARVAM_NAMES = {
+    "model.word_embeddings.": "model.embed_tokens.",
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.query_layernorm.": ".self_attn.q_norm.",
+    ".attention.key_layernorm.": ".self_attn.k_norm.",
+    ".attention.": ".self_attn.",
+    ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+}
+_SARVAM_QKV = ".self_attn.query_key_value."
 # Part of a head that rotates, where the configuration does not say.
 _DEFAULT_ROTARY_PART = 0.5
 
@@ -57,7 +70,23 @@ class Glm4MoeForCausalLM(SharedExpertsForCausalLM):
         )
         super().__init__(config, parallel, model, layers, routing)
         self._has_norms = has_norms
+        self._qkv_sizes = [config.head_size * heads for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
         self.num_drafting = fields.count("num_nextn_predict_layers", default=0)
+
+    def checkpoint_name(self, name: str) -> str:
+        """See `CausalLM`. Checkpoints of Sarvam MoE have names of their own."""
+        for old, new in _SARVAM_NAMES.items():
+            name = name.replace(old, new)
+        return name
+
+    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Cut the fused projection of Sarvam MoE."""
+        name = self.checkpoint_name(name)
+        if _SARVAM_QKV not in name or tensor.shape[0] != sum(self._qkv_sizes):
+            yield from super().pieces(name, tensor)
+            return
+        for projection, part in zip("qkv", tensor.split(self._qkv_sizes), strict=True):
+            yield name.replace(_SARVAM_QKV, f".self_attn.{projection}_proj."), part
 
     def _table(self) -> WeightTable:
         return {**super()._table(), **(QUERY_KEY_NORMS if self._has_norms else {})}

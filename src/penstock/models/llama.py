@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 from penstock.config import ModelConfig
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, plain_decoder
 from penstock.parallel import ParallelState
+
+# EXAONE 3 is this decoder under other names, which Transformers writes again when it saves one.
+_EXAONE_NAMES = (
+    (r"^transformer\.wte\.", "model.embed_tokens."),
+    (r"^transformer\.h\.", "model.layers."),
+    (r"^transformer\.ln_f\.", "model.norm."),
+    (r"\.attn\.attention\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.attn\.attention\.", ".self_attn."),
+    (r"\.ln_1\.", ".input_layernorm."),
+    (r"\.ln_2\.", ".post_attention_layernorm."),
+    (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
+    (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
+    (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+)
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
@@ -18,6 +34,13 @@ class LlamaForCausalLM(DecoderForCausalLM):
         mlp_bias = fields.flag("mlp_bias", default=False)
         model = plain_decoder(config, parallel, qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias)
         super().__init__(config, parallel, model)
+
+    def checkpoint_name(self, name: str) -> str:
+        """See `CausalLM`. Checkpoints of EXAONE 3 have names of their own."""
+        if name.startswith("transformer."):
+            for pattern, replacement in _EXAONE_NAMES:
+                name = re.sub(pattern, replacement, name)
+        return name
 
 
 # Default of an absent `sliding_window`; null means full attention.

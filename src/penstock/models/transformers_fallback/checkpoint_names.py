@@ -14,7 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    Split,
+    WeightConverter,
+    WeightRenaming,
+)
 
 from penstock.errors import CheckpointError
 from penstock.layers.weights import WeightSlot
@@ -56,6 +63,8 @@ class CheckpointNames:
         conversions = get_model_conversion_mapping(model)
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model)}
         self._renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        self._fused = [one for one in conversions if _is_fused(one)]
+        self._shapes = shapes
         self._prefix = f"{model.base_model_prefix}."
         self._stacked = _find_stacked(shapes, [one for one in conversions if isinstance(one, WeightConverter)])
         self._ignorable = (*_OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()), *_derived(model))
@@ -91,7 +100,7 @@ class CheckpointNames:
             slot_name = self.slot_name(name, lambda candidate: candidate in self._stacked or is_slot(candidate))
             stacked = self._stacked.get(slot_name)
             if stacked is None:
-                yield slot_name, tensor
+                yield from self._split(slot_name, tensor)
             elif tuple(tensor.shape) == stacked.shape:
                 # A checkpoint may hold stacked experts as one tensor.
                 yield from ((piece, slot.target) for piece, slot in stacked.slots(tensor).items())
@@ -99,6 +108,17 @@ class CheckpointNames:
                 raise CheckpointError(
                     f"Misshapen: {name} (has {list(tensor.shape)}, needs {list(stacked.shape)}, all experts of it)."
                 )
+
+    def _split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parts of a tensor that several parameters are made of; any other one as it is."""
+        for converter in self._fused:
+            (source,), dim = map(_plain, converter.source_patterns), converter.operations[0].dim
+            parts = [name.replace(source, _plain(target)) for target in converter.target_patterns]
+            sizes = [self._shapes[part][dim] for part in parts if part in self._shapes]
+            if source in name and len(sizes) == len(parts) and sum(sizes) == tensor.shape[dim]:
+                yield from zip(parts, tensor.split(sizes, dim), strict=True)
+                return
+        yield name, tensor
 
     def slot_name(self, name: str, is_slot: Callable[[str], bool]) -> str:
         """Return the name of a checkpoint tensor's slot, or its Transformers name."""
@@ -134,6 +154,7 @@ def _find_stacked(shapes: Mapping[str, tuple[int, ...]], converters: Iterable[An
     Raises CannotRun for an unknown kind of conversion.
     """
     stacked = {}
+    converters = [one for one in converters if not _is_fused(one)]
     for name, shape in shapes.items():
         for converter in converters:
             target = _plain(converter.target_patterns[0])
@@ -147,6 +168,12 @@ def _find_stacked(shapes: Mapping[str, tuple[int, ...]], converters: Iterable[An
             sources = tuple(prefix + _plain(one) for one in converter.source_patterns)
             stacked[name] = StackedExperts(sources, shape)
     return stacked
+
+
+def _is_fused(conversion: Any) -> bool:
+    """Whether it cuts one tensor of a checkpoint, along one dimension, into several parameters."""
+    kinds = [type(operation) for operation in getattr(conversion, "operations", ())]
+    return kinds in ([Split], [Chunk]) and len(conversion.source_patterns) == 1
 
 
 def _plain(pattern: str) -> str:

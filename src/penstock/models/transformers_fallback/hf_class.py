@@ -13,6 +13,7 @@ from penstock.config import ModelConfig
 from penstock.config.quantized_checkpoint import refuse_quantized_checkpoint
 from penstock.errors import ModelError, UnsupportedModel
 from penstock.models.registry import supported_architectures
+from penstock.models.transformers_fallback import own_attention
 from penstock.models.transformers_fallback.interface import CannotRun
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
@@ -111,7 +112,8 @@ def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedCon
     if others:
         raise CannotRun(f"it has layers of the kind {', '.join(others)} (layer_types)")
     can_set = getattr(model_class, "_can_set_attn_implementation", None)
-    if can_set is not None and not can_set():
+    is_known = model_class.__name__ in own_attention.ARCHITECTURES
+    if can_set is not None and not can_set() and not is_known:
         raise CannotRun("its attention does not go through the attention interface of Transformers")
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -24,8 +25,10 @@ class CannotRun(Exception):
     """The reason, as the second half of a sentence; the caller adds the model's name."""
 
 
-# Names in the Transformers registry. The paged one has no mask function, so that no mask is built.
+# Names in the Transformers registry. The paged one has no mask function, so that no mask is built. The other one is for
+# models that compute with their mask.
 PAGED = "penstock_paged"
+PAGED_WITH_MASK = "penstock_paged_with_mask"
 TRIAL = "penstock_trial"
 _ATTENTION = "penstock_attention"
 _RECORD = "penstock_record"
@@ -65,18 +68,21 @@ class ContextSlot:
 
 
 class SlotAttention(Attention):
-    """Attention of a module without a context argument, which reads it from its model's slot."""
+    """Attention of a module without a context argument, which reads it from its model's slot.
+
+    Heads of other sizes than the layer's, such as values narrower than keys, are padded with zeros.
+    """
 
     def __init__(self, layer: LayerAttention, slot: ContextSlot) -> None:
         super().__init__(layer)
         self._slot = slot
 
     def attend_heads(self, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor) -> Tensor:
-        """Attention from heads in the Transformers layout: [1, T, H, D]."""
-        output_THD = self._slot.context.attend(
-            self.layer, _token_major(query_1HTD), _token_major(key_1KTD), _token_major(value_1KTD)
-        )
-        return output_THD.unsqueeze(0)
+        """Attention from heads in the Transformers layout: [1, T, H, D], where D is the values' size."""
+        size = self.layer.head_size
+        heads = (_padded(_token_major(given), size) for given in (query_1HTD, key_1KTD, value_1KTD))
+        output_THD = self._slot.context.attend(self.layer, *heads)
+        return output_THD[..., : value_1KTD.shape[-1]].unsqueeze(0)
 
 
 def install_attention(module: nn.Module, layer: LayerAttention, slot: ContextSlot) -> None:
@@ -107,6 +113,11 @@ def _token_major(heads_1HTD: Tensor) -> Tensor:
     return heads_THD if heads_THD.stride(-1) == 1 else heads_THD.contiguous()
 
 
+def _padded(heads_THD: Tensor, size: int) -> Tensor:
+    missing = size - heads_THD.shape[-1]
+    return F.pad(heads_THD, (0, missing)) if missing else heads_THD
+
+
 def _paged_attention(
     module: nn.Module, query_1HTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, *_mask: Any, **_arguments: Any
 ) -> tuple[Tensor, None]:
@@ -134,6 +145,12 @@ def _trial_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function
     return mask
 
 
+def _no_mask(**_arguments: Any) -> Tensor:
+    return torch.zeros(())
+
+
 AttentionInterface.register(PAGED, _paged_attention)
+AttentionInterface.register(PAGED_WITH_MASK, _paged_attention)
+AttentionMaskInterface.register(PAGED_WITH_MASK, _no_mask)
 AttentionInterface.register(TRIAL, _trial_attention)
 AttentionMaskInterface.register(TRIAL, _trial_mask)

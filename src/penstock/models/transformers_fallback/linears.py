@@ -11,6 +11,9 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer
 from penstock.parallel import ParallelState
 
+# Subclasses that compute the same.
+_LINEARS = ("FalconLinear",)
+
 
 def replace_linears(model: nn.Module, parallel: ParallelState) -> None:
     """Replace every `nn.Linear` by a `LinearLayer` with the same parameters; subclasses stay as they are.
@@ -24,7 +27,7 @@ def replace_linears(model: nn.Module, parallel: ParallelState) -> None:
             owners[id(parameter)].append(module)
     replacements: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if isinstance(module, nn.Linear) and (type(module) is nn.Linear or type(module).__name__ in _LINEARS):
             replacements[module] = layer = _linear_layer(module)
             others = [owner for owner in owners[id(module.weight)] if owner is not module]
             if len(others) == 1 and _only_looks_up(others[0]):

@@ -23,6 +23,7 @@ from penstock.layers.linear import LinearLayer, restore_weights
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.attention_layers import attention_layers
 from penstock.models.causal_lm import CausalLM
+from penstock.models.transformers_fallback import own_attention
 from penstock.models.transformers_fallback.buffers import (
     buffers_on_meta,
     create_buffers,
@@ -33,6 +34,7 @@ from penstock.models.transformers_fallback.head import take_backbone
 from penstock.models.transformers_fallback.hf_class import find_suitable, refuse_unsuitable_for_pooling
 from penstock.models.transformers_fallback.interface import (
     PAGED,
+    PAGED_WITH_MASK,
     TRIAL,
     Attends,
     CannotRun,
@@ -70,7 +72,11 @@ class TransformersForCausalLM(CausalLM):
             with buffers_on_meta(model):
                 with watch.watching(model):
                     trial = run_trial(model, model_config.longest_context)
-                model.set_attn_implementation(PAGED)
+                self._takes_positions = trial.takes_positions
+                if type(model).__name__ in own_attention.ARCHITECTURES:
+                    model.config._attn_implementation = PAGED_WITH_MASK
+                else:
+                    model.set_attn_implementation(PAGED)
                 if trial.vocab_size != model_config.vocab_size:
                     raise CannotRun(f"its logits are {trial.vocab_size}, not vocab_size={model_config.vocab_size}")
                 self._backbone_name = trial.backbone
@@ -165,9 +171,11 @@ class TransformersForCausalLM(CausalLM):
             )
 
     def _run(self, input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
-        position_ids = None if positions_T is None else positions_T.unsqueeze(0)
+        arguments = {"input_ids": input_ids_T.unsqueeze(0)}
+        if self._takes_positions and positions_T is not None:
+            arguments["position_ids"] = positions_T.unsqueeze(0)
         with self._slot.holding(context):
-            output = self.backbone(input_ids=input_ids_T.unsqueeze(0), position_ids=position_ids, use_cache=False)
+            output = self.backbone(**arguments, use_cache=False)
         return output[0][0]  # type: ignore[no-any-return]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor | Sequence[Tensor]]]:
@@ -201,9 +209,14 @@ def _refusal(config: ModelConfig, reason: CannotRun) -> UnsupportedModel:
 def _build(model_config: ModelConfig) -> PreTrainedModel:
     """Build the Transformers model: parameters on the meta device, buffers on the CPU with their values."""
     model_class, config = find_suitable(model_config)
+    is_known = model_class.__name__ in own_attention.ARCHITECTURES
+    built_for = "eager" if is_known else TRIAL
     try:
         with torch.device("meta"):
-            model = model_class._from_config(config, attn_implementation=TRIAL, dtype=torch.float32)
+            model = model_class._from_config(config, attn_implementation=built_for, dtype=torch.float32)
+        if is_known:
+            own_attention.call_interface(model)
+            model.config._attn_implementation = TRIAL
         model.eval().requires_grad_(False)
         create_buffers(model)
     except CannotRun:

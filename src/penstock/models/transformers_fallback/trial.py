@@ -66,9 +66,18 @@ def _seen_keys(mask_function: MaskFunction, query: int, num_keys: int) -> Tensor
 
 _NUM_TOKENS = 3
 # Supported arguments of an attention call, and those without effect in a causal layer without dropout.
-_UNDERSTOOD = ("scaling", "sliding_window", "softcap", "attention_mask", "dropout", "is_causal")
+_UNDERSTOOD = (
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "alibi_slopes",
+    "attention_mask",
+    "dropout",
+    "is_causal",
+)
 _IRRELEVANT = ("position_ids", "cache_position", "layer_idx", "use_cache")
-_MEANINGS = {"s_aux": "attention sinks", "position_bias": "a bias that depends on positions"}
+_MEANINGS = {"position_bias": "a bias that depends on positions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +104,8 @@ class SubmoduleCall:
 @dataclass(frozen=True, slots=True)
 class TrialResult:
     """backbone: name of the submodule that turns tokens into hidden states. output_type: type of its output.
-    hidden_size, vocab_size: widths of hidden states and logits.
+    hidden_size, vocab_size: widths of hidden states and logits. takes_positions: whether the backbone has an argument
+    for positions.
     layers: attention modules in execution order, and the parameters of each.
     """
 
@@ -103,6 +113,7 @@ class TrialResult:
     output_type: type
     hidden_size: int
     vocab_size: int
+    takes_positions: bool
     layers: tuple[tuple[nn.Module, LayerAttention], ...]
 
 
@@ -148,29 +159,45 @@ def run_trial(model: PreTrainedModel, longest_context: int) -> TrialResult:
             )
         except CannotRun:
             raise
+        except NotImplementedError as error:
+            raise CannotRun(
+                "its code decides what to compute by values that it reads on the host, which a run without weights "
+                "does not have"
+            ) from error
         except Exception as error:
             raise CannotRun(
                 f"a trial run without weights failed ({type(error).__name__}: {_first_line(error)})"
             ) from error
     if getattr(output, "logits", None) is None:
         raise CannotRun("it returns no logits")
-    backbone = _find_backbone(recorder, input_ids, position_ids)
+    backbone = _find_backbone(model, recorder, input_ids, position_ids)
     return TrialResult(
         backbone=backbone.name,
         output_type=type(backbone.output),
         hidden_size=backbone.output[0].shape[-1],
         vocab_size=output.logits.shape[-1],
+        takes_positions=_takes_positions(model.get_submodule(backbone.name)),
         layers=_read_layers(model, recorder, longest_context),
     )
 
 
-def _find_backbone(recorder: _Recorder, input_ids: Tensor, position_ids: Tensor) -> SubmoduleCall:
+def _takes_positions(backbone: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(backbone.forward).parameters
+
+
+def _find_backbone(
+    model: PreTrainedModel, recorder: _Recorder, input_ids: Tensor, position_ids: Tensor
+) -> SubmoduleCall:
     if not recorder.attention_calls:
         raise CannotRun("its attention does not go through the attention interface of Transformers")
     first = recorder.submodule_calls[0] if recorder.submodule_calls else None
     if first is None or first.num_attention_calls != len(recorder.attention_calls):
         raise CannotRun("its layers do not all run inside the first module that it calls")
-    for name, given in (("input_ids", input_ids), ("position_ids", position_ids)):
+    given_to = {"input_ids": input_ids, "position_ids": position_ids}
+    has_alibi = all(call.arguments.get("alibi_slopes") is not None for call in recorder.attention_calls)
+    if has_alibi and not _takes_positions(model.get_submodule(first.name)):
+        del given_to["position_ids"]
+    for name, given in given_to.items():
         if first.arguments.get(name) is not given:
             raise CannotRun(f"{first.name} does not get the {name} as they are")
     return first
@@ -198,9 +225,9 @@ def _read_layer(name: str, call: AttentionCall, mask_window: int | None, longest
     _, num_kv_heads, num_keys, _ = call.key_shape
     if num_tokens != _NUM_TOKENS or num_keys != num_tokens:
         raise CannotRun(f"{name} attends from {num_tokens} over {num_keys} positions in a run of {_NUM_TOKENS} tokens")
-    if call.value_shape != call.key_shape or call.key_shape[-1] != head_size:
-        sizes = f"queries {head_size}, keys {call.key_shape[-1]}, values {call.value_shape[-1]}"
-        raise CannotRun(f"the heads of {name} differ in size ({sizes}), as with latent attention")
+    if call.value_shape[:-1] != call.key_shape[:-1] or call.key_shape[-1] != head_size:
+        shapes = f"queries {head_size}, keys {list(call.key_shape)}, values {list(call.value_shape)}"
+        raise CannotRun(f"the queries, keys and values of {name} do not fit each other ({shapes})")
     if num_heads % num_kv_heads != 0:
         raise CannotRun(f"{name} has {num_heads} query heads, which {num_kv_heads} KV heads do not divide")
     _refuse_unknown_arguments(name, call)
@@ -211,11 +238,36 @@ def _read_layer(name: str, call: AttentionCall, mask_window: int | None, longest
         name=name,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_size=head_size,
+        head_size=max(head_size, call.value_shape[-1]),
         scale=head_size**-0.5 if scale is None else float(scale),
         sliding_window=_agreed_window(name, call, mask_window, longest_context),
         soft_cap=soft_cap or None,
+        sinks=_read_sinks(name, call),
+        alibi_slopes=call.arguments.get("alibi_slopes"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSinks:
+    """`AttentionSinks` that are a parameter of an attention module."""
+
+    module: nn.Module
+    parameter: str
+
+    @property
+    def sinks(self) -> Tensor:
+        return self.module.get_parameter(self.parameter)
+
+
+def _read_sinks(name: str, call: AttentionCall) -> ParameterSinks | None:
+    """Return the attention sinks of a call, which must be a parameter of its module as it is."""
+    given = call.arguments.get("s_aux")
+    if given is None:
+        return None
+    for parameter, value in call.module.named_parameters(recurse=False):
+        if value is given and value.shape == call.query_shape[1:2]:
+            return ParameterSinks(call.module, parameter)
+    raise CannotRun(f"the attention sinks (s_aux) of {name} are computed as it runs")
 
 
 def _agreed_window(name: str, call: AttentionCall, mask_window: int | None, longest_context: int) -> int | None:
