@@ -151,3 +151,9 @@ def test_modules_that_compute_something_else_are_refused(
 def test_pooling_without_a_mode_is_the_mean(tmp_path: Path) -> None:
     files = {"1_Pooling/config.json": {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": False}}
     assert _read(tmp_path, [_TRANSFORMER, _POOLING], files).pooling == "mean"
+
+
+@pytest.mark.parametrize("changes", [{"pooling_mode": 3}, {"pooling_mode_cls_token": "yes"}, {"include_prompt": 0}])
+def test_fields_of_pooling_of_another_type_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"1_Pooling/config\.json has {next(iter(changes))}="):
+        _read(tmp_path, [_TRANSFORMER, _POOLING], {"1_Pooling/config.json": changes})

@@ -251,16 +251,17 @@ def _read_modules(path: Path) -> list[dict[str, Any]]:
 def _pooling_of(folder: Path) -> str:
     path = folder / "config.json"
     content = read_json_object(path, ModelError)
-    if content.get("include_prompt") is False:
+    if typed_field(content, "include_prompt", (bool,), path, ModelError) is False:
         raise UnsupportedModel(f"{path} has include_prompt=false, which is not supported: prompts are pooled too.")
-    named = content.get("pooling_mode")
+    named = typed_field(content, "pooling_mode", (str, list), path, ModelError)
     if isinstance(named, str):
         modes = [_NAMES.get(named, named)]
-    elif isinstance(named, list):
+    elif named is not None:
         modes = [_NAMES.get(str(one), str(one)) for one in named]
     else:
         # The mean is sentence-transformers' default.
-        modes = [name for mode, name in _MODES.items() if content.get(mode) is True] or ["mean"]
+        modes = [name for mode, name in _MODES.items() if typed_field(content, mode, (bool,), path, ModelError)]
+        modes = modes or ["mean"]
     if len(modes) != 1 or modes[0] not in _NAMES.values():
         raise UnsupportedModel(
             f"{path} pools by {' and '.join(modes) or 'nothing'}, which is not supported. Supported: one of "

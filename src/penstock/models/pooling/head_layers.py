@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from penstock.config import ModelConfig
 from penstock.config.architectures import MODERN_BERT, Use
-from penstock.config.json_file import read_json_object
+from penstock.config.checks import is_positive_float32
+from penstock.config.json_file import read_json_object, typed_field
 from penstock.config.pooling import PoolingConfig
 from penstock.errors import ModelError, UnsupportedModel
 from penstock.layers.weights import WeightSlot, new_parameter
@@ -151,6 +152,8 @@ def _prediction_head(model: ModelConfig, hidden_size: int) -> list[LayerShape | 
             f"config.json of {model.model} has classifier_activation={activation!r}. Supported: "
             f"{', '.join(_ACTIVATIONS)}."
         )
+    if not is_positive_float32(eps):
+        raise ModelError(f"config.json of {model.model} has norm_eps={eps!r}. It must be a positive number.")
     return [
         LayerShape("head.dense", hidden_size, activation, has_bias=bool(hf_config.get("classifier_bias"))),
         NormShape("head.norm", eps, has_bias=bool(hf_config.get("norm_bias"))),
@@ -162,14 +165,17 @@ def _dense(folder: Path, names: Sequence[str]) -> Sequence[LayerShape]:
     for name in names:
         path = folder / name / "config.json"
         content = read_json_object(path, ModelError)
-        activation = str(content.get("activation_function") or _DENSE_ACTIVATION).rsplit(".", 1)[-1].lower()
-        if activation not in _ACTIVATIONS or content.get("use_residual"):
-            what = "use_residual" if content.get("use_residual") else f"activation_function={activation!r}"
+        named = typed_field(content, "activation_function", (str,), path, ModelError) or _DENSE_ACTIVATION
+        activation = named.rsplit(".", 1)[-1].lower()
+        is_residual = typed_field(content, "use_residual", (bool,), path, ModelError)
+        if activation not in _ACTIVATIONS or is_residual:
+            what = "use_residual" if is_residual else f"activation_function={activation!r}"
             raise UnsupportedModel(f"{path} has {what}, which is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
         size = content.get("out_features")
         if type(size) is not int or size < 1:
             raise ModelError(f"{path} has out_features={size!r}. It must be a positive integer.")
-        shapes.append(LayerShape(f"{name}.linear", size, activation, has_bias=content.get("bias") is not False))
+        has_bias = typed_field(content, "bias", (bool,), path, ModelError)
+        shapes.append(LayerShape(f"{name}.linear", size, activation, has_bias=has_bias is not False))
     return shapes
 
 
