@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,24 @@ def test_requests_keep_a_removed_adapter_whose_number_another_one_gets(llama: Ad
     assert results["r"].tokens == llama.expected(PROMPTS[1], 2)[0][:6]
     assert results["new"].tokens == llama.expected(PROMPTS[1], 3)[0][:6]
     assert [len(held) for held in core.collective_rpc("list_loras")] == [1]
+    core.close()
+
+
+@pytest.mark.one_path(reason="which adapters a core knows is no matter of how it makes its steps")
+def test_a_request_whose_adapter_has_other_files_now_ends_with_an_error(llama: Adapted, tmp_path: Path) -> None:
+    first, second = (Path(llama.requests[number].lora_path) for number in (2, 3))
+    shutil.copytree(first, tmp_path / "latest")
+    core = make_core(llama.folder, **{**OPTIONS, "max_loras": 1})
+    adapter = request_of(1, tmp_path / "latest")
+    results = run_until(core, adapter, num_tokens=3)
+    shutil.copytree(second, tmp_path / "latest", dirs_exist_ok=True)
+    # New workers have to read the adapter again.
+    core._interrupted = "a test"
+    finish(core, results)
+    assert "has other files in" in (results["r"].error or "")
+    again = request_of(1, tmp_path / "latest", load_inplace=True)
+    core.collective_rpc("add_lora", args=(again,))
+    assert_same(run(core, replace(llama, requests=[None, again]), PROMPTS[:1], [1]), [llama.expected(PROMPTS[0], 3)])
     core.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     load_inplace: load it again if the engine has an adapter of this number already.
     base_model_name: the model that it changes, as a server's clients see it; "" for the served one.
     identity: identifies the adapter in its deployment, also after its removal; given by the `AdapterList`, 0 before.
+    stamp: that of its files when it was listed (`stamp_of`); given by the `AdapterList`.
 
     Raises InvalidParameter for fields that are missing or contradict each other.
     """
@@ -37,6 +39,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     load_inplace: bool = False
     base_model_name: str = ""
     identity: int = 0
+    stamp: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
@@ -76,14 +79,25 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
             lora_name=self.lora_name,
             lora_path=self.lora_path,
             identity=self.identity,
+            stamp=self.stamp,
         )
+
+
+def stamp_of(folder: str) -> str:
+    """Sizes and times of change of an adapter's files, which tell whether they are still the same; "" without files."""
+    try:
+        files = sorted(Path(folder).expanduser().glob("adapter_*"))
+        return ";".join(f"{one.name} {one.stat().st_size} {one.stat().st_mtime_ns}" for one in files)
+    except (OSError, RuntimeError, ValueError):
+        return ""
 
 
 @register_part
 class AdapterPart(Part, frozen=True, kw_only=True):
     """The adapter of a request.
 
-    lora_path: "" for an adapter in memory. identity: as in `LoRARequest`; a request keeps that which it began with.
+    lora_path: "" for an adapter in memory. identity, stamp: as in `LoRARequest`; a request keeps those which it began
+    with.
     version: changes when other weights replace the adapter's in place; it keeps cached prefixes of different weights
     apart.
     """
@@ -93,12 +107,18 @@ class AdapterPart(Part, frozen=True, kw_only=True):
     lora_name: str
     lora_path: str = ""
     identity: int = 0
+    stamp: str = ""
     version: int = 0
 
     @property
     def key(self) -> int:
         """As in `LoRARequest`."""
         return self.identity or self.lora_int_id
+
+    @property
+    def adapter(self) -> LoRARequest:
+        """The adapter, of its folder."""
+        return LoRARequest(self.lora_name, self.lora_int_id, self.lora_path, identity=self.identity, stamp=self.stamp)
 
     def anon_repr(self) -> str:
         return f"AdapterPart({self.lora_int_id}, {self.identity})"

@@ -6,8 +6,8 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from penstock.config import LoRAConfig
-from penstock.contract.lora import AdapterPart, LoRARequest
-from penstock.errors import InvalidRequest
+from penstock.contract.lora import AdapterPart, LoRARequest, stamp_of
+from penstock.errors import CheckpointError, InvalidRequest
 from penstock.lora.cache import AdapterCache
 from penstock.lora.checkpoint import read_adapter
 from penstock.lora.tables import AdapterTables, PackedModelAdapter
@@ -22,8 +22,8 @@ class AdapterManager:
         self.tables = tables
         self._max_rank = config.max_lora_rank
         self._cache: AdapterCache[Future[PackedModelAdapter]] = AdapterCache(config.num_on_host, config.max_loras)
-        # Weights that are to replace those of an adapter, by its id: their folder, and they.
-        self._staged: dict[int, tuple[str, Future[PackedModelAdapter]]] = {}
+        # Weights that are to replace those of an adapter, by its key: their folder and its stamp, and they.
+        self._staged: dict[int, tuple[tuple[str, str], Future[PackedModelAdapter]]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
 
     def add(self, request: LoRARequest) -> bool:
@@ -35,8 +35,9 @@ class AdapterManager:
         if known is not None and not request.load_inplace:
             self._loaded(request.key, known)
             return False
-        path, staged = self._staged.pop(request.key, ("", None))
-        loaded = self._load(request) if staged is None or path != request.lora_path else staged.result()
+        source, staged = self._staged.pop(request.key, (None, None))
+        is_staged = staged is not None and source == (request.lora_path, request.stamp)
+        loaded = staged.result() if staged is not None and is_staged else self._load(request)
         slot = self._cache.slots.get(request.key)
         if slot is not None:
             self._replace(slot, loaded, known)
@@ -51,7 +52,8 @@ class AdapterManager:
         With `load_inplace` its weights replace those of an adapter once it is added.
         """
         if request.load_inplace:
-            self._staged[request.key] = request.lora_path, self._reader.submit(self._load, request)
+            source = request.lora_path, request.stamp
+            self._staged[request.key] = source, self._reader.submit(self._load, request)
         elif self._cache.get(request.key) is None:
             self._cache.put(request.key, self._reader.submit(self._load, request))
 
@@ -100,7 +102,7 @@ class AdapterManager:
                     "it has no lora_path. Add it again, or pin it."
                 )
             # Other adapters have taken its place in host memory since the request was admitted.
-            self.prefetch(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path, identity=part.identity))
+            self.prefetch(part.adapter)
         loading = self._cache.get(key)
         assert loading is not None, "it was put there"
         loaded = self._loaded(key, loading)
@@ -134,5 +136,10 @@ class AdapterManager:
     def _load(self, request: LoRARequest) -> PackedModelAdapter:
         matrices = read_adapter(request, self._max_rank, self.tables.stacked, self.tables.named)
         packed = self.tables.pack(request.lora_name, matrices)
+        if request.stamp and stamp_of(request.lora_path) != request.stamp:
+            raise CheckpointError(
+                f"The adapter {request.lora_name!r} has other files in {request.lora_path} than when it was added. "
+                "Load it again in place, or under a new name, and give each training's weights a folder of their own."
+            )
         logger.info("Adapter %s (%d) loaded", request.lora_name, request.lora_int_id)
         return packed

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.contract import Parts, part_of
-from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest
+from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest, stamp_of
 from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, InvalidRequest, ProcessLost
 
@@ -30,14 +30,15 @@ class AdapterListState(msgspec.Struct, frozen=True):
     """What the list knows, for the owner that replaces a lost one.
 
     adapters: in the order of their loading, with their identities. pinned: numbers of those that are pinned.
-    offered: numbers that were offered once. replaced: folders of the identities whose weights were replaced in place.
+    offered: numbers that were offered once. replaced: present adapters of the identities whose weights were replaced in
+    place.
     last_identity, last_number: the highest that were given out.
     """
 
     adapters: list[LoRARequest] = []
     pinned: frozenset[int] = frozenset()
     offered: frozenset[int] = frozenset()
-    replaced: dict[int, str] = {}
+    replaced: dict[int, LoRARequest] = {}
     last_identity: int = 0
     last_number: int = 0
 
@@ -50,7 +51,8 @@ class AdapterList:
     other weights under an identity.
 
     is_enabled: whether the engine has adapters. call: calls a method of the cores' `CoreAdapters` with an adapter that
-    has its identity. state: of the owner before. on_change: called with the state after each change, before its answer.
+    has its identity. stamps_files: note the files of adapters, so that workers read these or none; False for workers on
+    other machines. state: of the owner before. on_change: called with the state after each change, before its answer.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class AdapterList:
         call: Callable[[str, LoRARequest], list[Any]],
         *,
         is_enabled: bool,
+        stamps_files: bool = True,
         state: AdapterListState | None = None,
         on_change: Callable[[AdapterListState], None] = lambda _: None,
     ) -> None:
         self._call, self._is_enabled, self._on_change = call, is_enabled, on_change
+        self._stamps_files = stamps_files
         self._state = state or AdapterListState()
         # Adapters whose loading has begun, which are not listed yet, by number.
         self._loading: dict[int, LoRARequest] = {}
@@ -76,21 +80,24 @@ class AdapterList:
         if parts is None or part is None:
             return request
         self._require_enabled()
-        known = self._by_number(part.lora_int_id)
-        identity, folder = part.identity, self._state.replaced.get(part.identity, part.lora_path)
-        if identity:
-            if (known is None or known.identity != identity) and not request.is_admitted:
-                raise AdapterNotFound(f"There is no adapter {part.lora_name!r} ({part.lora_int_id}): it was removed.")
-        elif known is None:
-            known = self._named_by_request(part)
-        elif part.lora_name != known.lora_name or part.lora_path not in ("", known.lora_path):
+        listed = self._by_number(part.lora_int_id)
+        if part.identity:
+            if listed is None or listed.identity != part.identity:
+                if not request.is_admitted:
+                    raise AdapterNotFound(
+                        f"There is no adapter {part.lora_name!r} ({part.lora_int_id}): it was removed."
+                    )
+                listed = self._state.replaced.get(part.identity)
+        elif listed is None:
+            listed = self._named_by_request(part)
+        elif part.lora_name != listed.lora_name or part.lora_path not in ("", listed.lora_path):
             raise InvalidRequest(
-                f"lora_int_id={part.lora_int_id} is {_described(known)}, and the request has {part.lora_name!r} "
+                f"lora_int_id={part.lora_int_id} is {_described(listed)}, and the request has {part.lora_name!r} "
                 f"({part.lora_path or 'in memory'}). Give each adapter an id of its own, or remove the other one first."
             )
-        if known is not None and identity in (0, known.identity):
-            identity, folder = known.identity, known.lora_path
-        resolved = replace(part, identity=identity, lora_path=folder)
+        if listed is None:
+            return request
+        resolved = replace(part, identity=listed.identity, lora_path=listed.lora_path, stamp=listed.stamp)
         return replace(request, parts=Parts({**parts, part.feature: resolved}))
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -138,7 +145,7 @@ class AdapterList:
         if is_new or (adapter.load_inplace and any(answers)):
             self._list(adapter)
             if not is_new:
-                self._change(replaced={**self._state.replaced, adapter.identity: adapter.lora_path})
+                self._change(replaced={**self._state.replaced, adapter.identity: _without_tensors(adapter)})
             return [True]
         return [False]
 
@@ -146,7 +153,7 @@ class AdapterList:
         """Start loading an adapter, which is listed once it is added. Returns it with its identity."""
         adapter = self._identified(lora_request)
         self._call("prefetch_lora", adapter)
-        return [replace(adapter, tensors=None, peft_config=None)]
+        return [_without_tensors(adapter)]
 
     def _offer(self, lora_requests: Sequence[LoRARequest]) -> list[None]:
         """List adapters that are loaded once requests use them; each number once, so that removed ones stay so."""
@@ -185,7 +192,7 @@ class AdapterList:
     def _known(self) -> list[list[LoRARequest]]:
         """The adapters by number, without tensors."""
         adapters = sorted(self._state.adapters, key=lambda one: one.lora_int_id)
-        return [[replace(one, tensors=None, peft_config=None) for one in adapters]]
+        return [[_without_tensors(one) for one in adapters]]
 
     def _take_number(self) -> list[int]:
         """A number that no adapter of this deployment has had, for a caller that chooses none."""
@@ -215,12 +222,14 @@ class AdapterList:
                     f"lora_int_id={number} is {_described(known)} already. Give each adapter an id of its own, remove "
                     "the other one first, or replace it with load_inplace=True."
                 )
-            return replace(request, identity=known.identity)
+            stamp = self._stamp(request) if request.load_inplace else known.stamp
+            return replace(request, identity=known.identity, stamp=stamp)
         loading = self._loading.get(number)
         if loading is None or not _is_same(loading, request) or loading.tensors is not request.tensors:
             last_number = max(self._state.last_number, number)
             self._change(last_identity=self._state.last_identity + 1, last_number=last_number)
-            loading = replace(request, identity=self._state.last_identity, load_inplace=False)
+            identity, stamp = self._state.last_identity, self._stamp(request)
+            loading = replace(request, identity=identity, stamp=stamp, load_inplace=False)
             self._loading[number] = loading
         return loading
 
@@ -234,6 +243,9 @@ class AdapterList:
         adapter = self._identified(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path))
         self._list(adapter)
         return adapter
+
+    def _stamp(self, request: LoRARequest) -> str:
+        return stamp_of(request.lora_path) if self._stamps_files and request.lora_path else ""
 
     def _by_number(self, number: int) -> LoRARequest | None:
         return next((one for one in self._state.adapters if one.lora_int_id == number), None)
@@ -261,6 +273,10 @@ class AdapterList:
 
 def _is_same(known: LoRARequest, other: LoRARequest) -> bool:
     return (known.lora_name, known.lora_path) == (other.lora_name, other.lora_path)
+
+
+def _without_tensors(adapter: LoRARequest) -> LoRARequest:
+    return replace(adapter, tensors=None, peft_config=None)
 
 
 def _described(adapter: LoRARequest) -> str:

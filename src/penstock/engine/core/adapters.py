@@ -81,7 +81,7 @@ class CoreAdapters:
                     f"The adapter {part.lora_name!r} ({part.lora_int_id}) was removed, and the core that had it in "
                     "memory is lost. Add it again, and repeat the request."
                 )
-            held = self._note(LoRARequest(part.lora_name, part.lora_int_id, part.lora_path, identity=part.identity))
+            held = self._note(part.adapter)
         return Parts({**parts, part.feature: replace(part, version=held.version)})
 
     def add(self, req_id: str, parts: Parts | None) -> None:
@@ -272,4 +272,5 @@ def _with_new_version(parts: Parts, held: _Held) -> Parts | None:
     part = part_of(parts, AdapterPart)
     if part is None or part.key != held.request.key:
         return None
-    return Parts({**parts, part.feature: replace(part, version=held.version, lora_path=held.request.lora_path)})
+    path, stamp = held.request.lora_path, held.request.stamp
+    return Parts({**parts, part.feature: replace(part, version=held.version, lora_path=path, stamp=stamp)})

@@ -104,7 +104,11 @@ class EngineCore:
         )
         self._adapter_list: AdapterList | None = None
         if owns_adapters:
-            self._adapter_list = AdapterList(self._adapters.call, is_enabled=config.lora.enable_lora)
+            self._adapter_list = AdapterList(
+                self._adapters.call,
+                is_enabled=config.lora.enable_lora,
+                stamps_files=config.parallel.executor in ("uni", "mp"),
+            )
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead

@@ -93,6 +93,7 @@ class CoreGroup:
             self._adapters = AdapterList(
                 _call_adapters_of(weakref.ref(self)),
                 is_enabled=config.lora.enable_lora,
+                stamps_files=config.parallel.executor in ("uni", "mp"),
                 state=adapters,
                 on_change=on_adapters,
             )
