@@ -233,6 +233,23 @@ def test_while_all_connections_are_busy_only_probes_are_answered(
         assert server.request("GET", "/v1/models").status == 200
 
 
+def test_handshakes_that_do_not_end_make_room_for_others() -> None:
+    connections = ClientConnections(write_timeout_s=60, max_unread_bytes=100, max_connections=8)
+    pairs = [socket.socketpair() for _ in range(12)]
+    for accepted, client in pairs:
+        client.setblocking(False)
+        connections.note_accepted(accepted, most_at_once=4)
+    for index, (_, client) in enumerate(pairs):
+        if index < 4:
+            assert client.recv(1) == b""
+        else:
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
 @pytest.mark.slow
 def test_probes_are_answered_beside_more_silent_clients_than_there_are_descriptors(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "log", *SMALL)

@@ -61,6 +61,12 @@ class ClientConnection:
         self._last_bytes = 0
 
     @property
+    def descriptor(self) -> int:
+        """Descriptor of its socket; -1 if it has none."""
+        own = self._protocol.transport.get_extra_info("socket")
+        return -1 if own is None else int(own.fileno())
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is being answered."""
         cycle = self._protocol.cycle
@@ -79,7 +85,7 @@ class ClientConnection:
         if not num_bytes or not (self.is_idle or transport.is_closing() or self._protocol.flow.write_paused):
             self.unread_bytes, self.stalled_since = 0, None
             return
-        waiting = num_bytes + _bytes_in_system(transport)
+        waiting = num_bytes + _bytes_in_system(self.descriptor)
         if self.stalled_since is None or waiting < self._last_bytes or self.has_resumed:
             self.stalled_since = now
         self._last_bytes, self.has_resumed = waiting, False
@@ -105,6 +111,8 @@ class ClientConnections:
         self._max_connections = max_connections
         # By the last time at which they sent something, which is that of the connection at first.
         self._open: dict[ClientConnection, None] = {}
+        # Accepted sockets, oldest first, whose TLS handshakes are not over; others are here for a moment.
+        self._shaking_hands: dict[int, socket.socket] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.unread_bytes = 0
         self.num_unread = 0
@@ -112,8 +120,19 @@ class ClientConnections:
     def __len__(self) -> int:
         return len(self._open)
 
+    def note_accepted(self, accepted: socket.socket, most_at_once: int) -> None:
+        """Note a socket that gets its connection later, and end the oldest such one if there are too many."""
+        waiting = {one.fileno(): one for one in self._shaking_hands.values() if one.fileno() >= 0}
+        is_full = self._max_connections is not None and len(waiting) + len(self._open) >= self._max_connections
+        if is_full and len(waiting) > most_at_once:
+            with suppress(OSError):
+                waiting.pop(next(iter(waiting))).shutdown(socket.SHUT_RDWR)
+        waiting[accepted.fileno()] = accepted
+        self._shaking_hands = waiting
+
     def add(self, connection: ClientConnection) -> None:
         """Note a new connection, and close another one if there are too many."""
+        self._shaking_hands.pop(connection.descriptor, None)
         if self._max_connections is not None and len(self._open) >= self._max_connections:
             idle = next((one for one in self._open if one.is_idle), None)
             if idle is None:
@@ -246,17 +265,20 @@ class ConnectionLimits:
 class PacedListener(socket.socket):
     """Listening socket that gives few connections at a time, so that the event loop can close others for them."""
 
-    most_at_once: int | None = None
+    most_at_once = _MOST_RESERVED
+    connections: ClientConnections | None = None
     _num_accepted = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        if self.most_at_once is not None:
-            if self._num_accepted >= self.most_at_once:
-                raise BlockingIOError
-            if self._num_accepted == 0:
-                asyncio.get_running_loop().call_soon(self._begin)
-            self._num_accepted += 1
-        return super().accept()
+        if self._num_accepted >= self.most_at_once:
+            raise BlockingIOError
+        if self._num_accepted == 0:
+            asyncio.get_running_loop().call_soon(self._begin)
+        self._num_accepted += 1
+        accepted, address = super().accept()
+        if self.connections is not None:
+            self.connections.note_accepted(accepted, self.most_at_once)
+        return accepted, address
 
     def _begin(self) -> None:
         self._num_accepted = 0
@@ -274,9 +296,8 @@ def connections_of_limit(num_open: int) -> tuple[int | None, int]:
     return max(1, limit - num_open - reserved), max(1, reserved // 4)
 
 
-def _bytes_in_system(transport: asyncio.Transport) -> int:
+def _bytes_in_system(descriptor: int) -> int:
     """Bytes that the system has for the client, and that it has not acknowledged."""
-    with suppress(OSError, ValueError, AttributeError):
-        descriptor = transport.get_extra_info("socket").fileno()
+    with suppress(OSError, ValueError):
         return int(struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0\0\0\0"))[0])
     return 0

@@ -114,6 +114,7 @@ def _connections(arguments: FrontEndArguments) -> tuple[ClientConnections, Paced
         max_unread_bytes=options.max_unread_response_bytes,
         max_connections=most,
     )
+    listener.connections = connections
     return connections, listener
 
 
