@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--outputs", type=int, default=0, help="outputs to draw per schema")
     parser.add_argument("--show", action="store_true", help="name the schemas behind the numbers")
     options = parser.parse_args()
-    check = Check(num_outputs=options.outputs, shows=options.show, backend=options.backend)
+    check = Check(num_outputs=options.outputs, shows=options.show)
     for case in read(options.files):
         check.add(case)
     check.report()
