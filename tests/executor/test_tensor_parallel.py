@@ -253,9 +253,9 @@ def test_custom_logits_processors_do_the_same_on_every_rank(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_an_offline_engine_is_used_as_ever() -> None:
-    texts = []
+    texts, options = [], {"num_threads": 2, "kv_cache_memory_bytes": "16MiB"}
     for size in (1, 2):
-        with LLM("demo", tensor_parallel_size=size, num_threads=2, kv_cache_memory_bytes="16MiB") as llm:
+        with LLM("demo", tensor_parallel_size=size, **options, cpu_arithmetic="float32") as llm:
             outputs = llm.generate(["ROMEO:", "The cat"], greedy(12))
             texts.append([output.outputs[0].text for output in outputs])
     assert texts[0] == texts[1]
