@@ -152,7 +152,7 @@ def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path: Path, capsys: pytest.
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(SystemExit):
         read_config_file(["--config", str(tmp_path / "pipe.yaml")])
-    assert "pipe.yaml is a FIFO" in capsys.readouterr().err
+    assert "pipe.yaml is a pipe" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.failures import file_named
+from penstock.cli.failures import read_text_file
 from penstock.cli.process import begin_collection
 
 
@@ -59,5 +59,4 @@ def chat(
 
 
 def _read_template(path: Path) -> str:
-    with file_named("--chat-template", path):
-        return path.read_text(encoding="utf-8")
+    return read_text_file("--chat-template", path)

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.cli.failures import file_named, readable_errors
+from penstock.cli.failures import read_file, readable_errors
 from penstock.cli.flags import with_dashes
-from penstock.config.json_file import MAX_DEPTH, check_regular_file
-from penstock.contract.param_checks import shown
+from penstock.config.json_file import MAX_DEPTH, shown
 from penstock.errors import ConfigError
 
 _FLAG = "--config"
@@ -76,9 +75,9 @@ def _read(path: Path) -> dict[str, Any]:
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    check_regular_file(path, ConfigError, _MOST_BYTES)
-    with file_named(_FLAG, path):
-        data = path.read_bytes()
+    data = read_file(_FLAG, path)
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{_FLAG} {path} has {len(data):,} bytes. Allowed: {_MOST_BYTES:,}.")
     try:
         entries = yaml.load(data.decode("utf-8-sig"), Loader) or {}
     except (yaml.YAMLError, ValueError) as error:

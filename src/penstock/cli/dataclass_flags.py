@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 import types
 import typing
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import typer
 
 from penstock.cli.docstrings import meanings_in
 from penstock.cli.flags import with_dashes
+from penstock.config.json_file import parse_json_text
 from penstock.errors import ConfigError
 
 
@@ -85,8 +85,8 @@ def _is_mapping(kind: Any) -> bool:
 
 def _parsed(name: str, text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse_json_text(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise ConfigError(f"{name}={text!r} is not valid. Allowed: a JSON object.")

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.failures import file_named
+from penstock.cli.failures import read_text_file
 from penstock.cli.plots import check_plot, write_plot
-from penstock.errors import ConfigError
 
 
 @options.engine_command(without=("quantization", "dtype", "engine_seed", "speculative_config"))
@@ -74,12 +73,7 @@ def evaluate(
 
 
 def _read(path: Path) -> str:
-    with file_named("--text", path):
-        content = path.read_bytes()
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--text {path} is not UTF-8: {error}. Give a text file.") from error
+    return read_text_file("--text", path)
 
 
 def _rendered(table: Any) -> str:

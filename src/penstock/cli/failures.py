@@ -32,6 +32,8 @@ EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 EXIT_TERMINATED = 128 + signal.SIGTERM
+# Names of pipes in a command's arguments, which the shell makes.
+_OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _BAD_INPUT = (ConfigError, InvalidRequest, ModelNotFound)
 
 
@@ -103,6 +105,28 @@ def file_named(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be opened: {error.strerror}. Give another file.") from error
+
+
+def read_file(option: str, path: Path) -> bytes:
+    """Contents of a file that an option names. Raises ConfigError, naming both, for one that cannot be read.
+
+    A pipe is one that the shell has made, such as <(command): another one may have no writer, and the command would
+    wait for ever.
+    """
+    if not str(path).startswith(_OF_THE_SHELL) and (path.is_fifo() or path.is_socket()):
+        raise ConfigError(
+            f"{option} {path} is a pipe or socket. Give a file, or the output of a command as <(command)."
+        )
+    with file_named(option, path):
+        return path.read_bytes()
+
+
+def read_text_file(option: str, path: Path) -> str:
+    """Text of a UTF-8 file that an option names; see `read_file`."""
+    try:
+        return read_file(option, path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {path} is not UTF-8: {error}. Give a text file.") from error
 
 
 def check_writable(option: str, path: Path) -> None:

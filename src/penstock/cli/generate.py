@@ -101,13 +101,12 @@ def _structured_outputs(
     json_schema: Path | None, regex: str | None, choice: list[str] | None, grammar: Path | None
 ) -> dict[str, Any] | None:
     """Constraint of these options. Several are refused with the sampling parameters."""
-    from penstock.cli.failures import file_named
+    from penstock.cli.failures import read_text_file
 
     given: dict[str, Any] = {"regex": regex, "choice": choice or None}
     for name, option, path in (("json", "--json-schema", json_schema), ("grammar", "--grammar", grammar)):
         if path is not None:
-            with file_named(option, path):
-                given[name] = path.read_text(encoding="utf-8")
+            given[name] = read_text_file(option, path)
     return {name: value for name, value in given.items() if value is not None} or None
 
 

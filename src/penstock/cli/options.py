@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from penstock.cli.dataclass_flags import parameters_of
 from penstock.cli.failures import readable_errors
 from penstock.cli.fetch import fetch_if_published
 from penstock.cli.flags import Flags, with_dashes
+from penstock.config.json_file import parse_json_text, shown
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging
 
@@ -148,9 +148,11 @@ def parse_max_model_len(value: str | None) -> int | str | None:
 def parse_json(name: str, text: str) -> Any:
     """Parse JSON. name: of the flag. Raises ConfigError for invalid JSON."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'{name} {text!r} is not valid: {error}. Allowed: JSON, such as {{"key": 1}}.') from error
+        return parse_json_text(text)
+    except ValueError as error:
+        raise ConfigError(
+            f'{name} {shown(text)} is not valid: {error}. Allowed: JSON, such as {{"key": 1}}.'
+        ) from error
 
 
 def parse_options(options: list[str] | None) -> dict[str, Any]:
@@ -176,8 +178,8 @@ def parse_value(value: str) -> Any:
     if value in python_constants:
         return python_constants[value]
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return parse_json_text(value)
+    except ValueError:
         return value
 
 

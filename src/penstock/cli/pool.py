@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from penstock.cli import options
+from penstock.config.json_file import parse_json_text
 from penstock.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -183,13 +184,9 @@ def _as_array(results: Sequence[dict[str, Any]], key: str) -> bytes:
 
 def _read(input: Path, num_texts: int) -> list[_Line]:
     """Read all lines. Raises InvalidRequest for one that is wrong, with its number, ConfigError without lines."""
-    from penstock.cli.failures import file_named
+    from penstock.cli.failures import read_file
 
-    if str(input) == _STANDARD_INPUT:
-        content = sys.stdin.buffer.read()
-    else:
-        with file_named("--input", input):
-            content = input.read_bytes()
+    content = sys.stdin.buffer.read() if str(input) == _STANDARD_INPUT else read_file("--input", input)
     try:
         texts = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -202,7 +199,7 @@ def _read(input: Path, num_texts: int) -> list[_Line]:
 
 def _line(text: str, number: int, num_texts: int) -> _Line:
     try:
-        content = json.loads(text)
+        content = parse_json_text(text)
     except ValueError as error:
         raise InvalidRequest(f"Line {number} is not JSON: {error}.") from error
     if num_texts == 1 and isinstance(content, str):

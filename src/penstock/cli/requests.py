@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.cli.batch_requests import read_batch_lines
-from penstock.cli.failures import file_named
+from penstock.cli.failures import read_file
 from penstock.cli.results import OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
@@ -53,8 +53,7 @@ def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
     """
     is_standard_input = str(path) == STANDARD_INPUT
     name = "standard input" if is_standard_input else str(path)
-    with file_named("--input", path):
-        data = sys.stdin.buffer.read() if is_standard_input else path.read_bytes()
+    data = sys.stdin.buffer.read() if is_standard_input else read_file("--input", path)
     data = data.removeprefix(codecs.BOM_UTF8)
     numbered = [(number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip()]
     lines = [(f"{name}, line {number}", _decode(line)) for number, line in numbered]

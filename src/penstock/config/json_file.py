@@ -62,6 +62,14 @@ def read_json_object(path: Path, error: type[PenstockError], *, is_optional: boo
     return content
 
 
+def parse_json_text(text: str) -> Any:
+    """Parse JSON of a user. Raises ValueError, for nesting that is too deep for a parser too."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
 def check_regular_file(path: Path, error: type[PenstockError], max_bytes: int | None = None) -> None:
     """Raise `error` for a missing file, one above max_bytes, or a pipe, socket or device, whose reading may not end."""
     try:

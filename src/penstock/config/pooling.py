@@ -6,7 +6,6 @@ folders, `config_sentence_transformers.json`, `sentence_bert_config.json`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from penstock.config.architectures import MODERN_BERT, PROCESS_REWARD, Architecture, Use
 from penstock.config.checks import check_choice, did_you_mean
+from penstock.config.json_file import parse_json_text, shown
 from penstock.config.sentence_transformers import LateInteraction, SentenceTransformersFiles, tokenizer_limit
 from penstock.errors import ConfigError, ModelError
 
@@ -268,9 +268,9 @@ def _read_options(given: Any) -> dict[str, Any]:
         return {}
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = parse_json_text(given)
         except ValueError as error:
-            raise ConfigError(f"pooler_config={given!r} is not JSON: {error}.") from error
+            raise ConfigError(f"pooler_config={shown(given)} is not JSON: {error}.") from error
     if not isinstance(given, Mapping):
         raise ConfigError(f"pooler_config={given!r} is not valid. Allowed: a dictionary.")
     for name, value in given.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
+from penstock.config.json_file import parse_json_text, shown
 from penstock.contract.lora import LoRARequest
 from penstock.errors import ConfigError
 
@@ -28,7 +28,7 @@ def _read(module: str) -> dict[str, str]:
     fields: object = {"name": name, "path": path}
     if module.lstrip().startswith("{"):
         try:
-            fields = json.loads(module)
+            fields = parse_json_text(module)
         except ValueError as error:
             raise _invalid(module) from error
     if not isinstance(fields, dict) or not fields.keys() <= _FIELDS:
@@ -41,6 +41,6 @@ def _read(module: str) -> dict[str, str]:
 
 def _invalid(module: str) -> ConfigError:
     return ConfigError(
-        f'lora_modules has {module!r}. Allowed: name=path, or {{"name": ..., "path": ...}} as JSON, which may have '
-        "base_model_name too; path is a folder in PEFT's format."
+        f'lora_modules has {shown(module)}. Allowed: name=path, or {{"name": ..., "path": ...}} as JSON, which may '
+        "have base_model_name too; path is a folder in PEFT's format."
     )

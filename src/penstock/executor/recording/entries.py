@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeAlias
 import msgspec
 
 from penstock.config.file_lock import is_locked, lock_while_open
+from penstock.config.json_file import check_regular_file
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from penstock.contract.codec import CONTRACT_VERSION
 from penstock.contract.lora import LoRARequest
@@ -141,6 +142,7 @@ def is_being_written(path: Path) -> bool:
 
 def read_recording(path: Path) -> Recording:
     """Read a file. Raises InvalidRecording for another format, another version, and damaged entries."""
+    check_regular_file(path, InvalidRecording)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -177,7 +179,7 @@ def _check_versions(path: Path, line: bytes) -> None:
     try:
         versions = json.loads(line)
         is_ours = versions["kind"] == _KIND
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         is_ours = False
     if not is_ours:
         raise InvalidRecording(f"{path} is no recording: `record` of an engine writes those.")
