@@ -271,7 +271,7 @@ def test_attention_sinks(backend: type[AttentionBackend], window: int | None) ->
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("backend", [ReferenceBackend])
+@pytest.mark.parametrize("backend", [native, ReferenceBackend])
 def test_alibi(backend: type[AttentionBackend], window: int | None) -> None:
     slopes = [0.5, 0.0, 0.01, 2.0]
     _check(backend, list(MIXED), slopes=slopes, window=window, num_padding=2)

@@ -78,6 +78,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Families that compute attention by themselves in Transformers.
 OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("BloomForCausalLM", {"hidden_size": 96, "n_head": 6, "n_layer": 2, "seq_length": 128}),
+    "mpt": ("MptForCausalLM", {"d_model": 96, "n_heads": 6, "n_layers": 2, "max_seq_len": 128}),
     "falcon": ("FalconForCausalLM", {}),
     "falcon-multi-head": ("FalconForCausalLM", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "falcon-new": ("FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2}),

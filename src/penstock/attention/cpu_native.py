@@ -39,6 +39,7 @@ class CpuNativeBackend(AttentionBackend):
     keeps_metadata = True
     shares_positions = True
     attends_latents = True
+    biases_distances = True
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
@@ -167,6 +168,7 @@ class CpuNativeBackend(AttentionBackend):
                 *((None, 1) if layer.context is None else (layer.context.group.collectives, layer.context.interleave)),
                 layer.latent_size or 0,
                 bfloat16_layout(layer, kv_cache.dtype),
+                None if layer.alibi_slopes is None else torch.tensor(layer.alibi_slopes, dtype=torch.float32),
             )
         return shape
 

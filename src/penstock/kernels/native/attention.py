@@ -89,6 +89,8 @@ class HeadShape:
     collectives: decode context parallel ranks, with runs of `interleave` positions each; None without. block_size:
     positions of a block on this rank.
 
+    slopes: of ALiBi, float32 [H]; None without.
+
     bfloat16_layout: order of the products in bfloat16 arithmetic, over a bfloat16 cache; None for float32 arithmetic.
     """
 
@@ -104,6 +106,7 @@ class HeadShape:
     interleave: int = 1
     latent_size: int = 0
     bfloat16_layout: Bfloat16Layout | None = None
+    slopes: Tensor | None = None
 
     @property
     def value_size(self) -> int:
@@ -113,7 +116,7 @@ class HeadShape:
     @property
     def arguments(self) -> tuple[int | float | Tensor | None, ...]:
         """Library arguments of the layer."""
-        return *self._constants, None if self.sinks is None else self.sinks.sinks.to(torch.float32)
+        return *self._constants, None if self.sinks is None else self.sinks.sinks.to(torch.float32), self.slopes
 
     @cached_property
     def _constants(self) -> tuple[int | float, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-ARCHITECTURES = frozenset({"FalconForCausalLM"})
+ARCHITECTURES = frozenset({"BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM"})
 
 
 def call_interface(model: PreTrainedModel) -> None:

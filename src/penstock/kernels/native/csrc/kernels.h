@@ -47,6 +47,7 @@ struct GreedyArgs {
 // window: sliding window in positions, the current one included; negative for chunked local attention, where a position
 // sees those of its chunk of -window positions; 0 for neither. soft_cap: 0 for none.
 // sinks: scores, without a soft cap, of a position without a value that every softmax of a head has too; alone only.
+// slopes: ALiBi, a bias of -slope for each position between a query and a key; nullptr for none. It has one share.
 // With a norm weight and a rotary table, query and key heads are normalised and rotated first, in this order unless
 // norm_is_last.
 // phase: kWrite or kAttend for one half alone, when a separate call does the other half. kWrite reads no query and has
@@ -83,6 +84,7 @@ struct AttentionArgs {
   int64_t num_heads, num_kv_heads, head_size, block_size, window, latent_size;
   float scale, soft_cap;
   const float* sinks;        // [heads], or nullptr
+  const float* slopes;       // [heads], or nullptr
   const float* norm_weight;  // [heads + kv heads][head_size], or nullptr
   float norm_eps;
   int norm_is_last;
