@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
 from penstock.contract.runner_output import SampledOutput
 from penstock.contract.step_checks import StepChecks
@@ -288,7 +289,7 @@ class _Replay:
         """Run all steps. Raises what the workers raise."""
         executed: tuple[Executed, SchedulerOutput] | None = None
         for adapter in self._recording.start.adapters:
-            self._executor.collective_rpc("add_lora", args=(adapter,))
+            self._add(adapter)
         for entry in self._recording.entries:
             if isinstance(entry, Executed):
                 executed = (entry, self._execute(entry))
@@ -345,9 +346,13 @@ class _Replay:
 
     def _call(self, entry: Called) -> None:
         if entry.adapter is not None:
-            self._executor.collective_rpc("add_lora", args=(entry.adapter,))
+            self._add(entry.adapter)
         else:
             self._executor.collective_rpc("remove_lora", args=(entry.adapter_id,))
+
+    def _add(self, adapter: LoRARequest) -> None:
+        """Load an adapter from its folder as it is now, of which this machine may have a copy."""
+        self._executor.collective_rpc("add_lora", args=(msgspec.structs.replace(adapter, stamp=""),))
 
 
 def _with_id(grammar: GrammarOutput, step_id: int) -> GrammarOutput:

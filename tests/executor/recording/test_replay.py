@@ -22,8 +22,11 @@ from penstock.contract import SamplingParams
 from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.engine.replay import ReplayReport, replay
 from penstock.errors import ConfigError, InvalidRecording
-from penstock.executor.recording.entries import Entry, Executed, RecordingFile, read_recording
+from penstock.executor.recording.entries import Called, Entry, Executed, RecordingFile, read_recording
 from penstock.kernels.native import describe_kernels
+from support.adapted_models import OPTIONS, adapted
+from support.adapted_models import run as run_adapted
+from support.adapters import VARIANTS
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, add, bytes_of_blocks, finish, make_core, run
 
@@ -364,3 +367,33 @@ def test_the_command_shows_phases_and_differences(tmp_path: Path, capfd: pytest.
     assert json.loads(done.output)["differences"]
     done = CliRunner().invoke(app, ["replay", str(file), "--show"])
     assert "execute SchedulerOutput(step_id=1" in done.output
+
+
+def recorded_adapters(tmp_path: Path, **options: Any) -> Path:
+    """File of a recorded engine with more adapters than it has slots and room on the host, one of which is removed."""
+    with adapted(tmp_path / "adapted", variants=VARIANTS[:3]) as model:
+        file, adapters = tmp_path / "steps.rec", [1, 2, 3, 0, 1]
+        limits = {"max_loras": 1, "max_cpu_loras": 2}
+        core = make_core(model.folder, **{**OPTIONS, **limits}, record=str(file), **options)
+        results = run_adapted(core, model, [PREFIX[: 9 + number] for number in range(len(adapters))], adapters)
+        core.collective_rpc("remove_lora", args=(1,))
+        results += run_adapted(core, model, [PREFIX[:9]], [1])
+        core.close()
+    assert [result.error for result in results] == [None] * len(results)
+    for path in (tmp_path / "adapted").rglob("adapter_*"):
+        # As in a copy of the folders.
+        os.utime(path, (1, 1))
+    return file
+
+
+def test_recordings_with_adapters_are_replayed_with_copies_of_their_folders(tmp_path: Path) -> None:
+    report = replay(recorded_adapters(tmp_path, record_prompts=True))
+    assert (report.num_compared, report.differences) == (60, [])
+
+
+def test_recordings_without_prompts_do_not_name_adapters(tmp_path: Path) -> None:
+    file = recorded_adapters(tmp_path)
+    assert [one.adapter.identity for one in read_recording(file).entries if isinstance(one, Called) and one.adapter]
+    data = file.read_bytes()
+    assert b"adapter1" not in data
+    assert str(tmp_path / "adapted" / "adapter").encode() not in data

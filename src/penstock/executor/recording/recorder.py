@@ -31,6 +31,7 @@ from penstock.executor.recording.entries import (
 )
 from penstock.executor.recording.held_requests import HeldRequests
 from penstock.executor.recording.redaction import (
+    redacted_adapter,
     redacted_grammar,
     redacted_request,
     redacted_result,
@@ -131,12 +132,18 @@ class Recorder:
         if method in _LOADS_ADAPTER and isinstance(args[0], LoRARequest):
             request = args[0]
             self._adapters[request.key] = msgspec.structs.replace(request, load_inplace=True)
-            self._write(Called(method=method, adapter=_without_tensors(request)))
+            self._write(Called(method=method, adapter=self._shown(request)))
         elif method == _REMOVES_ADAPTER:
             self._adapters.pop(args[0], None)
             self._write(Called(method=method, adapter_id=args[0]))
         elif method in _CHANGES:
             self._write(Called(method=method))
+
+    def _shown(self, request: LoRARequest) -> LoRARequest | None:
+        """Return the adapter of a folder; None for one in memory, which is too large for a recording."""
+        if request.tensors is not None:
+            return None
+        return redacted_adapter(request) if self._is_redacted else request
 
     def failed(self, error: BaseException) -> None:
         """Record the failure of a call to the workers."""
@@ -176,7 +183,7 @@ class Recorder:
         self._start = msgspec.structs.replace(
             self._start,
             requests=[redacted_request(request) for request in requests] if self._is_redacted else requests,
-            adapters=[one for one in map(_without_tensors, self._adapters.values()) if one is not None],
+            adapters=[one for one in map(self._shown, self._adapters.values()) if one is not None],
         )
         self.close()
         with self._or_end():
@@ -284,8 +291,3 @@ class RecordingExecutor:
 def arithmetic_of(executor: Executor) -> str:
     """Arithmetic of the executor's workers; that of each kind of worker where they differ."""
     return "; ".join(dict.fromkeys(executor.collective_rpc(describe_arithmetic)))
-
-
-def _without_tensors(request: LoRARequest) -> LoRARequest | None:
-    """Return the adapter of a folder; None for one in memory, which is too large for a recording."""
-    return request if request.tensors is None else None

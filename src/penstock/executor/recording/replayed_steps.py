@@ -13,9 +13,12 @@ from penstock.contract import (
     KVCacheConfig,
     ModelRunnerOutput,
     NewRequestData,
+    Parts,
     SamplingParams,
     SchedulerOutput,
+    part_of,
 )
+from penstock.contract.lora import AdapterPart
 from penstock.contract.runner_output import SampledOutput
 from penstock.executor.recording.entries import Start
 
@@ -103,7 +106,7 @@ class ReplayedSteps:
             for req_id, blocks in _with_new_blocks(cached)
             if req_id in self._held_before
         ]
-        return [*step.scheduled_new_reqs, *earlier]
+        return [_of_any_files(request) for request in (*step.scheduled_new_reqs, *earlier)]
 
     def _fill(self, request: NewRequestData) -> Iterator[SchedulerOutput]:
         end = request.num_computed_tokens
@@ -190,6 +193,14 @@ def _with_blocks(request: NewRequestData, new_blocks: tuple[list[int], ...] | No
         return request
     pairs = zip(request.block_ids, new_blocks, strict=True)
     return replace(request, block_ids=tuple([*old, *new] for old, new in pairs))
+
+
+def _of_any_files(request: NewRequestData) -> NewRequestData:
+    """The request, whose adapter is read from its folder as it is now: copies of files have other times of change."""
+    part = part_of(request.parts, AdapterPart)
+    if request.parts is None or part is None:
+        return request
+    return replace(request, parts=Parts({**request.parts, part.feature: replace(part, stamp="")}))
 
 
 def _at(cached: CachedRequestData, indices: Sequence[int]) -> CachedRequestData:
