@@ -28,7 +28,7 @@ _USERS = ("", "user", "all")
 
 _PART = re.compile(
     rf"\s*(?:<\|start\|>(?P<role>(?:{ROLE})+|[^\s<]*)"
-    r"|(?:to=|(?=functions\.))(?P<recipient>[^\s<{]+)"
+    r"|(?:to=|(?=functions\.))(?P<recipient>[^\s<{]*)"
     rf"|<\|channel\|>\s*(?P<channel>{ANALYSIS}|{COMMENTARY}|{FINAL})?"
     r"|<\|constrain\|>\s*[A-Za-z]*"
     r"|(?:json|code)\b)"

@@ -112,6 +112,8 @@ def parser_for(prompt: str = OPENED, tool_choice: str | None = "auto") -> Answer
         (f"{HM}<|start|>assistant to", Answer("Hm.", "", [])),
         (f"{COMMENTARY} to=functions.f <|constrain|>js", Answer("", "", [])),
         (f"{COMMENTARY} to=functions.wea", Answer("", "", [])),
+        (f"{COMMENTARY} to=", Answer("", "", [])),
+        (f"{HM}<|start|>assistant to=", Answer("Hm.", "", [])),
     ],
 )
 @settings(patient, max_examples=25)
