@@ -264,3 +264,32 @@ def test_the_sandbox_is_that_of_transformers(renderer: TemplateRenderer, oracle:
             rendered(renderer, oracle, source, MESSAGES)
     else:
         assert rendered(renderer, oracle, source, MESSAGES) == expected
+
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+# As gpt-oss's template takes the messages with calls.
+ONE_TEXT = """{%- for message in messages %}
+    {%- if message.tool_calls and message.content and message.thinking %}
+        {{- raise_exception("Cannot pass both content and thinking") }}
+    {%- elif message.content and message.thinking %}
+        {{- "final " + message.content }}
+    {%- else %}
+        {{- "analysis " + (message.content or message.thinking) }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "reasoning_content"])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"content": "I look.", "tool_calls": CALLS}, "analysis Hm.\n\nI look."),
+        ({"content": "", "tool_calls": CALLS}, "analysis Hm."),
+        ({"content": "Yes."}, "final Yes."),
+    ],
+)
+def test_a_template_that_takes_one_text_beside_calls_gets_reasoning_and_content_as_one(
+    renderer: TemplateRenderer, oracle: Any, name: str, fields: dict[str, Any], expected: str
+) -> None:
+    messages = [{"role": "assistant", name: "Hm.", **fields}]
+    assert rendered(renderer, oracle, ONE_TEXT, messages) == expected

@@ -19,6 +19,8 @@ TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _LONGEST_TEMPLATE = 4_000_000
 # Keys of a message's reasoning in templates, by precedence.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# In gpt-oss's templates: beside calls they take a message's content or its reasoning, as the reasoning, and refuse both.
+_TAKES_ONE_TEXT = "message.content and message.thinking"
 # Marks where the last message ends in the text; the space shows whether the template strips messages.
 _END_MARK = "penstock-ends-the-last-message-here "
 
@@ -105,6 +107,8 @@ def render_chat(
     chat = [
         _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
     ]
+    if _TAKES_ONE_TEXT in template.source:
+        chat = [_with_one_text(message) for message in chat]
     last = _mark_end(chat, template) if continue_final_message else None
     text, unused = renderer.render(
         template.source,
@@ -190,6 +194,14 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content beside calls is the end of its reasoning, if it has both."""
+    content, reasoning = message.get("content"), message.get("thinking")
+    if not (message.get("tool_calls") and isinstance(content, str) and content and isinstance(reasoning, str)):
+        return message
+    return {**message, "content": "", "thinking": f"{reasoning}\n\n{content}" if reasoning else content}
 
 
 def _mark_end(chat: list[dict[str, Any]], template: ChatTemplate) -> str:
