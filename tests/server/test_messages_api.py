@@ -12,6 +12,7 @@ from openai import OpenAI
 from tests.server.conftest import DEMO
 
 from penstock.engine.async_engine import AsyncEngine
+from penstock.server.messages.output import call_input
 from penstock.server.requests import chat_task
 from support.chat_templates import TOOL_TEMPLATE
 from support.scripted_answers import NUM_REASONING_TOKENS, TEXT, MarkedAnswer
@@ -116,8 +117,10 @@ def test_blocks_are_those_of_a_chat(anthropic: Anthropic, client: OpenAI) -> Non
     assert message.content[0].text == expected.choices[0].message.content
 
 
-def test_a_result_that_is_an_error_says_so(anthropic: Anthropic, client: OpenAI) -> None:
-    call: Any = {"type": "tool_use", "id": "c1", "name": "weather", "input": {}}
+@pytest.mark.parametrize("arguments", [{}, None, [1], '{"a": '], ids=str)
+def test_a_result_that_is_an_error_says_so(anthropic: Anthropic, client: OpenAI, arguments: Any) -> None:
+    # What is no object is what clients made of a call that was cut off, or of arguments that the model malformed.
+    call: Any = {"type": "tool_use", "id": "c1", "name": "weather", "input": arguments}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "no city", "is_error": True}
     function = {"name": "weather", "arguments": "{}"}
     expected = chat(
@@ -281,6 +284,13 @@ def test_a_streamed_answer_of_all_kinds_adds_up(anthropic: Anthropic, monkeypatc
     assert edges == [(kind, index) for index in range(5) for kind in ("content_block_start", "content_block_stop")]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [("", {}), ('{"a": 1}', {"a": 1}), ('{"a": ', {}), ("[1]", {}), ("null", {})]
+)
+def test_the_input_of_a_call_is_an_object(arguments: str, expected: Any) -> None:
+    assert call_input(arguments) == expected
+
+
 def test_tokens_are_counted_as_the_answer_counts_them(anthropic: Anthropic) -> None:
     given: Any = {"messages": [user("Hello, who are you?")], "system": "Be brief.", "tools": TOOLS}
     count = anthropic.messages.count_tokens(model="demo", **given).input_tokens
@@ -328,7 +338,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}]},
-        "messages[0].content[0].input",
+        "messages[0].content[0].name",
     ),
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"max_tokens": None}, "max_tokens is missing"),

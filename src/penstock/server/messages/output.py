@@ -121,7 +121,7 @@ def _part_events(made: PartEvent) -> Iterator[bytes]:
 def _block(part: Part, text: str) -> dict[str, Any]:
     match part:
         case CallPart():
-            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(text)}
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": call_input(text)}
         case ReasoningPart():
             # Clients expect a signature, which there is none of here.
             return {"type": "thinking", "thinking": text, "signature": ""}
@@ -137,9 +137,9 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
     return {"type": "text_delta", "text": text}
 
 
-def _input(arguments: str) -> Any:
-    """Arguments of a call as an object; those that were cut off are not JSON, and give an empty one."""
+def call_input(arguments: str) -> dict[str, Any]:
+    """Arguments of a call as an object: an empty one for those that are none, such as those that were cut off."""
     try:
-        return msgspec.json.decode(arguments or "{}")
+        return msgspec.json.decode(arguments, type=dict[str, Any])
     except msgspec.DecodeError:
         return {}

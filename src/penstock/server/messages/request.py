@@ -117,9 +117,9 @@ def _add_answer(chat: ChatMessages, message: InputMessage, path: str) -> None:
 
 def _call(block: Mapping[str, Any], path: str) -> tuple[str, str, str]:
     given = block.get("input")
-    if not isinstance(given, Mapping):
-        raise not_valid(f"{path}.input", given, "an object")
-    return string_of(block, "id", path), string_of(block, "name", path), json.dumps(given, ensure_ascii=False)
+    # As arguments of earlier calls in the other APIs: an empty object where they are none.
+    arguments = given if isinstance(given, Mapping) else {}
+    return string_of(block, "id", path), string_of(block, "name", path), json.dumps(arguments, ensure_ascii=False)
 
 
 def _tool_fields(request: MessagesFields) -> dict[str, Any]:
