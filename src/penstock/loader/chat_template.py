@@ -19,7 +19,7 @@ TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _LONGEST_TEMPLATE = 4_000_000
 # Keys of a message's reasoning in templates, by precedence.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# In gpt-oss's templates: beside calls they take a message's content or its reasoning, as the reasoning, and refuse both.
+# In gpt-oss templates, which take the content or the reasoning of a message with calls, as its reasoning, but not both.
 _TAKES_ONE_TEXT = "message.content and message.thinking"
 # Marks where the last message ends in the text; the space shows whether the template strips messages.
 _END_MARK = "penstock-ends-the-last-message-here "
