@@ -35,3 +35,20 @@ def test_texts_encoded_together_have_the_tokens_of_each(kind: str, tmp_path: Pat
     if kind == "bert":
         assert all(one.token_ids[one.second_start - 1] == 3 for one in found[18:] if one.second_start is not None)
         assert None not in starts[18:]
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\u3000"])
+def test_a_long_text_of_blanks_alone_is_cut(blank: str, tmp_path: Path) -> None:
+    hf = tokenizer(kind="last")
+    hf.save_pretrained(tmp_path)
+    given = [TextToEncode(blank * 20_000, limit=3, side=side) for side in (None, "left")]
+    given += [TextToEncode(f"the{blank * 20_000}quick", limit=3, side=side) for side in (None, "left")]
+    found = load_tokenizer(tmp_path).encode_texts(given)
+    assert [one.token_ids for one in found] == [oracle(hf, one) for one in given]
+
+
+def test_many_tokens_are_decoded_as_few(tmp_path: Path) -> None:
+    hf = tokenizer(kind="last")
+    hf.save_pretrained(tmp_path)
+    ids = hf(random_text(6000, seed=1))["input_ids"]
+    assert load_tokenizer(tmp_path).decode(ids) == hf.decode(ids, skip_special_tokens=True)

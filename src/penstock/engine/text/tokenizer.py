@@ -321,9 +321,10 @@ class FastBackend:
         while size < len(text):
             # Where words end, so that those before the end are tokenised as in the whole text.
             pieces = text[:size].rsplit(None, 1) if side == "right" else text[-size:].split(None, 1)
-            encoding = self._encoding(pieces[0 if side == "right" else -1], False)
-            if len(pieces) == 2 and len(encoding) >= room + _MARGIN:
-                return encoding
+            if len(pieces) == 2:
+                encoding = self._encoding(pieces[0 if side == "right" else -1], False)
+                if len(encoding) >= room + _MARGIN:
+                    return encoding
             size *= 4
         return self._encoding(text, False)
 
@@ -346,7 +347,10 @@ class FastBackend:
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) < LONG_TEXT:
+            return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        # A batch is decoded without the GIL.
+        return self.fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
 
 def _raise_others(error: BaseException) -> None:
