@@ -119,6 +119,7 @@ WRONG: list[dict[str, Any]] = [
     {"api_keys": ("",)},
     {"enable_admin": True},
     {"max_request_bytes": 0},
+    {"max_open_request_bytes": 0},
     {"request_read_timeout_s": 0},
     {"keep_alive_interval_s": -1},
     {"log_prompts": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +35,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="Penstock", version=__version__, redirect_slashes=False)
     app.state.served_model = ServedModel(engine, options)
     app.state.request_limits = engine.request_limits
+    app.state.large_bodies = asyncio.Lock()
     app.state.response_store = ResponseStore(options)
     for module in (completions, chat, responses, messages, pooling, models, tokenize):
         app.include_router(module.router)
@@ -45,7 +47,12 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(PenstockError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimits, max_bytes=options.max_request_bytes, timeout_s=options.request_read_timeout_s)
+    app.add_middleware(
+        BodyLimits,
+        max_bytes=options.max_request_bytes,
+        max_open_bytes=options.max_open_request_bytes,
+        timeout_s=options.request_read_timeout_s,
+    )
     app.add_middleware(ApiKeys, keys=options.api_keys, admin_key=options.admin_api_key)
     if options.allowed_origins:
         app.add_middleware(

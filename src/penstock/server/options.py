@@ -29,6 +29,8 @@ class ServerOptions:
     root_path: path prefix that a proxy strips.
     page: serve a page at `/`, with a playground and a live view.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
+    max_open_request_bytes: limit of the bodies, in the memory of each front end, of all requests that have not ended.
+        Beyond it, new requests get status 429.
     request_read_timeout_s: seconds that the headers of a request, and then its body, may take to arrive; later ones get
         status 408.
     response_write_timeout_s: seconds without anything taken after which the client of a response is disconnected, and
@@ -71,6 +73,7 @@ class ServerOptions:
     root_path: str = ""
     page: bool = True
     max_request_bytes: int = 32 * 2**20
+    max_open_request_bytes: int = 512 * 2**20
     request_read_timeout_s: float = 60.0
     response_write_timeout_s: float = 60.0
     max_unread_response_bytes: int = 256 * 2**20
@@ -115,14 +118,11 @@ class ServerOptions:
                 "enable_admin needs admin_api_key, the key of those who may change the engine. Give one "
                 "(--admin-api-key KEY)."
             )
-        if self.max_request_bytes < 1:
-            raise ConfigError(f"max_request_bytes={self.max_request_bytes} is not valid. Allowed: at least 1.")
+        for name in ("max_request_bytes", "max_open_request_bytes", "max_unread_response_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: at least 1.")
         check_seconds("request_read_timeout_s", self.request_read_timeout_s)
         check_seconds("response_write_timeout_s", self.response_write_timeout_s)
-        if self.max_unread_response_bytes < 1:
-            raise ConfigError(
-                f"max_unread_response_bytes={self.max_unread_response_bytes} is not valid. Allowed: at least 1."
-            )
         if self.keep_alive_interval_s < 0:
             raise ConfigError(f"keep_alive_interval_s={self.keep_alive_interval_s} is not valid. Allowed: 0 or more.")
         for name in ("max_stored_responses", "max_stored_response_bytes"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -39,12 +41,21 @@ class BodyRoute(APIRoute):
 class _LimitedRequest(Request):
     async def json(self) -> Any:
         limits: RequestLimits = self.app.state.request_limits
-        check_num_values(await self.body(), limits.max_request_values, limits.max_request_numbers)
-        body = await super().json()
-        if isinstance(body, dict):
-            with refusals(body.keys()):
-                check_body(body, limits)
-        return body
+        data = await self.body()
+        if len(data) < _SMALL_BYTES:
+            return _decoded(data, limits)
+        # One at a time, so that the event loop gets its turn between them.
+        async with self.app.state.large_bodies:
+            return await asyncio.to_thread(_decoded, data, limits)
+
+
+def _decoded(data: bytes, limits: RequestLimits) -> Any:
+    check_num_values(data, limits.max_request_values, limits.max_request_numbers)
+    body = json.loads(data)
+    if isinstance(body, dict):
+        with refusals(body.keys()):
+            check_body(body, limits)
+    return body
 
 
 def check_num_values(body: bytes, most: int, most_entries: int) -> None:

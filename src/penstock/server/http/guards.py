@@ -16,6 +16,7 @@ from penstock.server.http.errors import ApiError
 # Paths for probes, and the page, which asks for the key. It has no data of its own.
 PUBLIC_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
+_RETRY_AFTER_S = 2
 ADMIN_PATHS = frozenset(
     (
         "/reset_prefix_cache",
@@ -83,12 +84,16 @@ class BodyLimits:
     """Limits of request bodies: their size, whether it is declared or not, and the time that they take to arrive.
 
     Compressed bodies, whose size could grow without limit, are refused.
+
+    max_bytes: of a body. max_open_bytes: of the bodies of all requests that have not ended, but for a single one.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, max_open_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_open_bytes = max_open_bytes
         self._timeout_s = timeout_s
+        self._open_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,12 +118,19 @@ class BodyLimits:
             # Behind the body comes the end of the connection, whenever that is.
             message = await (receive() if is_whole else self._receive_until(deadline, receive))
             is_whole = is_whole or not message.get("more_body", False)
-            num_bytes += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            num_bytes += size
+            self._open_bytes += size
             if num_bytes > self._max_bytes:
                 raise self._too_large()
+            if self._open_bytes > max(num_bytes, self._max_open_bytes):
+                raise self._too_many()
             return message
 
-        await self._app(scope, limited_receive, send)
+        try:
+            await self._app(scope, limited_receive, send)
+        finally:
+            self._open_bytes -= num_bytes
 
     async def _receive_until(self, deadline: float, receive: Receive) -> Message:
         try:
@@ -130,6 +142,14 @@ class BodyLimits:
     def _too_large(self) -> ApiError:
         message = f"The body is too large. Allowed: {self._max_bytes:,} bytes (max_request_bytes)."
         return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+    def _too_many(self) -> ApiError:
+        message = (
+            f"The bodies of requests that have not ended have {self._open_bytes:,} bytes. Allowed: "
+            f"{self._max_open_bytes:,} (max_open_request_bytes). Try again later."
+        )
+        headers = {"Connection": "close", "Retry-After": str(_RETRY_AFTER_S)}
+        return ApiError(429, message, code="overloaded", headers=headers)
 
 
 def request_read_timeout(timeout_s: float) -> ApiError:
