@@ -90,6 +90,17 @@ def test_cached_prefixes_are_shared_by_requests_of_one_adapter_alone(llama: Adap
     assert_same(found, [llama.expected(PROMPTS[1], number) for number in (1, 2, 0)])
 
 
+def test_cached_prefixes_outlast_the_place_of_their_adapter_in_memory(llama: Adapted) -> None:
+    core = make_core(llama.folder, **{**OPTIONS, "max_loras": 1, "max_cpu_loras": 1})
+    found = [run(core, llama, [PROMPTS[1]], [number])[0] for number in (1, 2, 3, 1, 2, 3)]
+    assert [result.num_cached_tokens for result in found] == [0, 0, 0, 36, 36, 36]
+    assert_same(found, [llama.expected(PROMPTS[1], number) for number in (1, 2, 3)] * 2)
+    again = request_of(1, Path(llama.requests[1].lora_path), load_inplace=True)
+    core.collective_rpc("add_lora", args=(again,))
+    assert run(core, llama, [PROMPTS[1]], [1])[0].num_cached_tokens == 0
+    core.close()
+
+
 def test_a_step_without_adapters_is_that_of_an_engine_without(llama: Adapted) -> None:
     results = []
     for options in (OPTIONS, {**OPTIONS, "enable_lora": False}):

@@ -67,7 +67,9 @@ class CoreAdapters:
         self._held: dict[int, _Held] = {}
         self._pinned: set[int] = set()
         self._removed: set[int] = set()
-        self._versions = itertools.count()
+        # Versions by key, also of adapters that have made room for others: blocks of their prefixes may be cached.
+        self._versions: dict[int, int] = {}
+        self._new_versions = itertools.count()
 
     def with_version(self, parts: Parts | None) -> Parts | None:
         """The parts of a new request, completed. Raises InvalidRequest for an adapter that cannot be had any more."""
@@ -237,7 +239,10 @@ class CoreAdapters:
         """Hold an adapter; its requests go on with it where it replaces other weights in place."""
         self._held = {key: held for key, held in self._held.items() if self._must_stay(key, held)}
         before = self._held.get(adapter.key)
-        held = self._held[adapter.key] = _Held(replace(adapter, load_inplace=False), next(self._versions))
+        # Without a stamp, a folder that is read again may have other weights.
+        if adapter.load_inplace or not adapter.stamp or adapter.key not in self._versions:
+            self._versions[adapter.key] = next(self._new_versions)
+        held = self._held[adapter.key] = _Held(replace(adapter, load_inplace=False), self._versions[adapter.key])
         if before is not None:
             held.waiting = before.waiting
         if adapter.load_inplace:
@@ -250,6 +255,7 @@ class CoreAdapters:
         self._removed.discard(key)
         self._pinned.discard(key)
         self._held.pop(key, None)
+        self._versions.pop(key, None)
         self._tell_pinned()
 
     def _must_stay(self, key: int, held: _Held) -> bool:
