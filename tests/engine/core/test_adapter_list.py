@@ -197,6 +197,18 @@ def test_numbers_for_new_adapters_do_not_come_back() -> None:
     assert adapters.call("take_lora_number", (), {}) == [1]
 
 
+def test_adapters_are_offered_once_wherever_the_owner_is_lost() -> None:
+    states: list[AdapterListState] = [AdapterListState()]
+    offered = [LoRARequest(name, number, f"folder {name}") for number, name in enumerate("xk", 1)]
+    AdapterList(lambda *_: [True], is_enabled=True, on_change=states.append).call("offer_loras", [offered], {})
+    for state in states:
+        # The front end repeats its call.
+        next_owner = AdapterList(lambda *_: [True], is_enabled=True, state=state)
+        next_owner.call("offer_loras", [offered], {})
+        (known,) = next_owner.call("known_loras", [], {})
+        assert [(one.lora_name, one.lora_int_id) for one in known] == [("x", 1), ("k", 2)]
+
+
 def test_a_new_core_gets_what_requests_cannot_read_again() -> None:
     adapters = made()
     in_memory = LoRARequest("m", 2, tensors={}, peft_config={})

@@ -143,9 +143,8 @@ class AdapterList:
             self._loading.pop(number, None)
             raise
         if is_new or (adapter.load_inplace and any(answers)):
-            self._list(adapter)
-            if not is_new:
-                self._change(replaced={**self._state.replaced, adapter.identity: _without_tensors(adapter)})
+            replaced = {} if is_new else {adapter.identity: _without_tensors(adapter)}
+            self._list(adapter, replaced={**self._state.replaced, **replaced})
             return [True]
         return [False]
 
@@ -163,8 +162,8 @@ class AdapterList:
                 continue
             if self._by_number(number) is not None:
                 (number,) = self._take_number()
-            self._list(self._identified(replace(request, lora_int_id=number)))
-            self._change(offered=self._state.offered | {request.lora_int_id})
+            adapter = self._identified(replace(request, lora_int_id=number))
+            self._list(adapter, offered=self._state.offered | {request.lora_int_id})
         return [None]
 
     def _remove(self, lora_id: int) -> list[bool]:
@@ -253,11 +252,14 @@ class AdapterList:
     def _others(self, number: int) -> list[LoRARequest]:
         return [one for one in self._state.adapters if one.lora_int_id != number]
 
-    def _list(self, adapter: LoRARequest) -> None:
-        """Let requests use an adapter. The last one is loaded last by a new core, and so stays longest."""
+    def _list(self, adapter: LoRARequest, **fields: Any) -> None:
+        """Let requests use an adapter. The last one is loaded last by a new core, and so stays longest.
+
+        fields: further ones of the state, which change with it: an owner that is lost leaves both or neither.
+        """
         number = adapter.lora_int_id
         self._loading.pop(number, None)
-        self._change(adapters=[*self._others(number), replace(adapter, load_inplace=False)])
+        self._change(adapters=[*self._others(number), replace(adapter, load_inplace=False)], **fields)
 
     def _change(self, **fields: Any) -> None:
         self._state = replace(self._state, **fields)
