@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,12 @@ def test_tests_that_fail_without_a_bug_show_nothing(root: Path) -> None:
     (root / "tests/test_it.py").write_text(TEST.replace("(4, 0)", "(5, 0)"))
     status, lines = plant(root, {"doubles": CAUGHT})
     assert (status, lines[-1]) == (1, "The tests fail without any bug.")
+
+
+def test_the_listed_bugs_can_be_planted() -> None:
+    project = TOOL.parents[1]
+    bugs = tomllib.loads(TOOL.with_name("planted_bugs.toml").read_text())["bugs"]
+    lost = [bug["name"] for bug in bugs if (project / bug["file"]).read_text().count(bug["old"]) != 1]
+    assert not lost, "the text of their files has changed: mend or remove their entries"
+    tests = {project / test.partition("::")[0] for bug in bugs for test in bug["tests"]}
+    assert [test for test in tests if not test.exists()] == []
