@@ -18,7 +18,7 @@ from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from support.fake_engine import FakeCore, write_model
 from support.servers import Served, serving
-from support.waiting import PATIENCE_S, wait_until
+from support.waiting import PATIENCE_S
 
 LIMIT = 50_000
 
@@ -97,22 +97,6 @@ def test_a_body_that_is_too_large_is_not_read(server: Served, chunked: bool) -> 
             answer += data
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"request_too_large" in answer
-
-
-def test_bodies_of_requests_that_have_not_ended_are_bounded_together(tmp_path: Path) -> None:
-    engine = AsyncEngine.from_config(EngineConfig.create(str(write_model(tmp_path))), load_core=lambda _: FakeCore())
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    with serving(engine, max_request_bytes=LIMIT, max_open_request_bytes=LIMIT) as server:
-        with server.connect() as slow:
-            slow.sendall(head % LIMIT + b" " * (LIMIT - 10))
-            wait_until(lambda: server.post("/v1/completions", completion()).status == 429, "a small one has no room")
-            reply = server.post("/v1/completions", completion())
-            assert (reply.error["code"], reply.headers["retry-after"]) == ("overloaded", "2")
-            assert "(max_open_request_bytes)" in reply.error["message"]
-        wait_until(lambda: server.post("/v1/completions", completion()).status == 200, "the slow one has ended")
-        # One alone may have as much as a body may have.
-        whole = json.dumps(completion()).encode().ljust(LIMIT)
-        assert server.post("/v1/completions", whole).status == 200
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ class ServerOptions:
     page: serve a page at `/`, with a playground and a live view.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
     max_open_request_bytes: limit of the bodies, in the memory of each front end, of all requests that have not ended.
-        Beyond it, new requests get status 429.
+        Beyond it, new requests with more than 64 KiB get status 429.
     request_read_timeout_s: seconds that the headers of a request, and then its body, may take to arrive; later ones get
         status 408.
     response_write_timeout_s: seconds without anything taken after which the client of a response is disconnected, and

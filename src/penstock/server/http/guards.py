@@ -17,6 +17,8 @@ from penstock.server.http.errors import ApiError
 PUBLIC_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
 _RETRY_AFTER_S = 2
+# Largest body that is as small as what the server reads ahead of a connection.
+_SMALL_BYTES = 1 << 16
 ADMIN_PATHS = frozenset(
     (
         "/reset_prefix_cache",
@@ -85,7 +87,8 @@ class BodyLimits:
 
     Compressed bodies, whose size could grow without limit, are refused.
 
-    max_bytes: of a body. max_open_bytes: of the bodies of all requests that have not ended, but for a single one.
+    max_bytes: of a body. max_open_bytes: of the bodies of all requests that have not ended, but for a single one. Small
+    ones are taken in any case, so that large ones do not keep them out.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, max_open_bytes: int, timeout_s: float) -> None:
@@ -123,7 +126,7 @@ class BodyLimits:
             self._open_bytes += size
             if num_bytes > self._max_bytes:
                 raise self._too_large()
-            if self._open_bytes > max(num_bytes, self._max_open_bytes):
+            if num_bytes > _SMALL_BYTES and self._open_bytes > max(num_bytes, self._max_open_bytes):
                 raise self._too_many()
             return message
 
