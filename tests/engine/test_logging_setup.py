@@ -106,3 +106,27 @@ def test_records_of_other_processes_are_shown_alike() -> None:
         r"Engine 1: a\nI 00:00:00 FORGED\r\x1b[2K\x9b\u2028\u202e\ud800",
     ]
     assert "\n  Traceback (most recent call last):\n" in log
+
+
+def test_what_threads_and_finalizers_raise_is_a_record_of_the_log() -> None:
+    code = """
+import threading
+from penstock.observability.logging import log_uncaught_errors
+configure_logging()
+log_uncaught_errors()
+def fail():
+    raise ValueError("a\\nI 00:00:00 FORGED")
+thread = threading.Thread(target=fail, name="penstock-\\x1b[31m")
+thread.start()
+thread.join()
+class Failing:
+    def __del__(self):
+        fail()
+Failing()
+"""
+    lines = stderr_of("pass" + code).splitlines()
+    records = [line for line in lines if not line.startswith("  ")]
+    assert [line[0] for line in records] == ["E", "E"]
+    assert records[0].endswith(r"The thread penstock-\x1b[31m ended with an error")
+    assert "Failing.__del__" in records[1]
+    assert sum("FORGED" in line for line in lines) == 2

@@ -16,7 +16,7 @@ from penstock.cli.fetch import fetch_if_published
 from penstock.cli.flags import Flags, with_dashes
 from penstock.config.json_file import parse_json_text, shown
 from penstock.errors import ConfigError
-from penstock.observability.logging import configure_logging
+from penstock.observability.logging import configure_logging, log_uncaught_errors
 
 Model = Annotated[str, typer.Option("--model", "-m", help="demo, smollm2, a folder, GGUF file or hub id")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling  [default: 1.0]")]
@@ -87,6 +87,7 @@ def engine_command(
             with readable_errors(debug=debug, flags=flags):
                 if shows_log:
                     configure_logging("debug" if debug else None)
+                    log_uncaught_errors()
                 fetch_if_published(given.get("model"), yes=yes)
                 engine = {name: given.pop(name) for name in names if name in given}
                 for group, fields in expanded.items():

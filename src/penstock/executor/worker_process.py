@@ -32,7 +32,7 @@ from penstock.executor.messages import (
 )
 from penstock.executor.processes import end_with_parent, keep_to_this_process, leave_end_to_parent
 from penstock.executor.serialization import dumps, loads
-from penstock.observability.logging import LOGGER_NAME, configure_logging
+from penstock.observability.logging import LOGGER_NAME, configure_logging, log_uncaught_errors
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
@@ -190,6 +190,7 @@ def _run(start: WorkerStart, memory_descriptor: int, connection: Connection, out
 def configure_worker_logging(rank: int) -> None:
     """Log info lines on rank 0 only; other ranks log warnings and errors."""
     configure_logging()
+    log_uncaught_errors()
     logger = logging.getLogger(LOGGER_NAME)
     if rank != 0 and logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)

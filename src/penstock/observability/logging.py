@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TextIO, TypeAlias
@@ -71,6 +72,24 @@ def configure_logging(level: str | None = None) -> None:
     own[0].setFormatter(LineFormatter(_DEBUG_FORMAT if level == "DEBUG" else _FORMAT, _TIME_FORMAT))
     logger.setLevel(level)
     _format_last_resort()
+
+
+def log_uncaught_errors() -> None:
+    """Write what threads and finalizers of this process raise to the log, rather than as raw tracebacks."""
+    logger = logging.getLogger(LOGGER_NAME)
+
+    def of_thread(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_type is not SystemExit:
+            name = "unknown" if arguments.thread is None else arguments.thread.name
+            error = arguments.exc_value or arguments.exc_type()
+            logger.error("The thread %s ended with an error", name, exc_info=error)
+
+    def of_finalizer(arguments: sys.UnraisableHookArgs) -> None:
+        what = arguments.err_msg or "Exception ignored in"
+        logger.error("%s: %r", what, arguments.object, exc_info=arguments.exc_value)
+
+    threading.excepthook = of_thread
+    sys.unraisablehook = of_finalizer
 
 
 def levels() -> dict[str, int]:

@@ -15,7 +15,7 @@ from penstock.engine.messages import CoreEnded, CoreLog, CoreMessage, CoreStart,
 from penstock.errors import error_as_data
 from penstock.executor.processes import end_with_parent, leave_end_to_parent
 from penstock.executor.serialization import loads
-from penstock.observability.logging import send_log
+from penstock.observability.logging import log_uncaught_errors, send_log
 
 PROGRAM = "from penstock.engine.processes.child_main import main; main()"
 
@@ -53,6 +53,7 @@ def main() -> None:
     try:
         start: CoreStart = pickle.loads(connection.recv_bytes())
         send_log(start.log_levels, parent.log)
+        log_uncaught_errors()
         run: Callable[[Any, ParentConnection], None]
         run, argument = loads(start.sent)
         run(argument, parent)
