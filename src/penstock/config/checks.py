@@ -36,10 +36,12 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         raise ConfigError(f"{name}={value!r} is not valid. Allowed: {', '.join(allowed)}.")
 
 
-def check_integer(name: str, value: Any, minimum: int) -> None:
-    """Raise ConfigError unless `value` is an integer of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"{name}={value!r} is not valid. Allowed: an integer of at least {minimum}.")
+def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    """Raise ConfigError unless `value` is an integer of at least `minimum`, and at most `maximum` if that is given."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+        allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum:,}"
+        raise ConfigError(f"{name}={value!r} is not valid. Allowed: an integer {allowed}.")
 
 
 def check_seconds(name: str, value: Any) -> None:

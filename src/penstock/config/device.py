@@ -8,6 +8,8 @@ from penstock.config.checks import check_choice, check_integer
 
 DEVICES = ("auto", "cpu", "cuda")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+# OpenMP ends the process where it cannot start its threads.
+_MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,4 +31,4 @@ class DeviceConfig:
         check_choice("device", self.device, DEVICES)
         check_choice("float32_matmul_precision", self.float32_matmul_precision, MATMUL_PRECISIONS)
         if self.num_threads is not None:
-            check_integer("num_threads", self.num_threads, 1)
+            check_integer("num_threads", self.num_threads, 1, _MOST_THREADS)

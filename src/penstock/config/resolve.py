@@ -10,6 +10,7 @@ from typing import Any
 from penstock.config import env
 from penstock.config.gguf.container import SUFFIX, is_gguf, models_in, parts_of
 from penstock.config.gguf.folder import folder_of_file, folder_of_only_model
+from penstock.config.json_file import shown
 from penstock.config.published import PUBLISHED, fetched_path
 from penstock.errors import ModelNotFound
 
@@ -64,7 +65,11 @@ def _local_folder(model: Any, option: str) -> Path | None:
         return path if path.is_dir() else folder_of_file(path)
     name = os.fspath(model)
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise ModelNotFound(f"{option}={shown(name)} cannot be opened: {error.strerror}.") from error
+    if is_folder:
         return folder_of_only_model(folder, option) if _has_only_gguf(folder) else folder
     if is_gguf(folder) and (folder.exists() or parts_of(folder) != [folder]):
         return folder_of_file(folder)

@@ -9,6 +9,9 @@ from penstock.config.checks import check_choice, check_flag, check_integer
 POLICIES = ("fcfs", "priority")
 FAST_PATHS = ("auto", "off")
 
+# Tables of a worker have a row per request, or per token of a step: larger ones have no memory anywhere.
+_MOST_SEQS, _MOST_BATCHED_TOKENS = 1 << 16, 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -30,8 +33,8 @@ class SchedulerConfig:
     fast_paths: str = "auto"
 
     def __post_init__(self) -> None:
-        check_integer("max_num_seqs", self.max_num_seqs, 1)
-        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_integer("max_num_seqs", self.max_num_seqs, 1, _MOST_SEQS)
+        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, _MOST_BATCHED_TOKENS)
         check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         check_choice("policy", self.policy, POLICIES)
         check_choice("fast_paths", self.fast_paths, FAST_PATHS)

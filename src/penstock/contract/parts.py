@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from penstock.contract.param_checks import shown
 from penstock.errors import ConfigError, InvalidParameter
 
 
@@ -56,6 +57,8 @@ class Parts(dict[str, Part]):
     def read(cls, data: Mapping[str, Any]) -> Parts:
         """Convert plain data, or parts. Raises InvalidParameter for an unknown feature or wrong data."""
         parts = cls()
+        if not isinstance(data, Mapping):
+            raise InvalidParameter(f"Parts are {shown(data)}. Allowed: a mapping by feature.")
         for name, value in data.items():
             part_type = _types.get(name)
             if part_type is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,21 @@ def test_a_number_that_no_engine_records_is_refused_by_name(
     write_entries(tmp_path / "changed.rec", line, entries)
     with pytest.raises(InvalidRecording, match=rf"changed.rec cannot be replayed: .*[Ss]tep \d+.*{named}"):
         replay(tmp_path / "changed.rec")
+
+
+def test_an_entry_that_is_nested_too_deep_is_refused(recording: Path, tmp_path: Path) -> None:
+    line, entries = read_entries(recording)
+    nested: Any = 1
+    for _ in range(300):
+        nested = [nested]
+    entries[0]["options"]["model_loader_extra_config"] = nested
+    write_entries(tmp_path / "deep.rec", line, entries)
+    data = (tmp_path / "deep.rec").read_bytes()
+    (length,) = struct.unpack_from("<I", data, len(line) + 1)
+    first = data[len(line) + 9 :][:length].replace(b"\x91" * 300, b"\x91" * 30_000)
+    (tmp_path / "deep.rec").write_bytes(line + b"\n" + struct.pack("<II", len(first), zlib.crc32(first)) + first)
+    with pytest.raises(InvalidRecording, match=r"deep.rec is damaged at byte \d+: maximum recursion depth"):
+        replay(tmp_path / "deep.rec")
 
 
 def test_the_recording_itself_is_replayed(recording: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def read_recording(path: Path) -> Recording:
             raise InvalidRecording(f"{path} is damaged at byte {begin:,}: the entry has another checksum.")
         try:
             entries.append(decoder.decode(data[begin:end]))
-        except (msgspec.MsgspecError, InvalidParameter) as error:
+        except (msgspec.MsgspecError, InvalidParameter, RecursionError) as error:
             raise InvalidRecording(f"{path} is damaged at byte {begin:,}: {error}.") from error
         position = end
     if not entries or not isinstance(entries[0], Start):
