@@ -209,6 +209,24 @@ def test_adapters_are_offered_once_wherever_the_owner_is_lost() -> None:
         assert [(one.lora_name, one.lora_int_id) for one in known] == [("x", 1), ("k", 2)]
 
 
+def test_a_name_that_is_taken_leaves_no_weights_in_the_cores() -> None:
+    held: set[int] = set()
+
+    def call(method: str, adapter: LoRARequest) -> list[bool]:
+        (held.discard if method == "remove_lora" else held.add)(adapter.identity)
+        return [True]
+
+    adapters = AdapterList(call, is_enabled=True)
+    first, second = (LoRARequest("x", number, "a") for number in (1, 2))
+    for adapter in (first, second):
+        adapters.call("prefetch_lora", (adapter,), {})
+    adapters.call("add_lora", (first,), {"owns_name": True})
+    assert held == {1, 2}
+    with pytest.raises(InvalidRequest, match="There is an adapter 'x' already"):
+        adapters.call("add_lora", (second,), {"owns_name": True})
+    assert held == {1}
+
+
 def test_a_new_core_gets_what_requests_cannot_read_again() -> None:
     adapters = made()
     in_memory = LoRARequest("m", 2, tensors={}, peft_config={})

@@ -129,6 +129,9 @@ class AdapterList:
         if owns_name and any(
             other.lora_name == lora_request.lora_name and other.lora_int_id != number for other in self._state.adapters
         ):
+            loading = self._loading.pop(number, None)
+            if loading is not None:
+                self._call("remove_lora", loading)
             raise InvalidRequest(
                 f"There is an adapter {lora_request.lora_name!r} already. Remove it first, or choose another name."
             )
