@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from setuptools import setup
@@ -13,6 +14,13 @@ from setuptools.command.build_ext import build_ext
 
 class ParallelBuildExt(build_ext):
     """Compiles the sources of an extension module at the same time; setuptools takes one after the other."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        for extension in self.extensions:
+            # A header that changes builds the extension anew; pyproject.toml takes no patterns.
+            folders = {Path(source).parent for source in extension.sources}
+            extension.depends = sorted(str(path) for folder in folders for path in folder.iterdir())
 
     def build_extensions(self) -> None:
         compile_in_turn = self.compiler.compile
