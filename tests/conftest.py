@@ -6,11 +6,15 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from support.preloaded_processes import PreloadedStart
 
 # A slow bar would start a thread that outlives it, and tests count threads.
 tqdm.monitor_interval = 0
@@ -40,6 +44,19 @@ def _registrations_of_plugins_end_with_the_test() -> Iterator[None]:
     slot_owners._registered[:], step_features._registered[:] = owners, features
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded_start() -> Iterator[PreloadedStart]:
+    from support.preloaded_processes import PreloadedStart
+
+    with PreloadedStart().installed() as start:
+        yield start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_interpreters_where_marked(_preloaded_start: PreloadedStart, request: pytest.FixtureRequest) -> None:
+    _preloaded_start.is_on = request.node.get_closest_marker("fresh_interpreters") is None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks that depend on what is collected: `slow` of further cases, and `skip` of GPU tests without a GPU."""
@@ -48,14 +65,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_further_cases_slow(items: list[pytest.Item]) -> None:
-    seen: set[str] = set()
+    seen: dict[str, set[tuple[str, int]]] = {}
     for item in items:
-        if item.get_closest_marker("one_case_quick") is None:
+        by_value = item.get_closest_marker("each_value_quick") is not None
+        if not by_value and item.get_closest_marker("one_case_quick") is None:
             continue
+        # Cases share the object of a value.
+        values = {(name, id(value)) for name, value in _parameters(item).items()} if by_value else set()
         function = item.nodeid.partition("[")[0]
-        if function in seen:
+        if function in seen and values <= seen[function]:
             item.add_marker(pytest.mark.slow)
-        seen.add(function)
+        seen.setdefault(function, set()).update(values)
+
+
+def _parameters(item: pytest.Item) -> Mapping[str, object]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 
+pytestmark = pytest.mark.fresh_interpreters
 PROGRAM = """
 import os
 for descriptor in {closed}:

@@ -35,6 +35,7 @@ from support.leftovers import descriptors, holders_of, nothing_left, shared_memo
 from support.threads import num_threads
 from support.waiting import PATIENCE_S, is_running, wait_until
 
+pytestmark = pytest.mark.fresh_interpreters
 TWO = {"tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 128}
 DEMO = {"tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 128, "kv_cache_memory_bytes": "8MiB"}
 

@@ -27,6 +27,7 @@ from support.checkpoints import tiny_checkpoint
 from support.threads import num_threads
 from support.waiting import PATIENCE_S, is_running, wait_until
 
+pytestmark = pytest.mark.fresh_interpreters
 OPTIONS = {"device": "cpu", "num_threads": 2, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 

@@ -23,6 +23,7 @@ from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, make_core
 from support.leftovers import nothing_left
 
+pytestmark = pytest.mark.fresh_interpreters
 PHASES = ["processes", "device", "model", "memory", "KV cache", "warm-up"]
 TWO = {**SMALL, "tensor_parallel_size": 2, "num_threads": 2, "max_model_len": 64}
 

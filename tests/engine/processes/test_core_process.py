@@ -38,6 +38,7 @@ from support.fake_engine import FakeCore, load_fake_core, write_model
 from support.threads import num_threads
 from support.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.fresh_interpreters
 PARAMS = SamplingParams(max_tokens=6, seed=5)
 
 

@@ -139,6 +139,11 @@ def kill_itself(core: FakeCore) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def held() -> tuple[list[psutil.Process], int]:
+    """Child processes and the number of descriptors of this process."""
+    return psutil.Process().children(), psutil.Process().num_fds()
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
     return EngineConfig.create(str(write_model(tmp_path)), step_timeout_s=20)
@@ -148,7 +153,7 @@ def config(tmp_path: Path) -> EngineConfig:
 def start(config: EngineConfig) -> Iterator[Callable[..., CoreGroup]]:
     """Start core groups, and check for leaks at their end."""
     started = []
-    before = psutil.Process().num_fds()
+    before = held()
 
     def start_one(load_core: Callable[[EngineConfig], FakeCore], **options: Any) -> CoreGroup:
         started.append(CoreGroup(replace(config, parallel=replace(config.parallel, **options)), load_core))
@@ -158,8 +163,7 @@ def start(config: EngineConfig) -> Iterator[Callable[..., CoreGroup]]:
     for core in started:
         core.close()
         core.close()
-    assert not psutil.Process().children()
-    assert psutil.Process().num_fds() == before
+    assert held() == before
 
 
 def request(req_id: str, **fields: Any) -> EngineRequest:

@@ -98,6 +98,11 @@ def resets_of(core: FakeCore) -> int:
     return core.num_resets
 
 
+def held() -> tuple[list[psutil.Process], int]:
+    """Child processes and the number of descriptors of this process."""
+    return psutil.Process().children(), psutil.Process().num_fds()
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
     return EngineConfig.create(str(write_model(tmp_path)), data_parallel_size=2, step_timeout_s=20, block_size=2)
@@ -106,12 +111,11 @@ def config(tmp_path: Path) -> EngineConfig:
 @pytest.fixture
 def core(config: EngineConfig) -> Iterator[CoreGroup]:
     """Create a core group, and check for leaks at its end."""
-    before = psutil.Process().num_fds()
+    before = held()
     group = CoreGroup(config, load_served)
     yield group
     group.close()
-    assert not psutil.Process().children()
-    assert psutil.Process().num_fds() == before
+    assert held() == before
 
 
 def add(core: CoreGroup, req_id: str, prompt: list[int] | None = None, max_tokens: int = 40) -> None:
@@ -268,9 +272,10 @@ def test_an_engine_that_takes_too_long_for_a_reload_loads_what_the_others_have(c
 
 
 def test_what_keeps_one_engine_from_starting_is_raised_and_nothing_is_left(config: EngineConfig) -> None:
+    before = held()
     with pytest.raises(OutOfMemory, match="too little for the second"):
         CoreGroup(config, second_not_starting)
-    assert not psutil.Process().children()
+    assert held() == before
 
 
 def test_the_end_of_one_engine_that_is_lost_for_good_is_the_end_of_all(config: EngineConfig) -> None:
