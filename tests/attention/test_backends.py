@@ -193,12 +193,14 @@ MIXED = [Request(0, 1), Request(9, 1), Request(4, 1), Request(0, 6), Request(7, 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100, -1, -5, -8])
+@pytest.mark.each_value_quick
 def test_a_mixed_step_equals_the_definition(backend: type[AttentionBackend], window: int | None) -> None:
     _check(backend, list(MIXED), window=window)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), [(1, 1, 8), (4, 1, 32), (1, 7, 80), (3, 2, 128)])
+@pytest.mark.each_value_quick
 def test_head_layouts(backend: type[AttentionBackend], num_kv_heads: int, group_size: int, head_size: int) -> None:
     _check(backend, list(MIXED), num_kv_heads=num_kv_heads, group_size=group_size, head_size=head_size)
 
@@ -247,6 +249,7 @@ def test_any_step_equals_the_definition(
 @pytest.mark.parametrize("backend", [native, CpuPagedBackend])
 @pytest.mark.parametrize("window", [None, 70, -70])
 @pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.each_value_quick
 def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | None, block_size: int) -> None:
     _check(
         backend, [Request(40, 1100)], block_size=block_size, num_kv_heads=1, group_size=1, head_size=8, window=window
@@ -257,6 +260,7 @@ def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | No
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("backend", [native, CpuPagedBackend, ReferenceBackend])
+@pytest.mark.each_value_quick
 def test_soft_caps(backend: type[AttentionBackend], soft_cap: float, window: int | None) -> None:
     _check(backend, list(MIXED), soft_cap=soft_cap, window=window, num_padding=2)
 
@@ -264,6 +268,7 @@ def test_soft_caps(backend: type[AttentionBackend], soft_cap: float, window: int
 # Beside scores within about five: sinks with no weight, some, and all of it.
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.each_value_quick
 def test_attention_sinks(backend: type[AttentionBackend], window: int | None) -> None:
     sinks = [-200.0, 0.25, 3.0, 200.0]
     _check(backend, list(MIXED), sinks=sinks, window=window, num_padding=2)

@@ -68,6 +68,7 @@ def attend(
     window=st.sampled_from([None, 1, 9, 70]),
     soft_cap=st.sampled_from([None, 2.0]),
 )
+@pytest.mark.each_value_quick
 def test_it_is_near_attention_in_float32(
     kernels: NativeKernels,
     layout: Bfloat16Layout,
@@ -91,6 +92,7 @@ def test_it_is_near_attention_in_float32(
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 31, 64, 65, 150])
 @pytest.mark.parametrize(("head_size", "block_size"), [(16, 16), (72, 24)])
+@pytest.mark.each_value_quick
 def test_sums_of_values_have_the_bits_of_the_reference(
     kernels: NativeKernels, layout: Bfloat16Layout, num_tokens: int, head_size: int, block_size: int
 ) -> None:

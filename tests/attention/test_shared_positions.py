@@ -181,6 +181,7 @@ def in_steps(lengths: Sequence[int], known: Sequence[int]) -> tuple[list[Step], 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 3, 30, -7])
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (2, 4), (3, 2), (4, 1)])
+@pytest.mark.each_value_quick
 def test_a_mixed_step_equals_the_definition(
     size: int, interleave: int, window: int | None, backend: type[AttentionBackend]
 ) -> None:

@@ -136,6 +136,7 @@ def assert_same_bits_as_alone(requests: Requests) -> None:
 @pytest.mark.parametrize("instruction_set", AVAILABLE)
 @pytest.mark.parametrize("cache", KV_CACHES)
 @pytest.mark.parametrize("window", [None, 70, -300])
+@pytest.mark.each_value_quick
 def test_decodes_over_a_shared_prompt(instruction_set: str, cache: str, window: int | None) -> None:
     sharers = [Sharer(0, 12, own, 1) for own in (1, 2, 17, 16, 40, 33, 5, 5, 8, 21, 64, 65, 66, 30)]
     options = {"block_size": 16, "group_size": 2, "window": window, "cache": cache}
@@ -144,6 +145,7 @@ def test_decodes_over_a_shared_prompt(instruction_set: str, cache: str, window: 
 
 @pytest.mark.parametrize("instruction_set", AVAILABLE)
 @pytest.mark.parametrize("cache", KV_CACHES)
+@pytest.mark.each_value_quick
 def test_prompts_that_read_what_another_one_writes_in_the_same_step(instruction_set: str, cache: str) -> None:
     sharers = [Sharer(0, 12, own, own) for own in (1, 1, 2, 17, 16, 40, 1, 90)] + [Sharer(8, 14, 3, 3)]
     options = {"block_size": 16, "group_size": 3, "window": None, "cache": cache}

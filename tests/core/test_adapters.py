@@ -57,6 +57,7 @@ def expected(llama: Adapted) -> list[tuple[list[int], list[torch.Tensor]]]:
     ],
     ids=["all-at-once", "chunked", "preempted", "two-slots", "one-slot", "async"],
 )
+@pytest.mark.each_value_quick
 def test_mixed_batches_give_the_tokens_and_log_probabilities_of_peft(
     llama: Adapted, expected: list[tuple[list[int], list[torch.Tensor]]], options: dict[str, Any]
 ) -> None:

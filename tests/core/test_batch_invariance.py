@@ -88,6 +88,7 @@ def assert_same_bits(actual: list[Result], expected: list[Result]) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.each_value_quick
 def test_in_a_batch_of_32(folder: Path, dtype: str, alone: list[Result], num_threads: int) -> None:
     assert_same_bits(serve(folder, dtype, PROMPTS, num_threads=num_threads), alone)
 

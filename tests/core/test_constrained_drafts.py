@@ -213,6 +213,7 @@ def test_a_few_schemas_with_drafts(method: str, async_scheduling: bool) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.each_value_quick
 def test_ends_of_outputs_and_of_reasoning_within_drafts(async_scheduling: bool) -> None:
     asked, plain = few()
     # What was said once is drafted when it is asked for again.
@@ -288,6 +289,7 @@ def many(part: int, reasoning: bool) -> tuple[list[Asked], Served]:
 
 
 @pytest.mark.parametrize("method", DRAFT_WELL)
+@pytest.mark.each_value_quick
 def test_the_likeliest_tokens_of_a_form_are_those_without_drafts(method: str) -> None:
     asked = [
         Asked(

@@ -160,6 +160,7 @@ def expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Result]:
     [{}, {"max_num_batched_tokens": 9, "max_num_seqs": 3}, {"block_size": 4, "kv_cache_memory_bytes": 30 * 4 * 512}],
     ids=str,
 )
+@pytest.mark.each_value_quick
 def test_what_the_workers_speculator_drafts_is_verified(
     tmp_path: Path, expected: list[Result], options: dict[str, Any], async_scheduling: bool
 ) -> None:

@@ -195,6 +195,7 @@ def test_target_and_head_run_as_programs(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.each_value_quick
 def test_without_programs_drafts_are_the_same(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_layer_by_layer(monkeypatch)
     folder, speculative, oracle = make(tmp_path, method)

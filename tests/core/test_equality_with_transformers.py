@@ -148,6 +148,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.each_value_quick
 def test_mixed_prompts(model: tuple[Any, Path], setting: str) -> None:
     oracle, folder = model
     prompts = random_prompts(LENGTHS, VOCAB_SIZE)

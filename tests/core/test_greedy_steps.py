@@ -66,6 +66,7 @@ def test_families_give_the_same_tokens(
 @pytest.mark.processor
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.each_value_quick
 def test_forms_of_weights_give_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: list[int], form: str, is_tied: bool
 ) -> None:

@@ -69,6 +69,7 @@ def _all_params() -> list[SamplingParams]:
     ],
     ids=str,
 )
+@pytest.mark.each_value_quick
 def test_sampled_tokens_are_the_same_alone_in_a_batch_and_in_chunks(
     folder: Path, undisturbed: list[list[int]], options: dict[str, Any]
 ) -> None:

@@ -40,6 +40,7 @@ def _alone(folder: Path, dtype: str, params: list[SamplingParams]) -> list[Resul
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.each_value_quick
 def test_tokens_are_the_same_in_a_batch_in_chunks_after_a_prefix_hit_and_after_preemption(
     folder: Path, dtype: str
 ) -> None:

@@ -42,6 +42,7 @@ def assert_same(folder: Path, tolerance: float, **options: Any) -> None:
 
 @needs_native
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi3", "gemma2", "gemma3"])
+@pytest.mark.each_value_quick
 def test_programs_give_the_same_bits(tmp_path: Path, family: str) -> None:
     tiny_checkpoint(tmp_path, family)
     assert_same(tmp_path, 0.0)
@@ -49,6 +50,7 @@ def test_programs_give_the_same_bits(tmp_path: Path, family: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"num_threads": 2}])
+@pytest.mark.each_value_quick
 def test_programs_give_the_same_bits_with_options(tmp_path: Path, option: dict[str, Any]) -> None:
     tiny_checkpoint(tmp_path, "qwen3")
     assert_same(tmp_path, 0.0, **option)

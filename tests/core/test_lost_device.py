@@ -87,6 +87,7 @@ def losing_core(folder: Path, monkeypatch: pytest.MonkeyPatch, failure: Exceptio
     ],
     ids=lambda failure: type(failure).__name__,
 )
+@pytest.mark.each_value_quick
 def test_an_engine_ends_at_once_and_says_that_it_takes_a_new_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, fails_in: str
 ) -> None:

@@ -168,6 +168,7 @@ def test_drafts_may_be_kept_by_another_rule(models: Path, method: str, rejection
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.each_value_quick
 def test_padding_changes_nothing(models: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = expected(target_of(models, method))
     pad_every_step(monkeypatch)

@@ -33,6 +33,7 @@ def alone(folder: Path) -> list[Result]:
 
 
 @pytest.mark.parametrize("options", CIRCUMSTANCES, ids=str)
+@pytest.mark.each_value_quick
 def test_tokens_and_bits_are_those_of_requests_alone(
     folder: Path, alone: list[Result], options: dict[str, Any]
 ) -> None:

@@ -64,6 +64,7 @@ def assert_equals_oracle(oracle: Any, prompt: list[int], params: SamplingParams,
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.each_value_quick
 def test_prompts_of_all_lengths(model: tuple[Any, Path], setting: str) -> None:
     oracle, folder = model
     core = make_core(folder, **SETTINGS[setting])
@@ -85,6 +86,7 @@ def test_a_cached_prefix_is_not_read_but_written(model: tuple[Any, Path]) -> Non
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.each_value_quick
 def test_preempted_requests_are_told_once_and_all(model: tuple[Any, Path], async_scheduling: bool) -> None:
     oracle, folder = model
     core = make_core(
@@ -119,6 +121,7 @@ class FragileWorker(Worker):
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.each_value_quick
 def test_a_worker_that_dies_amid_prompts_loses_and_repeats_nothing(
     model: tuple[Any, Path], async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +137,7 @@ def test_a_worker_that_dies_amid_prompts_loses_and_repeats_nothing(
 
 
 @pytest.mark.parametrize(("most_results", "most_rows"), [(40, 5), (10, 3)])
+@pytest.mark.each_value_quick
 def test_logits_are_held_a_few_rows_at_a_time(
     model: tuple[Any, Path], most_results: int, most_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_the_standard_rule_does_not_change_greedy_texts(folder: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.each_value_quick
 def test_a_synthetic_acceptance_is_what_was_asked_for(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -125,6 +125,7 @@ def test_lower_priorities_run_first(folder: Path) -> None:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.each_value_quick
 def test_the_prefix_cache_can_be_reset_at_any_step_of_running_requests(
     folder: Path, async_scheduling: bool, policy: str
 ) -> None:

@@ -22,6 +22,7 @@ def sampled(seed: int) -> SamplingParams:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_known", [1, 7, 11])
+@pytest.mark.each_value_quick
 def test_the_rest_is_what_an_undisturbed_core_generates(tmp_path: Path, async_scheduling: bool, num_known: int) -> None:
     tiny_checkpoint(tmp_path)
     options = {"async_scheduling": async_scheduling, "max_num_batched_tokens": 256}

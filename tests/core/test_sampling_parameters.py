@@ -83,6 +83,7 @@ def test_each_request_gets_what_it_gets_alone(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.each_value_quick
 def test_preemption_changes_no_token(
     model: tuple[Any, Path], undisturbed: list[tuple[SamplingParams, list[int]]], async_scheduling: bool
 ) -> None:
@@ -140,6 +141,7 @@ def _poisoned(folder: Path, token: int, **options: Any) -> EngineCore:
 
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 5])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.each_value_quick
 def test_nan_in_the_logits_ends_that_request_and_names_it(
     model: tuple[Any, Path], tmp_path: Path, temperature: float, max_num_batched_tokens: int
 ) -> None:

@@ -327,6 +327,7 @@ def test_contexts_end_where_they_end_without_drafts(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.each_value_quick
 def test_an_aborted_request_leaves_the_others_alone(
     folder: Path, expected: list[Result], speculative: dict[str, Any], async_scheduling: bool
 ) -> None:
@@ -346,6 +347,7 @@ def test_an_aborted_request_leaves_the_others_alone(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async scheduling"])
+@pytest.mark.each_value_quick
 def test_a_worker_that_is_replaced_costs_no_token(
     folder: Path,
     expected: list[Result],

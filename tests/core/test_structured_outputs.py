@@ -137,6 +137,7 @@ def test_preempted_requests_go_on_in_their_form(undisturbed: list[list[int]], as
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.each_value_quick
 def test_with_workers_that_fail_requests_go_on_in_their_form(
     undisturbed: list[list[int]], async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

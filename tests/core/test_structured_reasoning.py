@@ -90,6 +90,7 @@ def test_tokens_are_the_same_however_steps_are_made(undisturbed: list[list[int]]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.each_value_quick
 def test_a_worker_that_fails_takes_nothing_of_it_along(
     undisturbed: list[list[int]], async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,6 +281,7 @@ def test_only_steps_without_constrained_requests_may_be_sampled_before_their_gra
 
 @pytest.mark.parametrize("step_id", [0, 4, 5])
 @pytest.mark.parametrize("names_requests", [True, False])
+@pytest.mark.each_value_quick
 def test_a_grammar_that_fails_before_a_choice_ends_its_requests_and_no_others(
     folder: Path,
     undisturbed: list[list[int]],
@@ -367,6 +368,7 @@ def test_a_worker_whose_results_can_never_be_read_ends_the_engine(
 
 
 @pytest.mark.parametrize("what", ["executed", "sampled", "read"])
+@pytest.mark.each_value_quick
 def test_ctrl_c_within_a_step_leaves_nothing_half_launched(
     folder: Path, undisturbed: list[list[int]], events: list[Event], runs_ahead: bool, what: str
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_request_never_holds_more_than_the_plan_says_and_windows_hold_less(mod
     core.close()
 
 
+@pytest.mark.each_value_quick
 def test_the_longest_request_runs_in_the_memory_that_the_windows_leave_it(model: tuple[Any, Path]) -> None:
     oracle, folder = model
     core = make_core(folder, **OPTIONS)

@@ -221,6 +221,7 @@ def test_the_tokenizer_option_names_another_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}, {"enable_multiprocessing": True}])
 @pytest.mark.parametrize("kind", ["LLM", "AsyncEngine"])
+@pytest.mark.each_value_quick
 def test_no_engine_starts_while_the_program_ends(tmp_path: Path, kind: str, options: dict[str, object]) -> None:
     model = write_model(tmp_path / "model")
     program = (

@@ -34,6 +34,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
+@pytest.mark.each_value_quick
 def test_products_have_the_bits_of_the_reference(
     kernels: NativeKernels, layout: Bfloat16Layout, data: st.DataObject
 ) -> None:
@@ -55,6 +56,7 @@ def test_products_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(50, 34), (96, 512), (33, 1536)])
+@pytest.mark.each_value_quick
 def test_a_row_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     kernels: NativeKernels, layout: Bfloat16Layout, num_threads: int, outputs: int, inputs: int
 ) -> None:
@@ -137,6 +139,7 @@ def test_unpacking_gives_every_bit_back_and_rows_are_read_exactly(
     assert torch.equal(kernels.rows(ids_T, packed).nan_to_num(), weight_OI[ids_T].float().nan_to_num())
 
 
+@pytest.mark.each_value_quick
 def test_rows_and_outputs_of_every_edge_have_the_bits_of_the_reference(
     kernels: NativeKernels, layout: Bfloat16Layout
 ) -> None:

@@ -51,6 +51,7 @@ def exact(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
+@pytest.mark.each_value_quick
 def test_products_equal_float64(kernels: NativeKernels, dtype: torch.dtype, data: st.DataObject) -> None:
     rows = data.draw(st.integers(0, 40) | st.sampled_from([97, 400]), label="rows")
     inputs = data.draw(st.integers(1, 70) | st.sampled_from([256, 257, 600]), label="inputs")
@@ -114,6 +115,7 @@ def test_every_value_of_a_narrow_dtype_is_widened_exactly(kernels: NativeKernels
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES[1:], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 40])
 @pytest.mark.parametrize(("outputs", "inputs"), [(5, 3), (64, 32), (150, 700)])
+@pytest.mark.each_value_quick
 def test_narrow_weights_give_the_bits_of_their_float32_values(
     kernels: NativeKernels, dtype: torch.dtype, rows: int, outputs: int, inputs: int
 ) -> None:
@@ -133,6 +135,7 @@ def test_what_is_not_a_number_stays_in_its_row(kernels: NativeKernels) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 700])
 @pytest.mark.parametrize("size", [1, 6, 48, 512])
+@pytest.mark.each_value_quick
 def test_rms_norm(kernels: NativeKernels, num_tokens: int, size: int) -> None:
     x_TD, residual_TD, weight_D = torch.randn(num_tokens, size), torch.randn(num_tokens, size), torch.randn(size)
     torch.testing.assert_close(kernels.rms_norm(x_TD, weight_D, 1e-3), rms_norm_reference(x_TD, weight_D, 1e-3))
@@ -171,6 +174,7 @@ def test_rows_that_a_table_does_not_have_are_refused(kernels: NativeKernels, bad
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 300])
 @pytest.mark.parametrize("size", [1, 7, 8, 24, 129])
 @pytest.mark.parametrize("activation", GATED_REFERENCES)
+@pytest.mark.each_value_quick
 def test_gate_and_mul(kernels: NativeKernels, num_tokens: int, size: int, activation: str) -> None:
     gate_up_TI = torch.randn(num_tokens, 2 * size) * 20
     expected = GATED_REFERENCES[activation](gate_up_TI.double()).float()
@@ -194,6 +198,7 @@ def test_gate_and_mul_at_the_ends(kernels: NativeKernels, activation: str) -> No
 
 @pytest.mark.parametrize(("head_size", "rotated"), [(8, 8), (16, 6), (20, 20), (64, 64), (128, 32)])
 @pytest.mark.parametrize("num_tokens", [1, 6, 400])
+@pytest.mark.each_value_quick
 def test_rotary(kernels: NativeKernels, head_size: int, rotated: int, num_tokens: int) -> None:
     table_PR = rotary_table(torch.rand(rotated // 2), 50, 1.25)
     positions_T = torch.randint(0, 50, (num_tokens,))
@@ -275,6 +280,7 @@ def test_of_two_zeros_the_first_is_told_with_its_sign(kernels: NativeKernels, fi
 
 
 @pytest.mark.parametrize("rows", [12, 13, 31, 300])
+@pytest.mark.each_value_quick
 def test_rows_a_multiple_of_a_page_apart(kernels: NativeKernels, rows: int) -> None:
     """They are computed elsewhere, to the same bits."""
     weight_OI = torch.randn(37, 1024)

@@ -127,6 +127,7 @@ def test_products_equal_float64(products: QuantizedProducts, data: st.DataObject
 @any_products
 @pytest.mark.parametrize("are_powers", [True, False], ids=["powers of two", "any scales"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 40), (3, 33, 16), (11, 300, 70), (40, 2080, 17)])
+@pytest.mark.each_value_quick
 def test_products_of_floats_of_4_bits_equal_float64(
     products: QuantizedProducts, rows: int, inputs: int, outputs: int, are_powers: bool
 ) -> None:
@@ -248,6 +249,7 @@ def test_products_by_tiles_have_the_bits_of_products_by_vectors(data: st.DataObj
 @pytest.mark.parametrize("format", [(8, 64, False), (4, 64, True), (8, 16, False), (8, 32, True)], ids=str)
 @pytest.mark.parametrize("scale_bytes", [2, 4])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (16, 32), (17, 40), (70, 513)])
+@pytest.mark.each_value_quick
 def test_unpacking_gives_every_bit_back(
     products: QuantizedProducts, format: tuple[int, int, bool], scale_bytes: int, outputs: int, inputs: int
 ) -> None:
@@ -318,6 +320,7 @@ def test_the_largest_sums_do_not_overflow(products: QuantizedProducts) -> None:
     "pair", [(1, 127), (127, 1), (64, 64), (-128, 0), (-64, -64), (-1, -127), (127, -127), (127, 2)]
 )
 @pytest.mark.parametrize("inputs", [6, 4096])
+@pytest.mark.each_value_quick
 def test_neighbours_at_the_limit_of_16_bits_do_not_overflow(
     products: QuantizedProducts, pair: tuple[int, int], inputs: int
 ) -> None:

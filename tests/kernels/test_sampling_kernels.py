@@ -86,6 +86,7 @@ def test_neutral_parameters_change_nothing() -> None:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("top_k", [50, 7])
+@pytest.mark.each_value_quick
 def test_drawn_tokens_follow_the_exact_distribution(top_k: int, top_p: float) -> None:
     num_draws, vocab_size = 200_000, 50
     generator = torch.Generator().manual_seed(3)

@@ -54,6 +54,7 @@ def transformers_logits(folder: Path, family: str) -> Tensor:
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.each_value_quick
 def test_every_family_has_the_logits_of_transformers(tmp_path: Path, family: str, stored: str) -> None:
     config = checkpoint(tmp_path, family, stored)
     expected = transformers_logits(tmp_path, family)
@@ -62,6 +63,7 @@ def test_every_family_has_the_logits_of_transformers(tmp_path: Path, family: str
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.each_value_quick
 def test_the_same_holds_for_models_that_run_through_transformers(tmp_path: Path, family: str, stored: str) -> None:
     config = replace(checkpoint(tmp_path, family, stored), model_impl="transformers")
     expected = transformers_logits(tmp_path, family)
@@ -70,6 +72,7 @@ def test_the_same_holds_for_models_that_run_through_transformers(tmp_path: Path,
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("stored", ["both", "head"])
+@pytest.mark.each_value_quick
 def test_quantized_weights_are_those_that_are_stored(tmp_path: Path, stored: str, quantization: str) -> None:
     config = checkpoint(tmp_path / "tied", "qwen3", stored)
     right = tiny_model("qwen3", tie_word_embeddings=stored == "head")
@@ -142,6 +145,7 @@ def test_a_plan_counts_the_weights_that_loading_makes(tmp_path: Path, stored: st
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("stored", STORED)
+@pytest.mark.each_value_quick
 def test_stages_of_a_pipeline_find_the_same(tmp_path: Path, family: str, stored: str) -> None:
     config = checkpoint(tmp_path, family, stored)
     expected = transformers_logits(tmp_path, family)

@@ -163,6 +163,7 @@ def test_a_request_has_the_same_bits_alone_and_among_others(family: str, dtype: 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("family", "layer"), [("qwen3_moe", 0), ("deepseek_v3", 1)])
+@pytest.mark.each_value_quick
 def test_experts_are_quantised_and_the_router_is_not(
     family: str, layer: int, quantization: str, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_narrow_numbers_are_rounded_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.each_value_quick
 def test_a_scattered_sum_is_each_ranks_share_of_the_sum(size: int, dim: int, dtype: torch.dtype) -> None:
     # Of the second, a rank's share of a row is more than there is room for at a time; the last has nothing.
     for shape in ((2 * size, 5 * size), (size, SLOT_BYTES // 4 // size * size + 6 * size), (size, 0)):
@@ -72,6 +73,7 @@ def test_a_scattered_sum_is_each_ranks_share_of_the_sum(size: int, dim: int, dty
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.each_value_quick
 def test_gathered_tensors_are_side_by_side(size: int, dim: int, shape: tuple[int, ...]) -> None:
     expected = torch.cat([of_rank(rank, shape) for rank in range(size)], dim)
     for found in together(size, lambda group: group.all_gather(of_rank(group.rank, shape), dim)):

@@ -186,6 +186,7 @@ def test_random_weights_draft_too(tmp_path: Path, target: Path, method: str) -> 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.each_value_quick
 def test_the_drafters_cache_is_of_the_targets_dtype(
     tmp_path: Path, target: Path, method: str, kv_cache_dtype: str
 ) -> None:
@@ -359,6 +360,7 @@ def test_a_model_of_transformers_has_no_heads_but_draft_models(tmp_path: Path) -
 @pytest.mark.parametrize("drafter", ["native", "transformers"])
 @pytest.mark.parametrize("target", ["native", "transformers"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.each_value_quick
 def test_targets_and_draft_models_may_run_through_transformers(
     tmp_path: Path, target: str, drafter: str, async_scheduling: bool
 ) -> None:

@@ -237,6 +237,7 @@ def test_a_plan_for_a_model_of_transformers_is_what_the_engine_uses(tmp_path: Pa
     ids=str,
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.each_value_quick
 def test_options_mean_what_they_mean_to_the_engine(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     tiny_checkpoint(tmp_path, family)
     compare(tmp_path, **{**PLANNED, **options})

@@ -96,6 +96,7 @@ def check_calls(calls: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("tool_choice", ["required", NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.each_value_quick
 def test_an_answer_that_must_be_a_call_is_one_valid_call(llm: LLM, parser: str | None, tool_choice: Any) -> None:
     for answer, reason in answers(llm, format_for(tool_call_parser=parser, tool_choice=tool_choice)):
         assert reason == "stop"
