@@ -60,6 +60,8 @@ def _fresh_interpreters_where_marked(_preloaded_start: PreloadedStart, request: 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks that depend on what is collected: `slow` of further cases, and `skip` of GPU tests without a GPU."""
+    if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{addressed[0]}: the processes that share the tests would give it different names")
     _mark_further_cases_slow(items)
     _skip_without_gpu(items)
 

@@ -86,7 +86,7 @@ def _set(container: Any, key: Any, value: Any) -> None:
         (lambda entries: _set(_last_cached(entries)["num_scheduled_tokens"], "4", 0), "num_scheduled_tokens"),
         (lambda entries: _set(_last_cached(entries)["num_scheduled_tokens"], "9", 1), "num_scheduled_tokens"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "change",
 )
 def test_a_number_that_no_engine_records_is_refused_by_name(
     change: Callable[[list[Any]], None], named: str, recording: Path, tmp_path: Path
