@@ -121,6 +121,7 @@ def test_one_visible_position_gives_its_value(kernels: NativeKernels, layout: Bf
 def test_what_is_not_finite_is_not_hidden(kernels: NativeKernels, layout: Bfloat16Layout, part: int) -> None:
     heads_TXD = torch.randn(5, 3, 16)
     heads_TXD[4, part, 3] = float("inf")
+    heads_TXD[4, 0, 3] = 1  # the score of a key is infinite, and not minus infinity
     assert not torch.isfinite(attend(kernels, heads_TXD, 1, layout, block_size=4)[4]).all()
 
 

@@ -23,6 +23,8 @@ from support.engines import SMALL, Result, add, finish, make_core, random_prompt
 
 PROMPTS = random_prompts((5, 21, 1, 40, 13, 8), VOCAB_SIZE, seed=3)
 NUM_TOKENS = 12
+# Of a row of a bitmask: 32 tokens in 4 bytes.
+_ROW_BYTES = 4 * -(-VOCAB_SIZE // 32)
 
 Event = tuple[str, int]
 
@@ -129,12 +131,12 @@ class FakeGrammar:
     def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
         self._note("bitmask", output.step_id)
         req_ids = [req_id for req_id in output.num_scheduled_tokens if self.constrains(req_id)]
-        rows = b"".join(len(self.tokens[req_id]).to_bytes(4, "little") for req_id in req_ids)
+        rows = b"".join(len(self.tokens[req_id]).to_bytes(_ROW_BYTES, "little") for req_id in req_ids)
         answer = GrammarOutput(
             step_id=output.step_id,
             structured_output_request_ids=req_ids,
             grammar_bitmask=rows,
-            num_words=1 if req_ids else 0,
+            num_words=_ROW_BYTES // 4 if req_ids else 0,
         )
         self.given.append(answer)
         return answer
@@ -243,8 +245,8 @@ def test_a_bitmask_reaches_the_worker_with_its_step_and_rows(
     # In steps of decodes, a row says how many tokens there are before the one that is chosen: none is missing.
     for answer in grammar.given[-3:]:
         counts = [
-            int.from_bytes(answer.grammar_bitmask[start : start + 4], "little")
-            for start in range(0, len(answer.grammar_bitmask), 4)
+            int.from_bytes(answer.grammar_bitmask[start : start + _ROW_BYTES], "little")
+            for start in range(0, len(answer.grammar_bitmask), _ROW_BYTES)
         ]
         assert len(counts) == len(answer.structured_output_request_ids)
         assert all(count >= NUM_TOKENS - 4 for count in counts)

@@ -38,9 +38,7 @@ REASONS = {
     "Qwen2VLForConditionalGeneration": VIDEOS,
     "Qwen2AudioForConditionalGeneration": "it takes audio, which is planned",
     "ViTForImageClassification": "it takes images, which is planned",
-    "BloomForCausalLM": OWN_ATTENTION,
-    "MptForCausalLM": OWN_ATTENTION,
-    "FalconForCausalLM": OWN_ATTENTION,
+    "BigBirdForCausalLM": OWN_ATTENTION,
 }
 
 

@@ -49,9 +49,6 @@ OTHER_MASK = "neither causal nor causal with a sliding window"
 @pytest.mark.parametrize(
     ("class_name", "overrides", "reason"),
     [
-        # They add to their scores what depends on the distance, wherever they do it.
-        ("BloomForCausalLM", {}, ""),
-        ("MptForCausalLM", {}, ""),
         ("MambaForCausalLM", {}, STATE),
         ("JambaForCausalLM", {}, STATE),
         ("FalconH1ForCausalLM", {}, STATE),
