@@ -19,7 +19,7 @@ from support.server_process import ServerProcess
 from support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-SMALL = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB", "--max-num-seqs", "1", "--max-num-queued-requests", "0")
+SMALL = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB", "--max-num-seqs", "1", "--max-num-queued-requests", "2")
 PROMPT = "ROMEO: and then"
 
 
@@ -177,11 +177,12 @@ def test_a_core_that_stands_still_delays_no_scrape(server: ServerProcess) -> Non
             found = scrape(server.url, timeout_s=5.0)
             assert (found["num_requests"], found["num_requests_running"], found["alive"]) == (1, 1, 1)
             with server.client() as other, pytest.raises(RateLimitError):
-                other.completions.create(model="demo", prompt=PROMPT)
+                other.completions.create(model="demo", prompt=PROMPT, n=3)
             stream.close()
             wait_until(lambda: scrape(server.url).get("request_success_total", finished_reason="abort") == 1)
     found = fresh(server)
-    assert found.get("requests_refused_total", reason="queue_full") == 1
+    # Each choice counts as a request.
+    assert found.get("requests_refused_total", reason="queue_full") == 3
     assert found.get("http_requests_total", handler="/v1/completions", method="POST", status="429") == 1
     reasons = ("stop", "length", "abort", "error")
     ends = [found.get("request_success_total", finished_reason=reason) for reason in reasons]
