@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -145,5 +146,6 @@ def test_what_a_recording_names_is_imported_only_if_it_is_trusted(
 @pytest.mark.parametrize("num_examples", [8, pytest.param(400, marks=pytest.mark.slow)])
 def test_no_mutation_of_a_recording_ends_the_process(num_examples: int, recording: Path) -> None:
     command = [sys.executable, "-m", "support.mutated_recordings", str(recording), str(num_examples)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
