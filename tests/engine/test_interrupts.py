@@ -1,3 +1,5 @@
+"""Ctrl-C during a step or a critical block: it is raised after the block, and handlers are restored."""
+
 from __future__ import annotations
 
 import os

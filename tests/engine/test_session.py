@@ -1,3 +1,5 @@
+"""Session: requests run to their ends, and whatever breaks the caller's loop aborts the unfinished ones."""
+
 from __future__ import annotations
 
 import os

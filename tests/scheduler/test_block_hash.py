@@ -1,3 +1,5 @@
+"""Block hashes: chained over tokens, salts and keys of parts, and equal in every process."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""Block pool: order of reuse, reference counts, and cached content."""
+
 from __future__ import annotations
 
 from penstock.scheduler.block_pool import BlockPool, KVCacheBlock

@@ -1,3 +1,5 @@
+"""KV cache manager: blocks per request and group, prefix-cache hits, windows, and room for admission."""
+
 from __future__ import annotations
 
 from typing import Any

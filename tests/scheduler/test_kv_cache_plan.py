@@ -1,3 +1,5 @@
+"""KV cache plan: groups of layers, pages of equal size, blocks that fit in memory, and the longest request."""
+
 from __future__ import annotations
 
 import math

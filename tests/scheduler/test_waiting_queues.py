@@ -1,3 +1,5 @@
+"""Waiting queue and running list: order of service under both policies."""
+
 from __future__ import annotations
 
 from hypothesis import given, settings

@@ -1,3 +1,5 @@
+"""Input processor: prompts and parameters become checked requests with tokens, seed, id and limits."""
+
 from __future__ import annotations
 
 import time

@@ -1,3 +1,5 @@
+"""Output processor: tokens of a step become text, log-probabilities, metrics and ends of each request."""
+
 from __future__ import annotations
 
 import time

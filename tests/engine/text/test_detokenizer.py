@@ -1,3 +1,5 @@
+"""Detokenisers: pieces of text per token add up to the decoded whole, in every tokenizer's own way."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tokenizer: ids, text and chat templates as in Transformers, from any thread, with errors that name the file."""
+
 from __future__ import annotations
 
 import json
