@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.machine import described, machine
 from penstock import LLM, SamplingParams
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.resolve import resolve_model_folder
 
 LOADS = {"one request": (1, 16, 32), "32 requests": (32, 16, 16), "prefill": (4, 512, 1)}
 

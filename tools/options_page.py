@@ -19,7 +19,7 @@ import typer
 
 from penstock.cli.app import app
 from penstock.cli.docstrings import meanings_in
-from penstock.config import EngineConfig, ModelConfig, env
+from penstock.config import EngineConfig, ModelConfig
 from penstock.config.engine import option_names
 from penstock.config.model import MODEL_OPTIONS
 from penstock.config.queue import QueueLimits
@@ -27,6 +27,7 @@ from penstock.contract import SamplingParams
 from penstock.errors import PenstockError
 from penstock.server.options import ServerOptions
 from penstock.server.processes.network import NetworkOptions
+from penstock.system import env
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 # In this order, by the name that `EngineConfig` has for each concern.

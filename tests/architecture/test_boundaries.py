@@ -43,7 +43,7 @@ def test_the_environment_is_read_in_one_place() -> None:
         if re.search(r"os\.environ|os\.getenv", path.read_text())
     }
     # The wrapper sets variables for its worker, as its executor tells it to.
-    assert readers == {"config/env.py", "worker/wrapper.py"}
+    assert readers == {"system/env.py", "worker/wrapper.py"}
 
 
 def test_no_module_keeps_hidden_state() -> None:

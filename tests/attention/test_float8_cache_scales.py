@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from penstock.config.env import interprets_triton
 from penstock.errors import UnsupportedArgument, UnsupportedFeature
+from penstock.system.env import interprets_triton
 from support.checkpoints import VOCAB_SIZE, oracle_logits
 from support.engines import Result, greedy, make_core, random_prompts, run, run_layer_by_layer
 from support.scaled_caches import save_scaled, scaled_model

@@ -11,10 +11,10 @@ from zipfile import ZipFile
 import pytest
 from typer.testing import CliRunner
 
+from penstock.checkpoints.published import PUBLISHED
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.cli.app import app
 from penstock.cli.fetch import fetch_if_published, unpack
-from penstock.config.published import PUBLISHED
-from penstock.config.resolve import resolve_model_folder
 from penstock.errors import ModelNotFound
 from support.terminal import Terminal
 

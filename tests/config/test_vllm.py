@@ -20,10 +20,11 @@ from penstock import LLM, AsyncEngine, BeamSearchParams, EngineConfig, SamplingP
 from penstock.cli.app import app
 from penstock.cli.flags import read_engine_flags
 from penstock.cli.options import parse_options
-from penstock.config import env, vllm
+from penstock.config import vllm
 from penstock.config.engine import option_is_flag, option_names
 from penstock.contract.named_parameters import NamedParameters
 from penstock.errors import ConfigError, InvalidParameter, PenstockError, UnknownOption, UnsupportedFeature
+from penstock.system import env
 from support.fake_engine import write_model
 
 TABLE = vllm.table()

@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.config import EngineConfig
-from penstock.config.resolve import resolve_model_folder
 from penstock.contract.lora import LoRARequest
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock import SamplingParams, StructuredOutputsParams
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
 from support.adapted_models import in_memory, masked_greedy

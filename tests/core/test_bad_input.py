@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.errors import (
     CheckpointError,
     ConfigError,

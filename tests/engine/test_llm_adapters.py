@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from penstock import LLM, LoRARequest, SamplingParams
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.engine.beam_search import BeamSearchParams
 from penstock.errors import CheckpointError, InvalidRequest
 from support.adapted_models import in_memory

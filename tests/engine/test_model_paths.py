@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncEngine, EngineConfig
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.config.model import ModelConfig
-from penstock.config.resolve import resolve_model_folder
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ModelNotFound
 from support.fake_engine import install_fake_core, write_model

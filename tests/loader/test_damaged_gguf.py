@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.checkpoints.gguf import container, tokenizer
+from penstock.checkpoints.gguf.container import Header, TensorInfo, read_header
+from penstock.checkpoints.gguf.fields import Metadata
+from penstock.checkpoints.gguf.folder import check_model_fields, check_tokenizer
+from penstock.checkpoints.gguf.model_fields import hf_config_of
+from penstock.checkpoints.gguf.tokenizer import tokenizer_files_of
 from penstock.config import ModelConfig
-from penstock.config.gguf import container, tokenizer
-from penstock.config.gguf.container import Header, TensorInfo, read_header
-from penstock.config.gguf.fields import Metadata
-from penstock.config.gguf.folder import check_model_fields, check_tokenizer
-from penstock.config.gguf.model_fields import hf_config_of
-from penstock.config.gguf.tokenizer import tokenizer_files_of
 from penstock.errors import CheckpointError, ModelError, PenstockError, TokenizerError
 from penstock.loader.gguf.blocks import check_layout
 from penstock.loader.gguf.tensors import GgufWeights

@@ -13,8 +13,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from penstock import LLM, SamplingParams
+from penstock.checkpoints.gguf.container import read_header
 from penstock.config import EngineConfig, ModelConfig
-from penstock.config.gguf.container import read_header
 from penstock.errors import CheckpointError, ModelNotFound, UnsupportedFeature, UnsupportedModel
 from penstock.loader.gguf.blocks import map_tensors
 from penstock.loader.gguf.tensors import GgufWeights

@@ -11,8 +11,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from penstock.checkpoints.gguf.container import read_header
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.gguf.container import read_header
 from penstock.loader.gguf.blocks import StoredTensor, map_tensors
 from penstock.loader.gguf.changes import UNCHANGED, Change, PairsInHalves, Transposed
 from penstock.loader.gguf.lazy import LazyTensor

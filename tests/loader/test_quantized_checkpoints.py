@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock import LLM
+from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import CheckpointError, ConfigError, ModelError, PenstockError, UnsupportedFeature
 from penstock.kernels.native import NATIVE
 from penstock.kernels.quantized import GROUP_MULTIPLE, quantize_rows

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.layers.linear import LinearLayer, restore_weights
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.loader.loader import load_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock import LLM
-from penstock.config.published import PUBLISHED
+from penstock.checkpoints.published import PUBLISHED
 from penstock.engine.async_engine import AsyncEngine
 from support.embedding_sets import DOCUMENTS, QUERIES, TEXTS, ndcg, retrieval_scores, similarity_scores, spearman
 from support.servers import serving

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.config.temporary_folder import TemporaryFolder
+from penstock.system.temporary_folder import TemporaryFolder
 from support.server_process import ServerProcess
 from support.waiting import PATIENCE_S, wait_until
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher

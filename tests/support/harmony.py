@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 

@@ -24,8 +24,8 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
-from penstock.config import env
 from penstock.executor.processes import ProcessStarter, end_with_parent
+from penstock.system import env
 
 # Modules that processes of engines import; each brings its own.
 _PRELOADED = (

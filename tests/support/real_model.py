@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.config.published import PUBLISHED
+from penstock.checkpoints.published import PUBLISHED
 
 MODEL = PUBLISHED["smollm2"]
 MARKS = [

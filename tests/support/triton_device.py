@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.config.env import interprets_triton
+from penstock.system.env import interprets_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

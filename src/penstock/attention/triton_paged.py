@@ -13,11 +13,11 @@ from torch import Tensor
 
 from penstock.attention.base import HeadNorm, LayerAttention, StepGeometry, keys_then_values
 from penstock.attention.token_major import TokenMajorBackend
-from penstock.config.env import interprets_triton
 from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.device.capability import choices_of, gpu_capability
 from penstock.kernels.rotary import Rotation, TableRotation
 from penstock.kernels.triton import has_triton
+from penstock.system.env import interprets_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 _MIN_BLOCK_SIZE, _MAX_HEAD_SIZE, _MAX_LATENT_SIZE = 16, 256, 512

@@ -72,7 +72,7 @@ class _ServerOptions:
 
     def headers(self) -> dict[str, str]:
         """Headers of every request: those that are given, and the API key of the environment."""
-        from penstock.config import env
+        from penstock.system import env
 
         headers = _pairs("--header", self.header)
         if "authorization" not in map(str.lower, headers):

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.checkpoints.json_file import MAX_DEPTH, shown
 from penstock.cli.failures import read_file, readable_errors
 from penstock.cli.flags import with_dashes
-from penstock.config.json_file import MAX_DEPTH, shown
 from penstock.errors import ConfigError
 
 _FLAG = "--config"

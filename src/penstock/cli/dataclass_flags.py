@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.checkpoints.json_file import parse_json_text
 from penstock.cli.docstrings import meanings_in
 from penstock.cli.flags import with_dashes
-from penstock.config.json_file import parse_json_text
 from penstock.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from penstock.cli.failures import readable_errors
-from penstock.config.env import reported_variables
+from penstock.system.env import reported_variables
 from penstock.version import __version__
 
 # Facts by section and name.

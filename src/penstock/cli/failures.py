@@ -24,9 +24,9 @@ from typing import NoReturn
 
 from penstock.cli.flags import Flags
 from penstock.cli.process import EXIT_INTERRUPTED, leave_at_once
-from penstock.config import env
 from penstock.errors import ConfigError, InvalidRequest, ModelNotFound, PenstockError
 from penstock.observability import printable
+from penstock.system import env
 
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2

@@ -12,11 +12,11 @@ from zipfile import BadZipFile, ZipFile
 
 import typer
 
-from penstock.config import env
-from penstock.config.published import PUBLISHED, PublishedModel
-from penstock.config.temporary_folder import TemporaryFolder
+from penstock.checkpoints.published import PUBLISHED, PublishedModel
 from penstock.errors import ModelNotFound
 from penstock.observability.standard_streams import is_terminal
+from penstock.system import env
+from penstock.system.temporary_folder import TemporaryFolder
 
 
 def fetch_if_published(name: Any, *, yes: bool) -> None:

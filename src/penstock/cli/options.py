@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 from typer.models import OptionInfo
 
+from penstock.checkpoints.json_file import parse_json_text, shown
 from penstock.cli.dataclass_flags import parameters_of
 from penstock.cli.failures import readable_errors
 from penstock.cli.fetch import fetch_if_published
 from penstock.cli.flags import Flags, with_dashes
-from penstock.config.json_file import parse_json_text, shown
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging, log_uncaught_errors
 
@@ -192,8 +192,8 @@ def with_defaults(flags: Mapping[str, Any], model: str, engine: Mapping[str, Any
 
     Raises InvalidParameter for an invalid flag before the model is resolved, and the errors of its configuration.
     """
+    from penstock.checkpoints.resolve import resolve_metadata_folder
     from penstock.config import ModelConfig
-    from penstock.config.resolve import resolve_metadata_folder
     from penstock.contract import SamplingParams
     from penstock.engine.inputs.default_sampling import read_default_sampling
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from penstock.cli.failures import file_named
-from penstock.config.file_lock import is_locked, lock_while_open
 from penstock.errors import ConfigError
+from penstock.system.file_lock import is_locked, lock_while_open
 
 # Names of open files, which may be regular files that must not be replaced.
 _OPEN_FILES = ("/dev/fd/", "/proc/")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from penstock.checkpoints.json_file import parse_json_text
 from penstock.cli import options
-from penstock.config.json_file import parse_json_text
 from penstock.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:

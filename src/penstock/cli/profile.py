@@ -18,9 +18,9 @@ from penstock.cli import options
 from penstock.cli.api_key import authorization
 from penstock.cli.failures import check_writable, file_named, readable_errors
 from penstock.cli.process import begin_collection
-from penstock.config.temporary_folder import TemporaryFolder
 from penstock.errors import ConfigError
 from penstock.observability.printable import one_line
+from penstock.system.temporary_folder import TemporaryFolder
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig

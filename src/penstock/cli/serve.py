@@ -10,13 +10,13 @@ import typer
 
 from penstock.cli import options
 from penstock.cli.dataclass_flags import create
-from penstock.config import env
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.queue import QueueLimits
 from penstock.config.recording import RecordingConfig
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
 from penstock.server.processes.network import NetworkOptions
+from penstock.system import env
 
 _REASONING = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 

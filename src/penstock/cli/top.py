@@ -16,9 +16,9 @@ import typer
 from penstock.cli.api_key import authorization
 from penstock.cli.failures import readable_errors
 from penstock.cli.top_screen import History, Sample, screen
-from penstock.config import env
 from penstock.errors import ConfigError
 from penstock.observability.printable import one_line
+from penstock.system import env
 from penstock.version import __version__
 
 _DEFAULT_URL = "http://127.0.0.1:8000"

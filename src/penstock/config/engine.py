@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.config import env, vllm
+from penstock.config import vllm
 from penstock.config.cache import CacheConfig
 from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
@@ -30,6 +30,7 @@ from penstock.config.scheduler import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 from penstock.errors import ConfigError, UnknownOption
+from penstock.system import env
 
 # Option whose value is a dictionary of options.
 _SPECULATIVE_CONFIG = "speculative_config"

@@ -1,4 +1,4 @@
-"""Default sampling parameters from `generation_config.json`."""
+"""Options of the default sampling parameters: the folder of `generation_config.json`, and values for its fields."""
 
 from __future__ import annotations
 
@@ -7,23 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoints.generation_config import DO_SAMPLE, GENERATION_CONFIG_FILE, SAMPLING_FIELDS
 from penstock.config.checks import did_you_mean
 from penstock.errors import ConfigError
 
-GENERATION_CONFIG_FILE = "generation_config.json"
 AUTO_GENERATION_CONFIG = "auto"
 # Values that read no file; the second is vLLM's.
 NO_GENERATION_CONFIG = ("none", "vllm")
-DO_SAMPLE = "do_sample"
-# Fields that are read, and the sampling parameters that they set.
-SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 def generation_config_folder(option: Any, model_folder: Path) -> Path:

@@ -8,20 +8,21 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoints.context_length import rope_settings, rope_type_of, stretched_context
+from penstock.checkpoints.generation_config import GENERATION_CONFIG_FILE, end_token_ids
+from penstock.checkpoints.gguf.folder import check_model_fields
+from penstock.checkpoints.json_file import read_json_object, shown
+from penstock.checkpoints.pooling import PoolingConfig
+from penstock.checkpoints.quantized_checkpoint import FP8, MXFP4, quantization_of_checkpoint
+from penstock.checkpoints.resolve import SHIPPED_MODELS, resolve_metadata_folder, resolve_model_folder
+from penstock.checkpoints.size_limits import MAX_POSITIONS, check_sizes
 from penstock.config.checks import check_choice, check_flag, check_integer
-from penstock.config.context_length import rope_settings, rope_type_of, stretched_context
 from penstock.config.generation import (
     AUTO_GENERATION_CONFIG,
-    GENERATION_CONFIG_FILE,
     check_override,
     generation_config_folder,
 )
-from penstock.config.gguf.folder import check_model_fields
-from penstock.config.json_file import read_json_object, shown
-from penstock.config.pooling import POOL, PoolingConfig, read_pooling
-from penstock.config.quantized_checkpoint import FP8, MXFP4, quantization_of_checkpoint
-from penstock.config.resolve import SHIPPED_MODELS, resolve_metadata_folder, resolve_model_folder
-from penstock.config.size_limits import MAX_POSITIONS, check_sizes
+from penstock.config.pooling import POOL, read_pooling
 from penstock.errors import ConfigError, ModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -53,8 +54,6 @@ _NUMBERED_AFTER_PADDING = (
     "longformer",
     "data2vec-text",
 )
-# Token ids are 32-bit integers.
-_MAX_TOKENS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +313,7 @@ class ModelConfig:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence token ids, of generation_config.json if it names any, else of config.json."""
-        return _end_tokens(self.hf_generation_config, f"{GENERATION_CONFIG_FILE} of {self.model}") or _end_tokens(
+        return end_token_ids(self.hf_generation_config, f"{GENERATION_CONFIG_FILE} of {self.model}") or end_token_ids(
             self.hf_config, f"config.json of {self.model}"
         )
 
@@ -350,15 +349,6 @@ class ModelConfig:
 
 # Options of `ModelConfig.load`, besides the model.
 MODEL_OPTIONS = ("tokenizer", "revision", *(one.name for one in fields(ModelConfig) if one.default is not MISSING))
-
-
-def _end_tokens(content: Mapping[str, Any], source: str) -> frozenset[int]:
-    """Ids of `eos_token_id`; some checkpoints write -1 for none."""
-    value = content.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(one) is int and -1 <= one < _MAX_TOKENS for one in ids):
-        raise ModelError(f"{source} has eos_token_id={shown(value)}. It must be a token id, a list of them, or null.")
-    return frozenset(one for one in ids if one >= 0)
 
 
 def _config_file(folder: Path, hf_config_path: str | Path | None) -> Path:

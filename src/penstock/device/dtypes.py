@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import env
 from penstock.errors import UnsupportedFeature
+from penstock.system import env
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config.pooling import PoolingConfig
+from penstock.checkpoints.pooling import PoolingConfig
 from penstock.contract import PoolingParams
 from penstock.engine.inputs.pooling_prompts import named_prompt
 from penstock.engine.inputs.prompts import Prompt

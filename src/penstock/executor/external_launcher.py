@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from torch import distributed
 from torch.distributed import PrefixStore, Store
 
-from penstock.config import EngineConfig, env
-from penstock.config.rank_variables import LauncherPlace
+from penstock.config import EngineConfig
 from penstock.contract import KVCacheSpec
 from penstock.device.select import gpu_of_rank
 from penstock.errors import ConfigError
@@ -19,6 +18,8 @@ from penstock.parallel import GroupAgreement, ParallelState
 from penstock.parallel.connections import RankConnections, address_towards, open_store
 from penstock.parallel.distributed_ranks import join_connected_ranks
 from penstock.parallel.local_ranks import SHARE_OF_STEP
+from penstock.system import env
+from penstock.system.rank_variables import LauncherPlace
 from penstock.worker.capabilities import check_options
 from penstock.worker.memory_plan import MemoryPlan
 

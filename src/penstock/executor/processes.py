@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 from typing import TypeAlias
 
-from penstock.config import env
 from penstock.errors import LifecycleError
+from penstock.system import env
 
 _Process: TypeAlias = subprocess.Popen[bytes]
 _Launches: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], _Process], Future[_Process]] | None]"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from penstock.config import EngineConfig, env
+from penstock.config import EngineConfig
 from penstock.contract import decode, encode
 from penstock.errors import ConfigError, WorkerError
 from penstock.executor.messages import (
@@ -38,6 +38,7 @@ from penstock.executor.ray_placement import (
 from penstock.executor.ray_worker import RankActor, RayStart
 from penstock.executor.serialization import dumps
 from penstock.parallel.connections import open_store
+from penstock.system import env
 from penstock.worker.capabilities import allows_options, check_options
 
 logger = logging.getLogger(__name__)

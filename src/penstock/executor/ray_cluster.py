@@ -7,8 +7,8 @@ import logging
 import socket
 from typing import Any
 
-from penstock.config import env
 from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.system import env
 
 logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 10.0

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.config import env
 from penstock.contract import decode, encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
@@ -28,6 +27,7 @@ from penstock.executor.messages import (
 )
 from penstock.executor.serialization import loads
 from penstock.executor.worker_process import WorkerLoop, configure_worker_logging
+from penstock.system import env
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig

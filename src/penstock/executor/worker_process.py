@@ -13,7 +13,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.config import env
 from penstock.contract import GrammarOutput, decode, encode
 from penstock.errors import error_as_data
 from penstock.executor.messages import (
@@ -33,6 +32,7 @@ from penstock.executor.messages import (
 from penstock.executor.processes import end_with_parent, keep_to_this_process, leave_end_to_parent
 from penstock.executor.serialization import dumps, loads
 from penstock.observability.logging import LOGGER_NAME, configure_logging, log_uncaught_errors
+from penstock.system import env
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, LayerAttention
-from penstock.config.env import uses_torch_products
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.latent import absorb, expand
 from penstock.kernels.linear import linear
@@ -25,6 +24,7 @@ from penstock.layers.norm import RMSNorm
 from penstock.layers.parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.parallel import ParallelState, Share
 from penstock.parallel.share import heads_of_rank
+from penstock.system.env import uses_torch_products
 
 # Of the norms of latents, whatever the other norms have.
 _NORM_EPS = 1e-6

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.config.env import uses_torch_products
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.linear import (
     batch_invariant_linear,
@@ -29,6 +28,7 @@ from penstock.kernels.stored_weight import StoredWeight
 from penstock.kernels.triton import triton_runs
 from penstock.layers.adapters import LinearAdapters
 from penstock.layers.weights import Part, RowLookup, RowReader, Shard, empty_like_weight, new_parameter
+from penstock.system.env import uses_torch_products
 
 
 class ScalableInputs(Protocol):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoints.context_length import rope_settings, rope_type_of
 from penstock.config.checks import is_positive_float32
-from penstock.config.context_length import rope_settings, rope_type_of
 from penstock.errors import ModelError, UnsupportedFeature
 
 logger = logging.getLogger(__name__)

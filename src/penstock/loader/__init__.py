@@ -1,1 +1,1 @@
-"""Model loading: weight files, quantised checkpoints, tokenizers and chat templates."""
+"""Model loading: weight files, quantised checkpoints, calibration data."""

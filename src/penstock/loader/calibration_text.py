@@ -8,12 +8,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from penstock.config.json_file import check_regular_file
+from penstock.checkpoints.hf_tokenizer import load_hf_tokenizer
+from penstock.checkpoints.json_file import check_regular_file
 from penstock.errors import ConfigError, InvalidRequest
-from penstock.loader.chat_template import choose_template, render_chat
-from penstock.loader.hf_tokenizer import load_hf_tokenizer
-from penstock.loader.template_files import ModelTemplates
-from penstock.loader.template_renderer import TemplateRenderer
+from penstock.templates.chat_template import choose_template, render_chat
+from penstock.templates.files import ModelTemplates
+from penstock.templates.renderer import TemplateRenderer
 
 _MAX_BYTES = 2**30
 _ALLOWED = 'an object with "messages" (a conversation) or "text"'

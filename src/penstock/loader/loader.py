@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoints.json_file import clipped
+from penstock.checkpoints.size_limits import describe_sizes
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
-from penstock.config.json_file import clipped
 from penstock.config.load import SHARDED_STATE
-from penstock.config.size_limits import describe_sizes
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, PenstockError

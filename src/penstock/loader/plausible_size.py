@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import device as torch_device
 from torch import nn
 
+from penstock.checkpoints.size_limits import describe_sizes
 from penstock.config import ModelConfig
-from penstock.config.size_limits import describe_sizes
 from penstock.device.limits import memory_limit
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.observability.units import format_bytes

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.config.json_file import clipped, shown
+from penstock.checkpoints.json_file import clipped, shown
 from penstock.config.load import SHARDED_STATE_PATTERN, check_sharded_state_pattern
 from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights

@@ -17,7 +17,7 @@ from typing import Any
 
 import re2
 
-from penstock.config.json_file import clipped
+from penstock.checkpoints.json_file import clipped
 from penstock.errors import PenstockError
 from penstock.observability.standard_streams import occupy_standard_descriptors
 

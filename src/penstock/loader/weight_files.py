@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.config.json_file import check_regular_file, clipped, read_json_object, shown
+from penstock.checkpoints.json_file import check_regular_file, clipped, read_json_object, shown
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.errors import CheckpointError
 

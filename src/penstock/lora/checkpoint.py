@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.json_file import shown
+from penstock.checkpoints.json_file import shown
 from penstock.contract.lora import LoRARequest
 from penstock.errors import CheckpointError
 from penstock.loader.pytorch_bin import iterate_pytorch_bins

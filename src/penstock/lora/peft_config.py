@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config.json_file import read_json_object, shown
+from penstock.checkpoints.json_file import read_json_object, shown
 from penstock.errors import CheckpointError, UnsupportedFeature
 from penstock.loader.untrusted_patterns import full_matches, syntax_error
 

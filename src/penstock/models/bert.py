@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, LayerAttention
+from penstock.checkpoints.architectures import Architecture
 from penstock.config import ModelConfig
-from penstock.config.architectures import Architecture
 from penstock.kernels.activation import ACTIVATIONS
 from penstock.kernels.rows import sum_rows
 from penstock.layers.embedding import VocabEmbedding

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import ModelConfig
 from penstock.config.checks import is_positive_float32
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.errors import ModelError, UnsupportedFeature
 
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, LayerAttention
+from penstock.checkpoints.architectures import Architecture
 from penstock.config import ModelConfig
-from penstock.config.architectures import Architecture
 from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import VocabEmbedding

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TextIO, TypeAlias
 
-from penstock.config import env
 from penstock.errors import ConfigError
 from penstock.observability import printable
+from penstock.system import env
 
 LOGGER_NAME = "penstock"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

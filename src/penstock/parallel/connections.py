@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from penstock.config import env
 from penstock.errors import PenstockError, RanksDisagree, UnsupportedFeature, WaitTimeout, WorkerError, same_error
 from penstock.parallel.blocking_ranks import FailedWait, find_missing
+from penstock.system import env
 
 # Tensors by rank.
 ByRank: TypeAlias = Mapping[int, Tensor]

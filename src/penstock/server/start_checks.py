@@ -7,12 +7,12 @@ from pathlib import Path
 from penstock.config import EngineConfig
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, InvalidRequest
-from penstock.loader.chat_template import choose_template
-from penstock.loader.template_program import syntax_error
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format
 from penstock.server.options import ServerOptions
 from penstock.server.requests.formats import choose_format
 from penstock.server.responses.store import ResponseStore
+from penstock.templates.chat_template import choose_template
+from penstock.templates.program import syntax_error
 
 
 def check_start(options: ServerOptions, config: EngineConfig) -> None:

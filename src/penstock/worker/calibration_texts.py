@@ -7,10 +7,10 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import AUTO_CALIBRATION, NO_QUANTIZATION
-from penstock.config.quantized_checkpoint import read_quantized_checkpoint
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError
 from penstock.loader.calibration_text import read_calibration_text

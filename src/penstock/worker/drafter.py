@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.checkpoints.context_length import stretched_context
+from penstock.checkpoints.json_file import typed_field
+from penstock.checkpoints.resolve import SHIPPED_HEADS
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
-from penstock.config.context_length import stretched_context
-from penstock.config.json_file import typed_field
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import AUTO_LENGTH
-from penstock.config.resolve import SHIPPED_HEADS
 from penstock.config.speculative import HEAD_METHODS, MODEL_METHODS
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from importlib.metadata import entry_points
 
-from penstock.config import env
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.errors import ConfigError
+from penstock.system import env
 
 logger = logging.getLogger(__name__)
 GROUP = "penstock.general_plugins"

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.resolve import resolve_model_folder
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ModelError, OutOfMemory
 from penstock.loader.loader import build_model

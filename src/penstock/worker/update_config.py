@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.config import EngineConfig
-from penstock.config.resolve import resolve_model_folder
 from penstock.errors import ConfigError
 
 # Options by section, as in vLLM.

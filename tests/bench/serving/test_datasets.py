@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.bench.serving.datasets import DatasetSettings, SampleRequest, as_text, sample
-from penstock.config.resolve import resolve_metadata_folder
+from penstock.checkpoints.resolve import resolve_metadata_folder
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.engine.text.tokenizer_files import _CLASS_OF_MODEL_TYPE, TokenizerFiles
 from penstock.errors import InvalidRequest, TokenizerError

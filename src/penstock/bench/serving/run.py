@@ -145,7 +145,7 @@ def _prepare(settings: ServeSettings, client: HttpClient, model: ServedModel, to
 
 def _load_tokenizer(name: str) -> Tokenizer:
     """Raises ConfigError if there is no such tokenizer here."""
-    from penstock.config.resolve import resolve_metadata_folder
+    from penstock.checkpoints.resolve import resolve_metadata_folder
     from penstock.engine.text.tokenizer import load_tokenizer
     from penstock.errors import ModelNotFound
 

@@ -12,7 +12,7 @@ from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
-from penstock.loader.chat_template import plain_data
+from penstock.templates.chat_template import plain_data
 
 Message: TypeAlias = Mapping[str, Any]
 # Types of a content's parts that have text, under the same name.

@@ -10,14 +10,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from penstock.checkpoints.generation_config import DO_SAMPLE, GENERATION_CONFIG_FILE, SAMPLING_FIELDS
 from penstock.config import ModelConfig
-from penstock.config.generation import (
-    DO_SAMPLE,
-    GENERATION_CONFIG_FILE,
-    NO_GENERATION_CONFIG,
-    SAMPLING_FIELDS,
-    generation_config_folder,
-)
+from penstock.config.generation import NO_GENERATION_CONFIG, generation_config_folder
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, InvalidParameter
 

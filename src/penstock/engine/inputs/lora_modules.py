@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.config.json_file import parse_json_text, shown
+from penstock.checkpoints.json_file import parse_json_text, shown
 from penstock.contract.lora import LoRARequest
 from penstock.errors import ConfigError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.config.pooling import TOKEN_TASKS, PoolingConfig
+from penstock.checkpoints.pooling import PoolingConfig
+from penstock.config.pooling import TOKEN_TASKS
 from penstock.contract import PoolingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import RenderedText, TextPair

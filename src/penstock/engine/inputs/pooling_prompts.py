@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoints.pooling import PoolingConfig
 from penstock.config import ModelConfig
-from penstock.config.pooling import PoolingConfig
 from penstock.contract import PoolingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import Prompt, RenderedText, TextPair, as_list

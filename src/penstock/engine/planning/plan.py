@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.config import EngineConfig, ModelConfig, env
+from penstock.checkpoints.quantized_checkpoint import quantization_of_checkpoint
+from penstock.checkpoints.resolve import resolve_metadata_folder
+from penstock.config import EngineConfig, ModelConfig
 from penstock.config.model import NO_QUANTIZATION
-from penstock.config.quantized_checkpoint import quantization_of_checkpoint
-from penstock.config.resolve import resolve_metadata_folder
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import gpu_memory
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype
@@ -41,6 +41,7 @@ from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.sampling.load_processors import installed
 from penstock.runner.stage import receive_buffer_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
+from penstock.system import env
 from penstock.worker.capabilities import check_options
 from penstock.worker.memory_plan import (
     PROCESS_BYTES,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import Encoding, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from penstock.config.gguf.folder import check_tokenizer
-from penstock.config.sentence_transformers_modules import lower_cases
+from penstock.checkpoints.gguf.folder import check_tokenizer
+from penstock.checkpoints.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
+from penstock.checkpoints.sentence_transformers_modules import lower_cases
 from penstock.engine.text.detokenizer import (
     SKIPPED,
     Detokenizer,
@@ -25,10 +26,9 @@ from penstock.engine.text.detokenizer import (
 )
 from penstock.engine.text.tokenizer_files import TokenizerFiles, longest_token
 from penstock.errors import InvalidRequest, TokenizerError
-from penstock.loader.chat_template import choose_template, render_chat
-from penstock.loader.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
-from penstock.loader.template_files import ModelTemplates
-from penstock.loader.template_renderer import TemplateRenderer
+from penstock.templates.chat_template import choose_template, render_chat
+from penstock.templates.files import ModelTemplates
+from penstock.templates.renderer import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,10 +18,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from penstock.config.json_file import check_regular_file, read_json_object, shown, typed_field
+from penstock.checkpoints.hf_tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from penstock.checkpoints.json_file import check_regular_file, read_json_object, shown, typed_field
 from penstock.errors import TokenizerError, is_for_the_program
-from penstock.loader.hf_tokenizer import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from penstock.loader.template_files import ModelTemplates
+from penstock.templates.files import ModelTemplates
 
 _TAKEN_AS_IT_IS = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 # Model types whose declared class Transformers overrides with a rebuilding one.

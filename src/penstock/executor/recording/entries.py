@@ -17,13 +17,13 @@ from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
 
-from penstock.config.file_lock import is_locked, lock_while_open
-from penstock.config.json_file import check_regular_file
+from penstock.checkpoints.json_file import check_regular_file
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from penstock.contract.codec import CONTRACT_VERSION
 from penstock.contract.lora import LoRARequest
 from penstock.contract.parts import read_custom
 from penstock.errors import InvalidParameter, InvalidRecording
+from penstock.system.file_lock import is_locked, lock_while_open
 
 # Version of the entries below; messages inside them have `CONTRACT_VERSION`.
 FORMAT_VERSION = 2

@@ -14,7 +14,6 @@ import torch  # before the kernels: they use the OpenMP runtime that it loads
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.env import cpu_kernels
 from penstock.device.huge_pages import weight_memory
 from penstock.device.stand_in import is_on_cpu
 from penstock.errors import ConfigError
@@ -28,6 +27,7 @@ from penstock.kernels.native.operation_types import operation_types
 from penstock.kernels.native.operations import NativeOperation, row_width
 from penstock.kernels.native.step_state import NativeStep
 from penstock.kernels.native.tracing import Trace
+from penstock.system.env import cpu_kernels
 
 try:
     _module: Any = import_module("penstock.kernels.native._kernels")

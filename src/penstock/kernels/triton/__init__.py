@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from penstock.config.env import interprets_triton
+from penstock.system.env import interprets_triton
 
 _HAS_TRITON = find_spec("triton") is not None
 _INTERPRETS = interprets_triton()

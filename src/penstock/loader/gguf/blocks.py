@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.config.gguf.container import TensorInfo
-from penstock.config.json_file import clipped
+from penstock.checkpoints.gguf.container import TensorInfo
+from penstock.checkpoints.json_file import clipped
 from penstock.device.stand_in import stands_for_cpu
 from penstock.errors import CheckpointError, UnsupportedFeature
 from penstock.loader.gguf.grids import BLOCK_TYPES, BlockGrid, grid_of, grid_without_memory

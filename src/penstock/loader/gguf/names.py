@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.config.gguf.container import TensorInfo
-from penstock.config.gguf.fields import Metadata
+from penstock.checkpoints.gguf.container import TensorInfo
+from penstock.checkpoints.gguf.fields import Metadata
 from penstock.errors import UnsupportedModel
 from penstock.loader.gguf.changes import UNCHANGED, Change, MinusOne, PairsInHalves, Transposed
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.checkpoints.gguf.container import TensorInfo, models_in, parts_of, read_headers
+from penstock.checkpoints.gguf.fields import Metadata
 from penstock.config import LoadConfig
-from penstock.config.gguf.container import TensorInfo, models_in, parts_of, read_headers
-from penstock.config.gguf.fields import Metadata
 from penstock.errors import CheckpointError
 from penstock.layers.weights import Part
 from penstock.loader.gguf.blocks import check_layout, map_tensors

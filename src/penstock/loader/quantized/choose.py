@@ -6,10 +6,10 @@ import logging
 
 import torch
 
+from penstock.checkpoints.quantized_checkpoint import MXFP4, read_quantized_checkpoint
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.model import NO_QUANTIZATION
-from penstock.config.quantized_checkpoint import MXFP4, read_quantized_checkpoint
 from penstock.device.capability import choices_of, gpu_capability
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts

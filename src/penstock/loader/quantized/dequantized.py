@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.config.quantized_checkpoint import MXFP4, QuantizedCheckpoint
+from penstock.checkpoints.quantized_checkpoint import MXFP4, QuantizedCheckpoint
 from penstock.errors import CheckpointError
 from penstock.layers.linear import LinearLayer, LinearMethod, choose_linear_method
 from penstock.loader.quantized.assembly import OptionRounding, Piece

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.config.quantized_checkpoint import QuantizedCheckpoint
+from penstock.checkpoints.quantized_checkpoint import QuantizedCheckpoint
 from penstock.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.config.quantized_checkpoint import QuantizedCheckpoint
+from penstock.checkpoints.quantized_checkpoint import QuantizedCheckpoint
 from penstock.kernels.gpu_float8 import takes_blocks
 from penstock.layers.linear import LinearLayer, LinearMethod
 from penstock.layers.quantization.float8 import Float8Method

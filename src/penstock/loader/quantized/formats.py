@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from penstock.config.quantized_checkpoint import (
+from penstock.checkpoints.quantized_checkpoint import (
     AWQ,
     GPTQ,
     GPTQ_V2,

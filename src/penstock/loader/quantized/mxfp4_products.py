@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.config.quantized_checkpoint import QuantizedCheckpoint
+from penstock.checkpoints.quantized_checkpoint import QuantizedCheckpoint
 from penstock.errors import UnsupportedFeature
 from penstock.layers.linear import LinearLayer, LinearMethod
 from penstock.layers.quantization.method import QuantizedMethod

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from penstock.config.quantized_checkpoint import QuantizedCheckpoint
+from penstock.checkpoints.quantized_checkpoint import QuantizedCheckpoint
 from penstock.errors import CheckpointError, UnsupportedFeature
 from penstock.layers.linear import LinearLayer
 from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod

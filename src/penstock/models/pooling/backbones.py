@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from penstock.checkpoints.architectures import MODERN_BERT, Architecture
 from penstock.config import ModelConfig
-from penstock.config.architectures import MODERN_BERT, Architecture
 from penstock.layers.encoder_attention import attend_in_both_directions
 from penstock.models.weights import elsewhere
 from penstock.parallel import ParallelState

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.checkpoints.architectures import MODERN_BERT, Use
+from penstock.checkpoints.json_file import read_json_object, typed_field
+from penstock.checkpoints.pooling import PoolingConfig
 from penstock.config import ModelConfig
-from penstock.config.architectures import MODERN_BERT, Use
 from penstock.config.checks import is_positive_float32
-from penstock.config.json_file import read_json_object, typed_field
-from penstock.config.pooling import PoolingConfig
 from penstock.errors import ModelError, UnsupportedModel
 from penstock.layers.weights import WeightSlot, new_parameter
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
+from penstock.checkpoints.architectures import Use
 from penstock.config import ModelConfig
-from penstock.config.architectures import Use
 from penstock.errors import UnsupportedModel
 from penstock.kernels.native.tracing import Untraceable
 from penstock.layers.weights import WeightSlot, weight_slots

@@ -9,8 +9,8 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from penstock.checkpoints.quantized_checkpoint import refuse_quantized_checkpoint
 from penstock.config import ModelConfig
-from penstock.config.quantized_checkpoint import refuse_quantized_checkpoint
 from penstock.errors import ModelError, UnsupportedModel
 from penstock.models.registry import supported_architectures
 from penstock.models.transformers_fallback import own_attention

@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 
-from penstock.config import env
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.errors import ConfigError
 from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.sampling.thinking_budget import ThinkingBudget
+from penstock.system import env
 
 GROUP = LOGITS_PROCESSORS_GROUP
 

@@ -19,7 +19,6 @@ from typing import TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
-from penstock.config.temporary_folder import TemporaryFolder
 from penstock.contract import encode
 from penstock.engine.messages import (
     AdaptersChanged,
@@ -43,6 +42,7 @@ from penstock.server.options import ServerOptions
 from penstock.server.processes.front_end import FrontEndArguments, broker_path, serve_http
 from penstock.server.processes.network import NetworkOptions
 from penstock.server.processes.start_stages import StartStages
+from penstock.system.temporary_folder import TemporaryFolder
 from penstock.worker.capabilities import check_async_engine, check_options
 
 logger = logging.getLogger(__name__)

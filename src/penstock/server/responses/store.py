@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.temporary_folder import TemporaryFolder
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
+from penstock.system.temporary_folder import TemporaryFolder
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 # Files of the store: responses, and those that are being written. A folder may have others, which are left alone.

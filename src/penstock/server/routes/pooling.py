@@ -12,7 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.config.pooling import PoolingConfig
+from penstock.checkpoints.pooling import PoolingConfig
 from penstock.contract import PoolingParams
 from penstock.engine.inputs.field_limits import check_pairs
 from penstock.engine.inputs.pooling_prompts import check_task, named_prompt, score_prompts, texts_of

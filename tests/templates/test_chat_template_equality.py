@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import ChatTemplateError
-from penstock.loader.chat_template import ChatTemplate, render_chat
-from penstock.loader.template_renderer import TemplateRenderer
+from penstock.templates.chat_template import ChatTemplate, render_chat
+from penstock.templates.renderer import TemplateRenderer
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 
 MESSAGES: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from penstock.config.json_file import read_json_object, shown, typed_field
+from penstock.checkpoints.json_file import read_json_object, shown, typed_field
 from penstock.errors import ModelError, UnsupportedModel
 
 MODULES_FILE = "modules.json"

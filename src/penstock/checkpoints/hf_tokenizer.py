@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.config.json_file import check_files, read_json_object, shown
+from penstock.checkpoints.json_file import check_files, read_json_object, shown
 from penstock.errors import TokenizerError
 
 TOKENIZER_FILE = "tokenizer.json"

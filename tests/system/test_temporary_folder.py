@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.config.temporary_folder import TemporaryFolder
+from penstock.system.temporary_folder import TemporaryFolder
 
 LEAVE = """
 import os, signal, sys
 from pathlib import Path
-from penstock.config.temporary_folder import TemporaryFolder
+from penstock.system.temporary_folder import TemporaryFolder
 folder = TemporaryFolder("own-", Path(sys.argv[1]))
 (folder.path / "secret").touch()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.sentence_transformers import SentenceTransformersFiles
-from penstock.config.sentence_transformers_modules import lower_cases
+from penstock.checkpoints.sentence_transformers import SentenceTransformersFiles
+from penstock.checkpoints.sentence_transformers_modules import lower_cases
 from penstock.errors import ModelError, UnsupportedModel
 
 

@@ -11,8 +11,8 @@ import msgspec
 
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
-from penstock.loader.template_files import ModelTemplates
-from penstock.loader.template_renderer import TemplateRenderer
+from penstock.templates.files import ModelTemplates
+from penstock.templates.renderer import TemplateRenderer
 
 # Endings of files that `chat_template` may name as text; a request must not be able to read others.
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")

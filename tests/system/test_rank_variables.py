@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from penstock.config import env
-from penstock.config.rank_variables import LauncherPlace, for_another_machine, place_from_launcher
 from penstock.errors import ConfigError
+from penstock.system import env
+from penstock.system.rank_variables import LauncherPlace, for_another_machine, place_from_launcher
 
 
 def test_what_another_machine_takes_over() -> None:

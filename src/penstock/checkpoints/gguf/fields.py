@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.gguf.container import Header, TensorInfo, mapped
-from penstock.config.json_file import shown
-from penstock.config.size_limits import MAX_POSITIONS as MAX_SIZE
+from penstock.checkpoints.gguf.container import Header, TensorInfo, mapped
+from penstock.checkpoints.json_file import shown
+from penstock.checkpoints.size_limits import MAX_POSITIONS as MAX_SIZE
 from penstock.errors import CheckpointError, ModelError, UnsupportedFeature
 
 _F32 = 0

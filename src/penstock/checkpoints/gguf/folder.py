@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import env
-from penstock.config.generation import GENERATION_CONFIG_FILE
-from penstock.config.gguf.container import SUFFIX, models_in, parts_of, read_headers
-from penstock.config.gguf.fields import Metadata
-from penstock.config.gguf.model_fields import hf_config_of
-from penstock.config.gguf.tokenizer import end_tokens_of, tokenizer_files_of
+from penstock.checkpoints.generation_config import GENERATION_CONFIG_FILE
+from penstock.checkpoints.gguf.container import SUFFIX, models_in, parts_of, read_headers
+from penstock.checkpoints.gguf.fields import Metadata
+from penstock.checkpoints.gguf.model_fields import hf_config_of
+from penstock.checkpoints.gguf.tokenizer import end_tokens_of, tokenizer_files_of
 from penstock.errors import (
     CheckpointError,
     ModelError,
@@ -29,6 +28,7 @@ from penstock.errors import (
     UnsupportedFeature,
     UnsupportedModel,
 )
+from penstock.system import env
 
 # Changes with what is written, so that folders of older versions are not taken.
 _VERSION = 4

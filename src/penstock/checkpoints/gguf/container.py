@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.json_file import check_regular_file, clipped, shown
+from penstock.checkpoints.json_file import check_regular_file, clipped, shown
 from penstock.errors import CheckpointError, UnsupportedFeature
 
 SUFFIX = ".gguf"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.config.gguf.container import Header
-from penstock.config.gguf.fields import Metadata
-from penstock.config.gguf.tokenizer import end_tokens_of, tokenizer_files_of
-from penstock.config.resolve import resolve_model_folder
+from penstock.checkpoints.gguf.container import Header
+from penstock.checkpoints.gguf.fields import Metadata
+from penstock.checkpoints.gguf.tokenizer import end_tokens_of, tokenizer_files_of
+from penstock.checkpoints.resolve import resolve_model_folder
 
 _TEXTS = ["ROMEO: What's 12345?", " two  spaces\n\n and lines\r\n", "naïve 你好 €", "", "It'll DON'T can't"]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.config.json_file import clipped, shown
+from penstock.checkpoints.json_file import clipped, shown
 from penstock.errors import ModelError
 
 # Tokens of a context; the longest known has a tenth.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.config.gguf.fields import Metadata
-from penstock.config.gguf.mixture_fields import MIXTURES, latent_attention
+from penstock.checkpoints.gguf.fields import Metadata
+from penstock.checkpoints.gguf.mixture_fields import MIXTURES, latent_attention
 from penstock.errors import UnsupportedModel
 
 _EPSILON, _RMS_EPSILON = ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon"

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import env
 from penstock.errors import ChatTemplateError
 from penstock.observability.standard_streams import occupy_standard_descriptors
+from penstock.system import env
 
 # Limits of one template.
 CPU_TIME_S = 5.0
@@ -30,12 +30,12 @@ OUTPUT_BYTES = 64 << 20
 # Timeout of a process that takes no CPU time.
 _TIMEOUT_S = 60.0
 _MAX_IDLE_PROCESSES = 2
-_PROGRAM = "from penstock.loader.template_program import main; main()"
+_PROGRAM = "from penstock.templates.program import main; main()"
 _LENGTH_BYTES = 8
 
 
 class _Answer(msgspec.Struct):
-    """Answer of a process (see `template_program`)."""
+    """Answer of a process (see `program`)."""
 
     is_last: bool
     text: str = ""
@@ -103,7 +103,7 @@ class _NoAnswer(Exception):
 
 
 class _Process:
-    """Process that runs `template_program`, and the connection to it."""
+    """Process that runs `program`, and the connection to it."""
 
     def __init__(self) -> None:
         occupy_standard_descriptors()

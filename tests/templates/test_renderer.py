@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from penstock.errors import ChatTemplateError
-from penstock.loader import template_renderer
-from penstock.loader.template_renderer import TemplateRenderer
+from penstock.templates import renderer as renderer_module
+from penstock.templates.renderer import TemplateRenderer
 
 FAST = "{{ number }}"
 ENDLESS = "{% for a in range(9**5) %}" * 3 + "{% endfor %}" * 3
@@ -76,14 +76,14 @@ def test_a_template_that_exceeds_a_limit_ends_with_its_name(
 
 
 def test_a_template_without_end_is_given_up(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_renderer, "CPU_TIME_S", 0.2)
+    monkeypatch.setattr(renderer_module, "CPU_TIME_S", 0.2)
     with pytest.raises(ChatTemplateError, match="took more than 0.2 s of CPU time"):
         renderer.render(ENDLESS, {}, name=NAME)
     assert renderer.render(FAST, {"number": 3}, name=NAME) == ("3", [])
 
 
 def test_a_text_that_is_too_long_is_refused(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_renderer, "OUTPUT_BYTES", 1 << 20)
+    monkeypatch.setattr(renderer_module, "OUTPUT_BYTES", 1 << 20)
     with pytest.raises(ChatTemplateError, match=r"its text has 2,000,\d\d\d bytes. Allowed: 1 MiB"):
         renderer.render("{{ 'x' * 2000000 }}", {}, name=NAME)
     assert renderer.render(FAST, {"number": 3}, name=NAME) == ("3", [])
@@ -92,7 +92,7 @@ def test_a_text_that_is_too_long_is_refused(renderer: TemplateRenderer, monkeypa
 def test_others_are_rendered_while_one_does_not_end(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_renderer, "CPU_TIME_S", 1.0)
+    monkeypatch.setattr(renderer_module, "CPU_TIME_S", 1.0)
     with ThreadPoolExecutor(1) as threads:
         endless = threads.submit(renderer.render, ENDLESS, {}, name=NAME)
         for number in range(20):
@@ -104,7 +104,7 @@ def test_others_are_rendered_while_one_does_not_end(
 def test_a_process_that_does_not_get_on_is_given_up(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_renderer, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(renderer_module, "_TIMEOUT_S", 0.3)
     renderer.render(FAST, {"number": 3}, name=NAME)
     stopped = pid_of(renderer)
     os.kill(stopped, signal.SIGSTOP)
@@ -117,7 +117,7 @@ def test_what_one_template_has_needed_is_not_missing_to_the_next(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled templates are kept, and could fill the memory."""
-    monkeypatch.setattr(template_renderer, "MEMORY_BYTES", 64 << 20)
+    monkeypatch.setattr(renderer_module, "MEMORY_BYTES", 64 << 20)
     for number in range(4):
         renderer.render(f"{number}" + "x" * 1000000, {}, name=NAME)
     assert renderer.render("{{ ('x' * 28000000)|length }}", {}, name=NAME) == ("28000000", [])
@@ -172,7 +172,7 @@ def test_a_fork_has_processes_of_its_own(renderer: TemplateRenderer) -> None:
 
 PROGRAM = """
 import os, sys, time
-from penstock.loader.template_renderer import TemplateRenderer
+from penstock.templates.renderer import TemplateRenderer
 renderer = TemplateRenderer()
 assert renderer.render("{{ number }}", {"number": 3}, name="T") == ("3", [])
 (process,) = renderer._idle

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config import env
 from penstock.errors import ModelNotFound
+from penstock.system import env
 
 
 @dataclass(frozen=True, slots=True)

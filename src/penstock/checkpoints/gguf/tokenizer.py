@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.config.gguf.fields import Metadata
-from penstock.config.json_file import clipped
+from penstock.checkpoints.gguf.fields import Metadata
+from penstock.checkpoints.json_file import clipped
 from penstock.errors import TokenizerError, UnsupportedModel
 
 _TOKENS, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"

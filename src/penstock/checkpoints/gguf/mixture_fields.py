@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.config.gguf.fields import Metadata
+from penstock.checkpoints.gguf.fields import Metadata
 
 _SIGMOID = 2
 # YaRN's factor on the scores is 1 + 0.1 * mscale * ln(factor); a file has the product 0.1 * mscale.

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from penstock.config import env
-from penstock.config.gguf.container import SUFFIX, is_gguf, models_in, parts_of
-from penstock.config.gguf.folder import folder_of_file, folder_of_only_model
-from penstock.config.json_file import shown
-from penstock.config.published import PUBLISHED, fetched_path
+from penstock.checkpoints.gguf.container import SUFFIX, is_gguf, models_in, parts_of
+from penstock.checkpoints.gguf.folder import folder_of_file, folder_of_only_model
+from penstock.checkpoints.json_file import shown
+from penstock.checkpoints.published import PUBLISHED, fetched_path
 from penstock.errors import ModelNotFound
+from penstock.system import env
 
 SHIPPED_MODELS = ("demo",)
 # EAGLE-3 heads that ship, by their target model.

@@ -23,8 +23,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.config.rank_variables import SET_BEFORE_TORCH, LauncherPlace, for_another_machine, place_from_launcher
 from penstock.errors import ConfigError
+from penstock.system.rank_variables import SET_BEFORE_TORCH, LauncherPlace, for_another_machine, place_from_launcher
 
 # Variables in bug reports: they say how an engine was run, and cannot be secrets.
 _REPORTED = (

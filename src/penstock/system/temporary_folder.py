@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from penstock.config.file_lock import lock_while_open
+from penstock.system.file_lock import lock_while_open
 
 # A folder without this file is not one of these, or is being made.
 _LOCK = ".penstock-lock"

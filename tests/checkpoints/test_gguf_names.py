@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.checkpoints.resolve import resolve_metadata_folder
 from penstock.config import ModelConfig
-from penstock.config.resolve import resolve_metadata_folder
 from penstock.errors import ModelNotFound
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf

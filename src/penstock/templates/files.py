@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.json_file import check_regular_file
+from penstock.checkpoints.json_file import check_regular_file
 from penstock.errors import InvalidRequest, TokenizerError
 
 _FILE = "chat_template.jinja"

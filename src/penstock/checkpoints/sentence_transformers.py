@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.config.json_file import read_json_object
-from penstock.config.sentence_transformers_modules import MODULES_FILE, Modules, TransformerFields
+from penstock.checkpoints.json_file import read_json_object
+from penstock.checkpoints.sentence_transformers_modules import MODULES_FILE, Modules, TransformerFields
 from penstock.errors import ModelError, UnsupportedModel
 
 _PROMPTS_FILE = "config_sentence_transformers.json"

@@ -1,4 +1,4 @@
-"""Environment variables of ranks, as dictionaries; `config/env.py` reads and sets them."""
+"""Environment variables of ranks, as dictionaries; `system/env.py` reads and sets them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Readers of model files: configuration, tokenizers, GGUF, sentence-transformers, and the folders that hold them."""

@@ -1,0 +1,1 @@
+"""Chat templates: their files, and their rendering in processes of their own."""
