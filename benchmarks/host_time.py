@@ -24,7 +24,7 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.session import Session
-from penstock.runner.executables import GreedyProgram
+from penstock.kernels.native.program_step import BoundChoices
 from penstock.runner.model_runner import ModelRunner
 
 # Prefills, and a few steps for caches to settle.
@@ -132,11 +132,11 @@ def _wrap_parts(session: Session, clock: PartClock) -> None:
 
 def _wrap_model(session: Session, clock: PartClock) -> None:
     _, runner = parts_of(session)
-    clock.wrap(runner.kv_cache.programs, "run", "model forward")
+    clock.wrap(runner.execution.programs, "run", "model forward")
     clock.wrap_method_of_class(runner.model, "compute_logits", "logits")
     clock.wrap_method_of_class(runner.model, "compute_greedy", "logits")
     # Forward pass and logits in one call.
-    clock.wrap(GreedyProgram, "run", "model forward")
+    clock.wrap(BoundChoices, "run", "model forward")
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)
 
 

@@ -96,7 +96,7 @@ def measure_step(clock: Turns, folder: str, arguments: argparse.Namespace) -> fl
 
     def run() -> None:
         context = cache.make_context(SimpleNamespace(sequences=geometry, geometry=[geometry]))
-        model.compute_logits(cache.programs.run(model, inputs, context))
+        model.compute_logits(runner.execution.programs.run(model, inputs, context))
 
     seconds, speed = clock.time(run)
     latents = arguments.context * cache.config.size_bytes // cache.config.num_blocks // _BLOCK_SIZE

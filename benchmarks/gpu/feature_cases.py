@@ -221,7 +221,7 @@ def _graphs_of_drafts(bench: Bench, method: str) -> str:
     draft_heads.write_head(drafters / "eagle3", draft_heads.eagle3_weights(), draft_vocab_size=40)
     with bench.core(drafters / "target", **test_graphs._drafting(drafters, method)) as core:
         found, note = run(core, PROMPTS[3:4], greedy(40, logprobs=2)), graphs_of(core)
-        (replays,) = core.collective_rpc(lambda worker: getattr(worker.runner.executable, "num_replays", 0))
+        (replays,) = core.collective_rpc(lambda worker: getattr(worker.runner.execution, "num_replays", 0))
     with bench.core(drafters / "target", "cpu", max_model_len=68) as core:
         assert_same_results(found, run(core, PROMPTS[3:4], greedy(40, logprobs=2)))
     assert bench.device == "cpu" or replays >= 10, note

@@ -110,9 +110,9 @@ def assert_same_results(found: Sequence[Result], expected: Sequence[Result]) -> 
 
 def graphs_of(core: EngineCore) -> str:
     """Note of CUDA graphs: steps replayed, or why none were."""
-    (executable,) = core.collective_rpc(lambda worker: worker.runner.executable)
-    replays = getattr(executable, "num_replays", None)
+    (execution,) = core.collective_rpc(lambda worker: worker.runner.execution)
+    replays = getattr(execution, "num_replays", None)
     if replays is None:
         return ""
-    refusals = "; ".join(str(reason)[:80] for reason in getattr(executable, "refusals", ()))
+    refusals = "; ".join(str(reason)[:80] for reason in getattr(execution, "refusals", ()))
     return f"{replays} replays" + (f", not captured: {refusals}" if refusals else "")

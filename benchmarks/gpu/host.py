@@ -50,9 +50,9 @@ from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepOutcome, StepTensors
 from penstock.kernels.sampling import ChosenTokens
 from penstock.runner import async_output
-from penstock.runner.frame import Frame
-from penstock.runner.graphs import GraphExecutable
+from penstock.runner.execute.graphs import GraphExecution
 from penstock.runner.sampling.sampler import SamplerOutput
+from penstock.step.frame import Frame
 
 _SKIPPED_STEPS = 40
 _SHORTEST_PROMPT = 8
@@ -195,7 +195,7 @@ def measure(case: Case) -> dict[str, tuple[float, float, float]]:
     """Minimum, median and mean microseconds per step of each part, and of the step with no clock inside."""
     replacements = {
         "penstock.worker.worker.create_device": lambda *_, **__: EmptyDevice(case.device_ms / 1e3),
-        "penstock.runner.input_batch.bind_step": EmptyStep,
+        "penstock.runner.build.batch_builder.bind_step": EmptyStep,
         "penstock.runner.sampling.sampler.Sampler._sample": _sample_nothing,
     }
     with ExitStack() as patches, torch.no_grad():
@@ -217,11 +217,11 @@ def measure(case: Case) -> dict[str, tuple[float, float, float]]:
         for _ in range(_SKIPPED_STEPS):
             load.step()
         if case.turnover:
-            patches.enter_context(patch.object(GraphExecutable, "run", _run_nothing))
-        num_replays = runner.executable.num_replays
+            patches.enter_context(patch.object(GraphExecution, "run", _run_nothing))
+        num_replays = runner.execution.num_replays
         whole = _seconds_of_parts(engine, load, case.num_steps, in_parts=False)
         if not case.turnover:
-            assert runner.executable.num_replays == num_replays + case.num_steps, "steps ran without graphs"
+            assert runner.execution.num_replays == num_replays + case.num_steps, "steps ran without graphs"
         parts = _seconds_of_parts(engine, load, case.num_steps, in_parts=True)
         engine.core.close()
     return {
@@ -230,9 +230,10 @@ def measure(case: Case) -> dict[str, tuple[float, float, float]]:
     }
 
 
-def _run_nothing(_: GraphExecutable, frame: Frame) -> None:
+def _run_nothing(_: GraphExecution, frame: Frame) -> str:
     """Launch the forward pass of a step that fits no graph."""
     frame.aux, frame.all_hidden, frame.hidden, frame.chosen = (), None, None, _NOTHING
+    return "nothing"
 
 
 def _seconds_of_parts(engine: Engine, load: Load, num_steps: int, *, in_parts: bool) -> dict[str, list[float]]:

@@ -116,7 +116,7 @@ def test_a_step_without_adapters_is_that_of_an_engine_without(llama: Adapted) ->
 def test_steps_are_one_call_and_loading_records_nothing_anew(llama: Adapted) -> None:
     core = make_core(llama.folder, **{**OPTIONS, "max_loras": 2}, enable_prefix_caching=False)
     run(core, llama)
-    programs = core._executor._wrapper.worker.runner.kv_cache.programs  # type: ignore[attr-defined, union-attr]
+    programs = core._executor._wrapper.worker.runner.execution.programs  # type: ignore[attr-defined, union-attr]
     before = dict(programs._recorded)
     assert all(program is not None and program.num_segments == 1 for program in before.values())
     run(core, llama)

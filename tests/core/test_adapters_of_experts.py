@@ -75,7 +75,7 @@ def test_experts_and_routers_have_adapters(family: str, tmp_path: Path) -> None:
 def test_steps_without_adapters_are_one_call(qwen: Adapted) -> None:
     core = make_core(qwen.folder, **OPTIONS, enable_prefix_caching=False)
     run(core, qwen, PROMPTS[:2], [0, 0])
-    programs = core._executor._wrapper.worker.runner.kv_cache.programs  # type: ignore[attr-defined, union-attr]
+    programs = core._executor._wrapper.worker.runner.execution.programs  # type: ignore[attr-defined, union-attr]
     before = dict(programs._recorded)
     assert before
     assert all(program is not None and program.num_segments == 1 for program in before.values())

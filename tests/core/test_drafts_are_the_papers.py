@@ -188,7 +188,7 @@ def test_target_and_head_run_as_programs(tmp_path: Path, method: str) -> None:
     watched.add("r", random_prompts((21,), VOCAB_SIZE)[0], greedy(9))
     watched.step()
     assert core._engine is not None
-    programs = core._engine.executor._wrapper.worker.runner.kv_cache.programs._recorded  # type: ignore[attr-defined]
+    programs = core._engine.executor._wrapper.worker.runner.execution.programs._recorded  # type: ignore[attr-defined]
     assert len(programs) == 2
     assert None not in programs.values()
     watched.finish()

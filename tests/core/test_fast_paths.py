@@ -10,7 +10,9 @@ import pytest
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams, SchedulerOutput, decode, encode
 from penstock.executor import UniProcExecutor
-from penstock.runner.frame import Frame, Frames
+from penstock.runner.build.frames import Frames
+from penstock.runner.execute.execution import EagerExecution
+from penstock.step.frame import Frame
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 
@@ -44,8 +46,8 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     begin = Frames.begin
 
-    def note(self: Frames, output: SchedulerOutput, *, may_repeat: bool) -> Frame:
-        frame = begin(self, output, may_repeat=may_repeat)
+    def note(self: Frames, output: SchedulerOutput, buffer_set: int | None, *, may_repeat: bool) -> Frame:
+        frame = begin(self, output, buffer_set, may_repeat=may_repeat)
         steps.extend([output.step_id] * frame.is_repeated)
         return frame
 
@@ -104,6 +106,6 @@ def test_without_fast_paths_nothing_is_recorded(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     core = make_core(tmp_path, dtype="float32", fast_paths="off")
     run(core, PROMPTS[:2], greedy(4))
-    (recorded,) = core.collective_rpc(lambda worker: dict(worker.runner.kv_cache.programs._recorded))
-    assert not recorded
+    (execution,) = core.collective_rpc(lambda worker: worker.runner.execution)
+    assert isinstance(execution, EagerExecution)
     core.close()

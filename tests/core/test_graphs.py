@@ -20,11 +20,14 @@ from penstock.device.base import PendingCopy
 from penstock.device.cpu import HostCopy
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.observability.units import format_bytes
-from penstock.runner.executables import DRAFTER_PREFILL, DRAFTS, FIRST_OF_SIZE, LAYERS, MIXED, UNIFORM
-from penstock.runner.graphs import GraphExecutable
+from penstock.runner.build.padding import GraphPadding
+from penstock.runner.execute.execution import DRAFTER_PREFILL, DRAFTS, FIRST_OF_SIZE, LAYERS, MIXED, UNIFORM
+from penstock.runner.execute.graphs import GraphExecution, rehearse_pieces
+from support.adapted_models import adapted
+from support.adapters import parts_of
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
 from support.draft_heads import eagle3_weights, eagle_weights, write_head
-from support.engines import Result, add, assert_greedy_continuation, greedy, make_core, random_prompts, run
+from support.engines import Result, add, assert_greedy_continuation, finish, greedy, make_core, random_prompts, run
 from support.padded_attention import PaddedBackend
 from support.recording_device import RecordingDevice
 
@@ -156,22 +159,20 @@ def test_memory_of_graphs_and_of_the_buffers_between_pieces_is_planned(
         )
         core.close()
     assert planned["none"] == 0 < 32 << 20 < planned["full_decode_only"]
-    buffers = runner.executable.rehearse_pieces(runner.frames.dummy(16, 4))
+    buffers = rehearse_pieces(runner.frames.dummy(16, 4), 16)
     assert planned["full_and_piecewise"] >= planned["full_decode_only"] + buffers > planned["full_decode_only"]
     assert f"{format_bytes(buffers)} with the buffers between their pieces" in inspected
 
 
 def test_plans_of_whole_graphs_have_a_padding_row_and_fixed_sizes() -> None:
     sizes = {"max_num_tokens": 64, "token_sizes": [8, 16], "most_rows": 5}
-    graphs = GraphExecutable(RecordingDevice(), [1, 2, 4], is_capturable=True, **sizes)
+    graphs = GraphPadding([1, 2, 4], is_capturable=True, **sizes)
     for counts, padded in (([1, 4], (8, 5, 8)), ([7], (8, 5, 8)), ([1, 1, 1, 6], (16, 5, 16)), ([17], (17, 1, None))):
         assert graphs.plan({str(number): count for number, count in enumerate(counts)})[2:] == padded
 
 
 def test_plans_pad_mixed_steps_to_a_number_of_tokens() -> None:
-    graphs = GraphExecutable(
-        RecordingDevice(), [1, 2, 4], is_capturable=True, max_query_len=3, max_num_tokens=64, token_sizes=[8, 16]
-    )
+    graphs = GraphPadding([1, 2, 4], is_capturable=True, max_query_len=3, max_num_tokens=64, token_sizes=[8, 16])
     padded = {
         "mixed": graphs.plan({"a": 1, "b": 4}),
         "uneven drafts": graphs.plan({"a": 1, "b": 2}),
@@ -311,11 +312,11 @@ def test_drafts_run_in_whole_graphs_of_mixed_steps_and_are_counted(drafters: Pat
 
 def test_a_replay_that_reads_a_temporary_tensor_is_refused() -> None:
     device = RecordingDevice()
-    graphs = GraphExecutable(device, [1], is_capturable=True)
+    graphs = GraphExecution(device, GraphPadding([1], is_capturable=True))
     persistent, result = torch.ones(3), torch.zeros(3)
 
     def step(key: str, values: Tensor) -> None:
-        graphs.repeat(key, lambda: result.copy_(values * 2))
+        graphs.repeat(key, lambda: result.copy_(values * 2), UNIFORM)
 
     for _ in range(3):
         step("persistent", persistent)
@@ -391,6 +392,51 @@ def test_a_device_that_cannot_capture_runs_layer_by_layer(
     assert results == _serve(folder, PARAMS, fast_paths="off")
 
 
+class _RefusingOnce(RecordingDevice):
+    """Refuses the first capture."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        if not self.refusals:
+            self.refusals.append("the first one")
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().capture(work)
+
+
+def test_a_refused_capture_ends_the_graphs_of_its_own_shape_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = _use(_RefusingOnce(), monkeypatch)
+    core = make_core(tiny_checkpoint(tmp_path).folder, attention_backend=PaddedBackend.name)
+    # One request decodes alone after two have decoded together, whose graph was refused.
+    results = run(core, PROMPTS[:2], [greedy(8), greedy(16)])
+    ((counts,), (inspected,)) = (core.collective_rpc(name) for name in ("get_graph_stats", "get_model_inspection"))
+    core.close()
+    assert device.num_captures == 1
+    assert counts[UNIFORM] > 5
+    assert counts[LAYERS] > 5
+    assert "Not captured (1 graphs): operation not permitted" in inspected
+    expected = _serve(tmp_path, [greedy(8), greedy(16)], fast_paths="off")
+    assert [one.tokens for one in results] == [one.tokens for one in expected]
+
+
+def test_graphs_apply_the_adapters_of_the_language_model_head(tmp_path: Path, device: RecordingDevice) -> None:
+    with adapted(tmp_path, variants=[{"r": 8, "target_modules": ["lm_head"]}]) as model:
+        tokens = []
+        for fast_paths in ("auto", "off"):
+            core = make_core(
+                model.folder, attention_backend=PaddedBackend.name, enable_lora=True, fast_paths=fast_paths
+            )
+            for index, number in enumerate((1, 0, 1)):
+                add(core, f"r{index}", PROMPTS[index], greedy(12), parts=parts_of(model.requests[number]))
+            results: dict[str, Result] = {}
+            finish(core, results)
+            core.close()
+            tokens.append([results[f"r{index}"].tokens for index in range(3)])
+        assert tokens[0] == tokens[1]
+        assert tokens[0][0] != _serve(model.folder, [greedy(12)])[0].tokens
+    assert device.num_replays > 5
+
+
 def test_new_weights_drop_graphs(tmp_path: Path, device: RecordingDevice) -> None:
     first, second = (tiny_checkpoint(tmp_path / str(seed), seed=seed).folder for seed in (0, 1))
     core = make_core(first, attention_backend=PaddedBackend.name)
@@ -406,17 +452,17 @@ def test_new_weights_drop_graphs(tmp_path: Path, device: RecordingDevice) -> Non
 
 def test_sizes_are_padded_to_the_next_captured_one() -> None:
     assert GraphConfig().sizes(20) == [1, 2, 4, 8, 16, 20]
-    executable = GraphExecutable(RecordingDevice(), [1, 2, 4, 8], is_capturable=True)
+    padding = GraphPadding([1, 2, 4, 8], is_capturable=True)
     for num_reqs, padded in ((1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 9)):
-        plan = executable.plan(dict.fromkeys(map(str, range(num_reqs)), 1))
+        plan = padding.plan(dict.fromkeys(map(str, range(num_reqs)), 1))
         assert (plan.num_tokens, plan.num_tokens_padded, plan.num_reqs_padded) == (num_reqs, padded, padded)
-    mixed = executable.plan({"a": 1, "b": 7})
+    mixed = padding.plan({"a": 1, "b": 7})
     assert mixed.num_tokens_padded == 8
     assert mixed.num_reqs_padded == 2
 
 
 def test_steps_with_equally_many_drafts_are_padded() -> None:
-    executable = GraphExecutable(RecordingDevice(), [1, 2, 4, 8], is_capturable=True, max_query_len=4)
+    padding = GraphPadding([1, 2, 4, 8], is_capturable=True, max_query_len=4)
     for counts, padded in (
         ([4, 4, 4], (16, 4)),
         ([3], (3, 1)),
@@ -426,9 +472,9 @@ def test_steps_with_equally_many_drafts_are_padded() -> None:
         ([2, 1], (3, 2)),
         ([4] * 9, (36, 9)),
     ):
-        plan = executable.plan({str(index): count for index, count in enumerate(counts)})
+        plan = padding.plan({str(index): count for index, count in enumerate(counts)})
         assert (plan.num_tokens_padded, plan.num_reqs_padded) == padded, counts
-    narrow = GraphExecutable(RecordingDevice(), [4], is_capturable=True, max_query_len=4, max_num_tokens=12)
+    narrow = GraphPadding([4], is_capturable=True, max_query_len=4, max_num_tokens=12)
     assert narrow.plan({"a": 4, "b": 4, "c": 4}).num_tokens_padded == 12, "16 tokens are more than a step has"
 
 

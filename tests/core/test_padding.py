@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import SamplingParams
-from penstock.runner.input_batch import BatchBuilder
+from penstock.runner.build.batch_builder import BatchBuilder
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 from support.padding import pad_every_step

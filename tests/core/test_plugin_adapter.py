@@ -93,7 +93,7 @@ class AdaptedWorker(Worker):
 
     @keeps_model
     def segments(self) -> dict[Any, int]:
-        programs = self.runner.kv_cache.programs._recorded
+        programs = self.runner.execution.programs._recorded
         return {key: 0 if found is None else found.num_segments for key, found in programs.items()}
 
 

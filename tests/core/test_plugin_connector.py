@@ -126,7 +126,7 @@ def test_a_hook_of_every_layer_is_a_cut_of_the_program(folder: Path, expected: l
     assert STORE.num_hooks == 2 * 12
 
     def segments(worker: Any) -> set[int]:
-        recorded = worker.runner.kv_cache.programs._recorded.values()
+        recorded = worker.runner.execution.programs._recorded.values()
         return {0 if found is None else found.num_segments for found in recorded}
 
     # First, since programs are forgotten after a function that workers do not know.

@@ -22,12 +22,12 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.runner import slot_owners
-from penstock.runner.frame import Frame
-from penstock.runner.input_buffers import StepInput
+from penstock.runner import slot_owner
 from penstock.runner.output_heads import register_output_head
-from penstock.runner.slot_owners import SlotOwner, register_slot_owner
+from penstock.runner.slot_owner import SlotOwner, register_slot_owner
 from penstock.scheduler.step_features import StepFeature, register_step_feature
+from penstock.step.frame import Frame
+from penstock.step.inputs import StepInput
 from support.engines import Result, add, finish, greedy, make_core, run
 
 RESULTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
@@ -158,14 +158,14 @@ def test_the_id_of_a_request_is_free_when_its_transfer_is_over(tmp_path: Path) -
 
 
 def test_factories_without_a_name_are_refused_and_named_ones_are_registered_once() -> None:
-    before = len(slot_owners._registered)
+    before = len(slot_owner._registered)
     with pytest.raises(ConfigError, match="Register a function or a class of a module"):
         register_slot_owner(lambda device, num_slots, model: None)
     with pytest.raises(ConfigError, match="Register a function or a class of a module"):
         register_step_feature(lambda scheduler: Raises(scheduler))
     register_slot_owner(make_named_like_positions)
     register_slot_owner(make_named_like_positions)
-    assert len(slot_owners._registered) == before + 1
+    assert len(slot_owner._registered) == before + 1
 
 
 def test_two_output_heads_of_one_name_are_refused() -> None:

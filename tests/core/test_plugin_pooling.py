@@ -98,7 +98,7 @@ def test_each_attention_cuts_the_program(folder: Path) -> None:
     assert [found.tobytes() for found in fast] == [found.tobytes() for found in pool(plain, PROMPTS)]
 
     def segments(worker: Any) -> set[int]:
-        recorded = worker.runner.kv_cache.programs._recorded.values()
+        recorded = worker.runner.execution.programs._recorded.values()
         return {0 if found is None else found.num_segments for found in recorded}
 
     assert core.collective_rpc(segments) == [{3}]

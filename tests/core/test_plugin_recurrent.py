@@ -61,7 +61,7 @@ def test_the_layer_cuts_a_program_in_two(folder: Path) -> None:
 
     def segments(worker: Any) -> set[int]:
         return {
-            0 if found is None else found.num_segments for found in worker.runner.kv_cache.programs._recorded.values()
+            0 if found is None else found.num_segments for found in worker.runner.execution.programs._recorded.values()
         }
 
     assert core.collective_rpc(segments) == [{2}]

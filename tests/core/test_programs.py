@@ -49,7 +49,7 @@ def programs(core: EngineCore) -> list[NativeProgram]:
 def _recorded(worker: Any) -> list[NativeProgram]:
     # Any call but a step's makes the worker forget: a step records anew.
     worker.execute_dummy_batch()
-    return [program for program in worker.runner.kv_cache.programs._recorded.values() if program is not None]
+    return [program for program in worker.runner.execution.programs._recorded.values() if program is not None]
 
 
 def results(folder: Path, **options: Any) -> tuple[list[Any], int]:

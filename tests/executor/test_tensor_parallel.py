@@ -77,7 +77,7 @@ def test_nan_of_one_request_hurts_none_that_gets_its_blocks(arrangement: dict[st
 
 
 def num_programs(worker: WorkerBase) -> int:
-    programs = worker.runner.kv_cache.programs._recorded.values()  # type: ignore[attr-defined]
+    programs = worker.runner.execution.programs._recorded.values()  # type: ignore[attr-defined]
     return sum(program is not None for program in programs)
 
 

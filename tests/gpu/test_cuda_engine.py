@@ -72,8 +72,8 @@ def test_decode_steps_run_as_graphs_at_batch_sizes_that_shrink(model: tuple[Any,
     params = [greedy(count) for count in (30, 11, 25, 40, 18, 22, 35)]
     for prompt, result in zip(prompts, run(core, prompts, params), strict=True):
         assert_greedy_continuation(oracle, prompt, result)
-    (executable,) = core.collective_rpc(lambda worker: worker.runner.executable)
-    assert executable.num_replays > 20, executable.refusals
+    (execution,) = core.collective_rpc(lambda worker: worker.runner.execution)
+    assert execution.num_replays > 20, execution.refusals
     core.close()
 
 

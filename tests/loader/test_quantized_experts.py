@@ -99,7 +99,7 @@ def test_experts_run_within_programs(name: str, tmp_path: Path) -> None:
 
 def _num_segments(worker: Any) -> list[int]:
     worker.execute_dummy_batch()
-    programs = worker.runner.kv_cache.programs._recorded.values()
+    programs = worker.runner.execution.programs._recorded.values()
     return [program.num_segments for program in programs if program is not None]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.contract import GrammarOutput, SchedulerOutput
-from penstock.runner.frame import Frame
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.step.frame import Frame
 from support.runners import VOCAB_SIZE, Driver, make_runner, new_request
 
 
@@ -13,19 +13,18 @@ def limits(max_concurrent_steps: int) -> RunnerLimits:
 
 
 def begin(runner: ModelRunner, step_id: int, **num_tokens: int) -> Frame:
-    return runner.frames.begin(
-        SchedulerOutput(step_id=step_id, num_scheduled_tokens=num_tokens, finished_req_ids={"gone"})
-    )
+    output = SchedulerOutput(step_id=step_id, num_scheduled_tokens=num_tokens, finished_req_ids={"gone"})
+    return runner.frames.begin(output, runner.frames.take_buffers(output))
 
 
 def test_steps_take_turns_in_buffer_sets_and_one_without_tokens_takes_none() -> None:
     runner = make_runner(limits=limits(max_concurrent_steps=2))
     first, second, third = begin(runner, 0, a=1), begin(runner, 2, b=1), begin(runner, 4, a=1)
-    assert first.buffers is third.buffers is not second.buffers
+    assert first.buffer_set == third.buffer_set != second.buffer_set
     runner = make_runner(limits=limits(max_concurrent_steps=2))
     begin(runner, 0, a=1)
-    assert not hasattr(begin(runner, 1), "buffers")
-    assert begin(runner, 2, b=1).buffers is not begin(runner, 3, a=1).buffers
+    assert begin(runner, 1).buffer_set is None
+    assert begin(runner, 2, b=1).buffer_set != begin(runner, 3, a=1).buffer_set
 
 
 def test_a_kept_frame_is_the_same_object_with_the_same_inputs_in_every_step_that_repeats_it() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from penstock.contract import GrammarOutput, SamplingParams, StructuredOutputsParams
-from penstock.runner.logits_rows import DraftRows, LogitsRows
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.sampler import SamplerOutput
+from penstock.step.logits_rows import DraftRows, LogitsRows
 from support.plain_sampling import VOCAB_SIZE, HandDriven, random_logits
 
 ANY = StructuredOutputsParams(json_object=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.contract import GrammarOutput
-from penstock.runner.batch_layout import BatchPlan
-from penstock.runner.input_batch import InputBatch
+from penstock.step.batch import BatchPlan, InputBatch
 from support.runners import Driver, batcher_of, make_runner, new_request
 
 PROMPT = list(range(1, 11))

@@ -20,11 +20,11 @@ from penstock.models.attention_layers import cache_layers, kv_cache_specs
 from penstock.models.interface import ModelInputs
 from penstock.parallel import GroupAgreement, ParallelState
 from penstock.runner.dummy_runs import run_dummy_batch, run_longest_prompt
-from penstock.runner.frame import Frame
-from penstock.runner.input_batch import InputBatch
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.model_states import DecoderModelState, ModelState
 from penstock.scheduler.kv_cache_plan import group_layers, make_kv_cache_config
+from penstock.step.batch import InputBatch
+from penstock.step.frame import Frame
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.ranks import contexts, run_ranks
 from support.runners import Driver, new_request

@@ -10,8 +10,8 @@ import torch
 from penstock.contract import PooledOutput, SampledOutput
 from penstock.errors import ConfigError
 from penstock.runner.async_output import ReadyOutput
-from penstock.runner.frame import Frame, WantedOutputs
 from penstock.runner.output_heads import HeadParts, OutputHead, register_output_head
+from penstock.step.frame import Frame, WantedOutputs
 from support.runners import Driver, make_runner, new_request, next_token, state_of
 
 

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from penstock.contract import CachedRequestData, GrammarOutput, SchedulerOutput, decode, encode
+from penstock.runner.build.frames import Frames
 from penstock.runner.dummy_runs import run_dummy_batch
-from penstock.runner.frame import Frame, Frames
 from penstock.runner.model_runner import ModelRunner
+from penstock.step.frame import Frame
 from support.runners import batcher_of, make_runner, new_request
 
 PROMPTS = {"a": [5, 6, 7], "b": [8, 9, 10, 11, 12]}
@@ -52,8 +53,8 @@ def prepared_anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     begin = Frames.begin
 
-    def note(self: Frames, output: SchedulerOutput, *, may_repeat: bool) -> Frame:
-        frame = begin(self, output, may_repeat=may_repeat)
+    def note(self: Frames, output: SchedulerOutput, buffer_set: int | None, *, may_repeat: bool) -> Frame:
+        frame = begin(self, output, buffer_set, may_repeat=may_repeat)
         steps.extend([] if frame.is_repeated else [output.step_id])
         return frame
 

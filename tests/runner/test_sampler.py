@@ -17,10 +17,10 @@ from penstock.contract import SamplingParams
 from penstock.device.base import PendingCopy
 from penstock.device.cpu import CpuDevice
 from penstock.errors import InvalidParameter
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.failures import Failure
 from penstock.runner.sampling.min_tokens import MinTokens
 from penstock.runner.sampling.penalties import Penalties
+from penstock.step.logits_rows import LogitsRows
 from support import plain_sampling
 from support.plain_sampling import NUM_SLOTS, VOCAB_SIZE, HandDriven, random_logits
 

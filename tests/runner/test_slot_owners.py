@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,12 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams
 from penstock.kernels.bound_step import StepOutcome
-from penstock.runner.batch_layout import BatchPlan
+from penstock.runner.build.padding import Padding
 from penstock.runner.dummy_runs import run_dummy_step
-from penstock.runner.frame import Frame
-from penstock.runner.slot_owners import (
-    SlotOwner,
-    StepInput,
-    register_slot_owner,
-    registered_slot_owners,
-)
+from penstock.runner.slot_owner import SlotOwner, register_slot_owner, registered_slot_owners
+from penstock.step.batch import BatchPlan
+from penstock.step.frame import Frame
+from penstock.step.inputs import StepInput
 from support.runners import VOCAB_SIZE, ArithmeticModel, Driver, make_runner, new_request, next_token
 
 
@@ -79,6 +77,12 @@ class Shifted(ArithmeticModel):
         return hidden if shifts is None else (hidden + context.asked_for(shifts).unsqueeze(-1)) % VOCAB_SIZE
 
 
+class _EightTokens(Padding):
+    def plan(self, num_scheduled_tokens: Mapping[str, int]) -> BatchPlan:
+        exact = BatchPlan.without_padding(num_scheduled_tokens)
+        return exact._replace(num_tokens_padded=8)
+
+
 def make(**options: Any) -> tuple[Driver, Shifts, Shifted]:
     made: list[Shifts] = []
 
@@ -117,7 +121,7 @@ def test_a_frame_without_work_for_an_owner_has_none_of_its_inputs() -> None:
 
 
 def test_rows_of_padding_hold_the_value_of_padding() -> None:
-    driver, _, model = make(planner=lambda counts: BatchPlan(sum(counts.values()), len(counts), 8, len(counts)))
+    driver, _, model = make(padding=_EightTokens())
     driver.step({"a": 3}, [seeded("a", [5, 6, 7], seed=3)])
     assert model.seen[0] is not None
     assert model.seen[0].tolist() == [3] * 3 + [-1] * 5
@@ -172,7 +176,7 @@ def make_shifts(device: object, num_slots: int, model: object) -> Shifts:
 
 
 def test_plugins_register_owners_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runner.slot_owners._registered", [])
+    monkeypatch.setattr("penstock.runner.slot_owner._registered", [])
     register_slot_owner(make_shifts)
     register_slot_owner(make_shifts)
     assert registered_slot_owners() == (make_shifts,)

@@ -16,9 +16,9 @@ from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import scattered_rows
-from penstock.runner.frame import Frame
-from penstock.runner.input_batch import InputBatch
 from penstock.runner.stage import PipelineStage
+from penstock.step.batch import InputBatch
+from penstock.step.frame import Frame
 from support.ranks import SharedGroup, ThreadGroup, run_ranks
 from support.runners import ArithmeticModel, batcher_of, make_runner, new_request
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.contract import SamplingParams
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.warm_up import warm_up_requests
+from penstock.step.logits_rows import LogitsRows
 from support.runners import ArithmeticModel, Driver, make_runner, new_request
 
 

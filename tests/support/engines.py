@@ -123,4 +123,4 @@ def assert_greedy_continuation(oracle: PreTrainedModel, prompt: Sequence[int], r
 
 def run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable recorded programs, so that models run layer by layer with the same kernels."""
-    monkeypatch.setattr("penstock.models.program.NATIVE", None)
+    monkeypatch.setattr("penstock.runner.execute.recorded_programs.NATIVE", None)

@@ -14,8 +14,8 @@ from penstock.contract import NewRequestData, SamplingParams
 from penstock.device import create_device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.random import gumbel_noise, token_bits
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling import Sampler, SamplerOutput
+from penstock.step.logits_rows import LogitsRows
 
 DEVICE = create_device(DeviceConfig(device="cpu", num_threads=1))
 VOCAB_SIZE = 60

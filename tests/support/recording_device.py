@@ -12,6 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.device.cpu import CpuDevice
-from penstock.runner.frame import Frame
+from penstock.step.frame import Frame
 
 Between = Callable[[Callable[[], object]], None]
 
@@ -157,7 +158,9 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _without_ownership(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function; tensors and frames in its closure become ones on the same memory, which they do not own."""
+    """Copy a function; tensors and frames that it is bound to become ones on the same memory, which they do not own."""
+    if isinstance(function, partial):
+        return partial(_without_ownership(function.func), *map(_of_closure, function.args))
     if not isinstance(function, FunctionType):
         return function
     cells = tuple(CellType(_of_closure(cell.cell_contents)) for cell in function.__closure__ or ())
@@ -165,7 +168,7 @@ def _without_ownership(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_closure(value: Any) -> Any:
-    if isinstance(value, FunctionType):
+    if isinstance(value, (FunctionType, partial)):
         return _without_ownership(value)
     if isinstance(value, Frame):
         frame = Frame(value.output, value.model)

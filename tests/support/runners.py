@@ -23,7 +23,7 @@ from penstock.contract import (
     SchedulerOutput,
 )
 from penstock.device import create_device
-from penstock.runner.input_batch import BatchBuilder
+from penstock.runner.build.batch_builder import BatchBuilder
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 
 VOCAB_SIZE = 97

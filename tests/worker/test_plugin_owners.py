@@ -12,8 +12,9 @@ from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import LanguageModel
-from penstock.runner.frame import Frame
-from penstock.runner.slot_owners import SlotOwner, StepInput, register_slot_owner
+from penstock.runner.slot_owner import SlotOwner, register_slot_owner
+from penstock.step.frame import Frame
+from penstock.step.inputs import StepInput
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 
@@ -45,7 +46,7 @@ def create(device: Device, num_slots: int, model: LanguageModel) -> Noting:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Noting]:
-    monkeypatch.setattr("penstock.runner.slot_owners._registered", [])
+    monkeypatch.setattr("penstock.runner.slot_owner._registered", [])
     created.clear()
     register_slot_owner(create)
     return created
@@ -69,7 +70,7 @@ def test_a_registered_owner_sees_requests_and_steps_and_changes_no_token(
     serving = [owner for owner in made if owner.req_ids]
     assert [owner.req_ids for owner in serving] == [["r0", "r1"]]
     assert serving[0].num_commits >= 6
-    monkeypatch.setattr("penstock.runner.slot_owners._registered", [])
+    monkeypatch.setattr("penstock.runner.slot_owner._registered", [])
     without, planned_without = serve()
     assert with_owner == without
     assert planned - planned_without >= TABLE_BYTES

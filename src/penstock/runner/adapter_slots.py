@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +12,9 @@ from penstock.contract.lora import AdapterPart
 from penstock.device import Device
 from penstock.layers.adapters import ADAPTER_SLOTS, ADAPTER_TOKENS, HEAD_SLOTS
 from penstock.lora.manager import AdapterManager
-from penstock.runner.slot_owners import SlotOwner, StepInput
-
-if TYPE_CHECKING:
-    from penstock.runner.frame import Frame
+from penstock.runner.slot_owner import SlotOwner
+from penstock.step.frame import Frame
+from penstock.step.inputs import StepInput
 
 _NONE = -1
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.contract import KVCacheConfig, NewRequestData
 from penstock.device import Device
-from penstock.runner.slot_owners import SlotOwner
+from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.staging import StagedTensor, flush_together
 
 

@@ -15,11 +15,10 @@ from penstock.attention import AuxHiddenStates, ForwardContext, SequenceGeometry
 from penstock.contract import NewRequestData, SamplingParams
 from penstock.kernels.sampling import greedy_tokens
 from penstock.parallel import ParallelState
-from penstock.runner.frame import Frame
-from penstock.runner.graphs import GraphExecutable
-from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.execute.graphs import rehearse_pieces
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.sampling.prompt_logprobs import PromptRows
+from penstock.step.frame import Frame
+from penstock.step.logits_rows import LogitsRows, PromptRows
 
 _PROFILED = "profile"
 # Duration of the step cost measurement in seconds, and repetitions of each size after the first time.
@@ -34,7 +33,7 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> Fram
     # Outcomes that this stage has not committed yet are read from the buffers that the dummy batch overwrites.
     runner.head.catch_up()
     frame = runner.frames.dummy(num_tokens, num_reqs)
-    frame.run()
+    runner.execution.run(frame)
     assert frame.all_hidden is not None, "a dummy frame wants all rows"
     runner.model.compute_logits(frame.all_hidden[:num_reqs])
     return frame
@@ -47,7 +46,7 @@ def run_dummy_step(runner: ModelRunner) -> None:
 
 def warm_up_decodes(runner: ModelRunner) -> None:
     """Run a dummy decode step of each captured size, which compiles its kernels, and the argmax."""
-    for size in runner.executable.sizes:
+    for size in runner.padding.sizes:
         frame = run_dummy_batch(runner, size, size)
         assert frame.all_hidden is not None, "a dummy frame wants all rows"
         greedy_tokens(runner.model.compute_logits(frame.all_hidden))
@@ -55,7 +54,7 @@ def warm_up_decodes(runner: ModelRunner) -> None:
 
 def run_largest_graph(runner: ModelRunner) -> None:
     """Run a dummy step like the graph that needs most memory; smaller ones use the same memory."""
-    most, limits = max(runner.executable.sizes), runner.limits
+    most, limits = max(runner.padding.sizes), runner.limits
     frame = run_dummy_batch(runner, max(most, min(most * (1 + limits.max_drafts), limits.max_num_tokens)), most)
     assert frame.all_hidden is not None, "a dummy frame wants all rows"
     greedy_tokens(runner.model.compute_logits(frame.all_hidden))
@@ -63,13 +62,11 @@ def run_largest_graph(runner: ModelRunner) -> None:
 
 def run_largest_mixed_graph(runner: ModelRunner) -> int:
     """Run the largest mixed step that is a graph or has pieces. Returns the bytes of the buffers between its pieces."""
-    executable, most = runner.executable, runner.limits.max_num_reqs
-    assert isinstance(executable, GraphExecutable), "only graphs have numbers of tokens"
-    size = max(executable.token_sizes)
-    if executable.most_rows is not None:
+    size, most = max(runner.padding.token_sizes), runner.limits.max_num_reqs
+    if runner.padding.most_rows is not None:
         run_dummy_batch(runner, size, min(size, most))
         return 0
-    return executable.rehearse_pieces(runner.frames.dummy(size, min(size, most)))
+    return rehearse_pieces(runner.frames.dummy(size, min(size, most)), size)
 
 
 def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: ParallelState) -> list[tuple[int, float]]:
@@ -116,7 +113,7 @@ def run_prompt(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
     if runner.speculator.aux_layers:
         context = replace(context, aux=AuxHiddenStates(runner.speculator.aux_layers))
     inputs = runner.model_state.dummy_inputs(runner.device.upload(np.array(token_ids, dtype=np.int32)), positions)
-    return runner.executable.forward(runner.model, inputs, context)
+    return runner.execution.forward(runner.model, inputs, context)
 
 
 def run_longest_prompt(runner: ModelRunner, num_tokens: int) -> Tensor:

@@ -11,8 +11,9 @@ from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.models.bert import POSITION_IDS, TOKEN_TYPE_IDS
 from penstock.models.interface import LanguageModel
-from penstock.runner.frame import Frame
-from penstock.runner.slot_owners import SlotOwner, StepInput
+from penstock.runner.slot_owner import SlotOwner
+from penstock.step.frame import Frame
+from penstock.step.inputs import StepInput
 
 
 class EncoderInputs(SlotOwner):

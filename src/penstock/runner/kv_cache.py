@@ -24,8 +24,7 @@ from penstock.attention.context import BoundLayer
 from penstock.attention.select import select_cache_backend
 from penstock.contract import KVCacheConfig
 from penstock.device import Device
-from penstock.models.program import ModelPrograms
-from penstock.runner.input_batch import InputBatch
+from penstock.step.batch import InputBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,10 @@ class AttentionGroup:
 
 
 class PagedKVCache:
-    """Allocates the planned KV cache and binds every layer to its backend and its pages."""
+    """Allocates the planned KV cache and binds every layer to its backend and its pages.
+
+    layers: bound layers by name.
+    """
 
     def __init__(
         self,
@@ -48,8 +50,7 @@ class PagedKVCache:
     ) -> None:
         self.config = config
         self.groups: list[AttentionGroup] = []
-        self._layers: dict[str, BoundLayer] = {}
-        self.programs = ModelPrograms(self._layers)
+        self.layers: dict[str, BoundLayer] = {}
         # uint8 [num_blocks, page_size_bytes] of each allocation, and of each layer.
         self._pages = [device.allocate(tensor.size_bytes).view(config.num_blocks, -1) for tensor in config.tensors]
         pages_of = {
@@ -70,7 +71,7 @@ class PagedKVCache:
             self.groups.append(AttentionGroup(backend, refusals))
             self._pages_of_group.append([pages_of[name] for name in group.layer_names])
             for name in group.layer_names:
-                self._layers[name] = BoundLayer(index, backend, backend.view_pages(pages_of[name], group.spec))
+                self.layers[name] = BoundLayer(index, backend, backend.view_pages(pages_of[name], group.spec))
 
         # Whether a batch's forward context stays valid while its tensors take the next step's values.
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
@@ -83,7 +84,7 @@ class PagedKVCache:
 
     def context(self, sequences: SequenceGeometry, geometry: Sequence[StepGeometry]) -> ForwardContext:
         """Build the forward context of a step from its sequences and its geometry by group."""
-        return ForwardContext(self._layers, self._metadata(geometry), sequences=sequences)
+        return ForwardContext(self.layers, self._metadata(geometry), sequences=sequences)
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
         """Narrow the batch's context to the hidden states of the requests' last tokens."""
@@ -113,7 +114,7 @@ class PagedKVCache:
 
     def layer_memory(self, name: str) -> Tensor:
         """KV cache of one layer, in its backend's layout."""
-        return self._layers[name].kv_cache
+        return self.layers[name].kv_cache
 
     def clear_blocks(self, group: int, block_ids: Tensor) -> None:
         """Fill blocks (int64 ids) of all layers of a group with zeros."""

@@ -22,13 +22,15 @@ from penstock.models.interface import LanguageModel
 from penstock.observability.spans import EXECUTABLES, NO_SPANS, STEPS, Spans
 from penstock.parallel import NO_AGREEMENT, Agreement
 from penstock.runner.async_output import OutputWithParts, StepOutput
-from penstock.runner.batch_layout import Planner
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.executables import EagerExecutable, ForwardExecutable, ProgramExecutable
-from penstock.runner.frame import BufferSet, Frame, Frames
-from penstock.runner.graphs import GraphExecutable
-from penstock.runner.input_batch import BatchBuilder
-from penstock.runner.input_buffers import InputBuffers
+from penstock.runner.build.batch_builder import BatchBuilder
+from penstock.runner.build.frames import BufferSet, Frames
+from penstock.runner.build.input_buffers import InputBuffers
+from penstock.runner.build.padding import NO_PADDING, GraphPadding, Padding
+from penstock.runner.execute.execution import EagerExecution, Execution
+from penstock.runner.execute.graphs import GraphExecution
+from penstock.runner.execute.programs import ProgramExecution
+from penstock.runner.execute.recorded_programs import RecordedPrograms
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.model_states import DecoderModelState, ModelState
 from penstock.runner.output_heads import HeadParts, create_output_head
@@ -36,10 +38,12 @@ from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
-from penstock.runner.slot_owners import SlotOwnerFactory, SlotOwners
+from penstock.runner.slot_owner import SlotOwnerFactory
+from penstock.runner.slot_owners import SlotOwners
 from penstock.runner.speculative import NO_SPECULATOR, RunnerParts, Speculator
 from penstock.runner.stage import NO_PIPELINE, Stage
 from penstock.runner.step_order import StepOrder
+from penstock.step.frame import Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class ModelRunner:
         logits_processors: Sequence[type[LogitsProcessor]] | None = None,
         fast_paths: bool = True,
         graphs: GraphConfig | None = None,
-        planner: Planner | None = None,
+        padding: Padding | None = None,
         rank: int = 0,
         model_state: ModelState | None = None,
         agreement: Agreement = NO_AGREEMENT,
@@ -112,8 +116,12 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.owners.use_kv_cache(self.kv_cache)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
-        self.executable = self._make_executable(fast_paths, graphs or GraphConfig())
-        speculator.bind(RunnerParts(self.requests, self.block_tables, self.kv_cache, self.sampler, self.executable))
+        self.padding, self.execution = self._make_execution(fast_paths, graphs or GraphConfig(), padding)
+        speculator.bind(
+            RunnerParts(
+                self.requests, self.block_tables, self.kv_cache, self.sampler, self.execution, self.padding.size_for
+            )
+        )
         verification.bind(self.requests.draft_token_ids.tensor, speculator.draft_probs)
         self.model_state = model_state or DecoderModelState()
         self.stage = stage
@@ -128,9 +136,8 @@ class ModelRunner:
             self.kv_cache,
             self.model_state,
             stage,
-            self.head,
-            self.executable,
-            planner or self.executable.plan,
+            self.head.wants,
+            self.padding,
             keeps_frames=fast_paths,
         )
         self.steps: StepOrder[Frame] = StepOrder()
@@ -152,7 +159,9 @@ class ModelRunner:
         self._agreement.on_step(output)
         self.steps.begin(output)
         may_repeat, errors = self._checks.check(output)
-        frame = self.frames.begin(output, may_repeat=may_repeat)
+        buffer_set = self.frames.take_buffers(output)
+        self.head.settle(output, buffer_set)
+        frame = self.frames.begin(output, buffer_set, may_repeat=may_repeat)
         frame.errors = self.owners.apply(output, errors, repeats=frame.is_repeated)
         if frame.errors:
             self._checks.forget(req_id for req_id in frame.errors if req_id not in self.requests.slot_of)
@@ -160,9 +169,9 @@ class ModelRunner:
         if self.frames.fill(frame):
             self._spans.end("prepare", STEPS)
             self.stage.receive(frame)
-            frame.run()
+            way = self.execution.run(frame)
             self._spans.end("execute", STEPS)
-            self._spans.copy(frame.kind_of_executable, EXECUTABLES)
+            self._spans.copy(way, EXECUTABLES)
             self.stage.send(frame)
         self.steps.wait(output.step_id, frame)
 
@@ -201,28 +210,28 @@ class ModelRunner:
 
     def forget_programs(self) -> None:
         """Drop recorded programs: the model or its weights have changed."""
-        self.frames.forget_executables()
-        self.executable.forget()
+        self.frames.forget_ways()
+        self.execution.forget()
         note_changes(self.model)
 
-    def _make_executable(self, fast_paths: bool, graphs: GraphConfig) -> ForwardExecutable:
+    def _make_execution(
+        self, fast_paths: bool, graphs: GraphConfig, padding: Padding | None
+    ) -> tuple[Padding, Execution]:
         if not fast_paths:
-            return EagerExecutable()
-        if self.device.captures_graphs:
-            limits = self.limits
-            is_full = graphs.cudagraph_mode == FULL
-            if is_full:
-                self._check_capturable()
-            return GraphExecutable(
-                self.device,
-                graphs.sizes(min(limits.max_num_reqs, limits.max_num_tokens)),
-                is_capturable=self.kv_cache.is_capturable,
-                max_query_len=1 + limits.max_drafts,
-                max_num_tokens=limits.max_num_tokens,
-                token_sizes=graphs.token_sizes(limits.max_num_tokens),
-                most_rows=limits.max_num_reqs + 1 if is_full else None,
-            )
-        return ProgramExecutable(self.kv_cache.programs)
+            return padding or NO_PADDING, EagerExecution()
+        if not self.device.captures_graphs:
+            return padding or NO_PADDING, ProgramExecution(RecordedPrograms(self.kv_cache.layers))
+        if graphs.cudagraph_mode == FULL:
+            self._check_capturable()
+        limits = self.limits
+        padding = padding or GraphPadding.of(
+            graphs,
+            max_num_reqs=limits.max_num_reqs,
+            max_num_tokens=limits.max_num_tokens,
+            max_drafts=limits.max_drafts,
+            is_capturable=self.kv_cache.is_capturable,
+        )
+        return padding, GraphExecution(self.device, padding)
 
     def _check_capturable(self) -> None:
         """Raise UnsupportedFeature for an attention backend whose mixed steps cannot be captured."""
@@ -244,6 +253,6 @@ class ModelRunner:
             self.block_tables,
             buffers,
             self.sampler.takes_drafts,
-            whole_block_tables=self.executable.whole_block_tables,
+            whole_block_tables=self.padding.whole_block_tables,
         )
         return BufferSet(batcher, buffers.named)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from penstock.models.interface import ModelInputs
-from penstock.runner.input_batch import InputBatch
+from penstock.step.batch import InputBatch
 
 
 class ModelState(ABC):

@@ -17,7 +17,7 @@ from penstock.device import Device
 from penstock.errors import InvalidRequest
 from penstock.models.interface import LanguageModel
 from penstock.models.pooling import PoolingModel
-from penstock.runner.slot_owners import SlotOwner
+from penstock.runner.slot_owner import SlotOwner
 
 
 class Pooled(ABC):

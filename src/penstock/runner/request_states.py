@@ -7,7 +7,6 @@ request's life, and upper bounds, which are named so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +14,10 @@ import torch
 from penstock.contract import CachedRequestData, NewRequestData
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
-from penstock.runner.slot_owners import SlotOwner
+from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.staging import SlotParameter, StagedTensor, flush_together
-
-if TYPE_CHECKING:
-    from penstock.runner.frame import Frame
-    from penstock.runner.input_batch import InputBatch
+from penstock.step.batch import InputBatch
+from penstock.step.frame import Frame
 
 
 class RequestStates(SlotOwner):

@@ -1,132 +1,26 @@
-"""Owners of per-slot state: the interface, and their list in one runner.
-
-A feature with state per request is an owner: it is called when a request takes a slot, gets blocks and leaves; it
-fills the step inputs that it has declared, and commits each step's outcome.
-"""
+"""Slot owners of one runner: every request is added to all of them or to none."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-import numpy as np
-import torch
-
-from penstock.contract import NewRequestData, Part, Parts, SchedulerOutput
-from penstock.contract.registration import register_once
-from penstock.device import Device
+from penstock.contract import NewRequestData, Parts, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
-from penstock.models.interface import LanguageModel
-
-if TYPE_CHECKING:
-    from penstock.runner.frame import Frame
-    from penstock.runner.kv_cache import PagedKVCache
-    from penstock.runner.request_states import RequestStates
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.request_states import RequestStates
+from penstock.runner.slot_owner import SlotOwner
+from penstock.step.frame import Frame
+from penstock.step.inputs import StepInput
 
 logger = logging.getLogger(__name__)
 
-
-class StepInput(NamedTuple):
-    """A named input of the model's forward pass, with a row per token.
-
-    shape: of one row. padding: value in padding rows.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...] = ()
-    padding: float = 0
-
-
-class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
-    """State of requests by slot. All methods are optional; a method that an owner does not override is not called.
-
-    step_inputs: inputs that `fill` writes, at the same addresses in every step of a buffer set.
-    """
-
-    step_inputs: Sequence[StepInput] = ()
-
-    def use_kv_cache(self, kv_cache: PagedKVCache) -> None:  # noqa: B027
-        """Keep a reference to the runner's KV cache, once it is allocated."""
-
-    def begin(self, output: SchedulerOutput) -> None:  # noqa: B027
-        """Read the parts of a step's message, before its requests change. Not called for a message without parts."""
-
-    def add(self, slot: int, request: NewRequestData) -> None:  # noqa: B027
-        """Add a request; the slot's previous state is overwritten.
-
-        An exception ends the request with an error: `rollback` of all owners is called then.
-        """
-
-    def rollback(self, slot: int) -> None:
-        """Undo `add`, whether this owner has added the request, has failed to, or was not called yet.
-
-        Writes staged for it must not reach the device afterwards.
-        """
-        self.remove(slot)
-
-    def extend(self, slot: int, block_ids: tuple[list[int], ...]) -> None:  # noqa: B027
-        """Append blocks to the request's block tables; one list per KV-cache group."""
-
-    def remove(self, slot: int) -> None:  # noqa: B027
-        """Remove the slot's request; the slot may be reused at once."""
-
-    def flush(self) -> None:  # noqa: B027
-        """Upload the writes staged for this step."""
-
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        """Whether a request in these slots needs the owner's step inputs. Equal on all ranks.
-
-        Called once for a frame that is kept.
-        """
-        return False
-
-    def fill(self, frame: Frame) -> None:  # noqa: B027
-        """Write the step inputs, `frame.inputs.named`, except padding rows. Called where `has_work` is true."""
-
-    def commit(self, frame: Frame, outcome: StepOutcome) -> None:  # noqa: B027
-        """Commit the step's computed and sampled tokens. The next step overwrites the frame's tensors."""
-
-    def commit_computed(self, frame: Frame) -> None:  # noqa: B027
-        """The first half of `commit` on a pipeline stage that does not sample: as if all drafts were accepted."""
-
-    def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
-        """The second half of `commit`, once the outcome is received."""
-        self.commit(frame, outcome)
-
-    def part_of_results(self, output: SchedulerOutput) -> Part | None:
-        """Return this feature's part of the step's results for its scheduler side, or None."""
-        return None
-
-    def dummy(self, frame: Frame) -> None:  # noqa: B027
-        """Run the collectives and kernels of `commit` after a step without requests."""
-
-
-# Makes an owner for a runner, or None where its model needs none: (device, number of slots, model).
-SlotOwnerFactory: TypeAlias = Callable[[Device, int, LanguageModel], SlotOwner | None]
-
 _Owner = TypeVar("_Owner", bound=SlotOwner)
+_NONE_REFUSED: Mapping[str, str] = {}
 
 # Names of `ModelInputs`, which programs know as step inputs, too.
 MODEL_INPUT_NAMES = frozenset({"token_ids", "positions", "inputs_embeds", "hidden_states"})
-
-_registered: list[SlotOwnerFactory] = []
-_NONE_REFUSED: Mapping[str, str] = {}
-
-
-def register_slot_owner(factory: SlotOwnerFactory) -> None:
-    """Register an owner for every worker's runner. Plugins register functions or classes of their modules.
-
-    Raises ConfigError for a lambda or a nested function.
-    """
-    register_once(_registered, factory)
-
-
-def registered_slot_owners() -> Sequence[SlotOwnerFactory]:
-    """Factories registered by plugins, in this order."""
-    return tuple(_registered)
 
 
 class SlotOwners:

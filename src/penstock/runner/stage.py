@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from penstock.models.interface import ModelInputs
 from penstock.observability.spans import NO_SPANS, STEPS, Spans
 from penstock.parallel import Group, ParallelState
 from penstock.parallel.scattered_rows import parts_between_stages, scattered_rows
-
-if TYPE_CHECKING:
-    from penstock.runner.frame import Frame
+from penstock.step.frame import Frame
 
 
 class Stage(ABC):

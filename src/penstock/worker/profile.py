@@ -20,13 +20,12 @@ from penstock.runner.dummy_runs import (
     run_longest_prompt,
     run_longest_prompt_of_drafter,
 )
-from penstock.runner.graphs import GraphExecutable
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.sampling import ProcessorContext
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.thinking_budget import ThinkingBudget
-from penstock.runner.slot_owners import registered_slot_owners
+from penstock.runner.slot_owner import registered_slot_owners
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.worker.memory_plan import StepMemory
 
@@ -84,12 +83,12 @@ def measure_step_memory(
 
 def _measure_graphs(device: Device, runner: ModelRunner) -> int:
     """Return the memory of graphs: the pool that they share, the buffers between pieces, and a workspace."""
-    executable = runner.executable
-    if not isinstance(executable, GraphExecutable) or not (executable.sizes or executable.token_sizes):
+    padding = runner.padding
+    if not (padding.sizes or padding.token_sizes):
         return 0
-    pool = _peak(device, lambda: run_largest_graph(runner)) if executable.sizes else 0
+    pool = _peak(device, lambda: run_largest_graph(runner)) if padding.sizes else 0
     buffers = 0
-    if executable.token_sizes:
+    if padding.token_sizes:
         with device.measure_peak() as mixed:
             buffers = run_largest_mixed_graph(runner)
         pool = max(pool, mixed.bytes_above_start - buffers)

@@ -31,7 +31,7 @@ from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step, warm_
 from penstock.runner.encoder_inputs import encoder_inputs
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.runner.pooling_states import pooling_states
-from penstock.runner.slot_owners import SlotOwner, SlotOwnerFactory, registered_slot_owners
+from penstock.runner.slot_owner import SlotOwner, SlotOwnerFactory, registered_slot_owners
 from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
 from penstock.runner.warm_up import warm_up_requests
 from penstock.worker.base import WorkerBase
@@ -296,13 +296,12 @@ class Worker(WorkerBase):
         Also the recorded programs, or runs and memory of CUDA graphs, and reasons for eager execution, once a step has
         run.
         """
-        runner = self._runner
-        programs = [] if runner is None else [*runner.kv_cache.programs.describe(), *runner.executable.describe()]
-        return "\n".join([inspect_model(self.weights.model), *programs])
+        execution = [] if self._runner is None else self._runner.execution.describe().lines
+        return "\n".join([inspect_model(self.weights.model), *execution])
 
     def get_graph_stats(self) -> dict[str, int]:
         """Steps, and passes of a drafter, by whether they ran as CUDA graphs; empty on a device without graphs."""
-        return dict(self.runner.executable.num_runs)
+        return dict(self.runner.execution.describe().num_runs)
 
     def shutdown(self) -> None:
         self._profiler.shutdown()

@@ -23,10 +23,11 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLa
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.runner.slot_owners import SlotOwner, StepInput, register_slot_owner
+from penstock.runner.slot_owner import SlotOwner, register_slot_owner
+from penstock.step.inputs import StepInput
 
 if TYPE_CHECKING:
-    from penstock.runner.frame import Frame
+    from penstock.step.frame import Frame
 
 ARCHITECTURE = "AdaptedLlamaForCausalLM"
 INPUT = "adapter_rows"

@@ -21,7 +21,7 @@ from penstock.models.interface import LanguageModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
 from penstock.runner.kv_cache import PagedKVCache
-from penstock.runner.slot_owners import SlotOwner, register_slot_owner
+from penstock.runner.slot_owner import SlotOwner, register_slot_owner
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_features import StepFeature, register_step_feature

@@ -20,8 +20,8 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.runner.frame import Frame, WantedOutputs
 from penstock.runner.output_heads import PoolingHead, register_output_head
+from penstock.step.frame import Frame, WantedOutputs
 
 ARCHITECTURE = "BidirectionalLlama"
 HEAD = "mean"

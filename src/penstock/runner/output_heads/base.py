@@ -9,12 +9,12 @@ from penstock.contract import SchedulerOutput
 from penstock.device import Device
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.async_pooled import AsyncPooled
-from penstock.runner.frame import BufferSet, Frame, WantedOutputs
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.slot_owners import SlotOwners
 from penstock.runner.speculative import Speculator
 from penstock.runner.stage import Stage
+from penstock.step.frame import Frame, WantedOutputs
 
 
 class HeadParts(NamedTuple):
@@ -41,8 +41,8 @@ class OutputHead(ABC):
     def finish(self, frame: Frame) -> AsyncOutput | AsyncPooled | ReadyOutput:
         """Return the result of an executed step, with its copy to the host started; all owners commit the outcome."""
 
-    def settle(self, output: SchedulerOutput, buffers: BufferSet | None) -> None:  # noqa: B027
-        """Before a step takes these buffers: receive and commit outcomes that it depends on."""
+    def settle(self, output: SchedulerOutput, buffer_set: int | None) -> None:  # noqa: B027
+        """Receive and commit the outcomes that a step depends on, or whose frames are in the buffers that it takes."""
 
     def catch_up(self) -> None:  # noqa: B027
         """Receive and commit the outcomes of all executed steps."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from penstock.contract import SampledOutput, SchedulerOutput
 from penstock.runner.async_output import ReadyOutput
-from penstock.runner.batch_layout import BatchLayout
-from penstock.runner.frame import BufferSet, Frame, WantedOutputs
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.request_states import RequestStates, empty_outcome
+from penstock.step.batch import BatchLayout
+from penstock.step.frame import Frame, WantedOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class EarlierStage(OutputHead):
                 self._unsettled.append(_UnsettledStep(frame.step_id, frame, req_ids))
         return ReadyOutput(SampledOutput(step_id=frame.step_id, errors=frame.errors))
 
-    def settle(self, output: SchedulerOutput, buffers: BufferSet | None) -> None:
-        while any(step.frame.buffers is buffers or step.concerns(output) for step in self._unsettled):
+    def settle(self, output: SchedulerOutput, buffer_set: int | None) -> None:
+        while any(step.frame.buffer_set == buffer_set or step.concerns(output) for step in self._unsettled):
             self._settle_oldest()
 
     def catch_up(self) -> None:

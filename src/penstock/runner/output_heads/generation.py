@@ -8,10 +8,10 @@ from penstock.contract import SampledOutput
 from penstock.layers.adapters import HEAD_SLOTS
 from penstock.models.interface import routed
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
-from penstock.runner.frame import Frame, WantedOutputs
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
 from penstock.runner.sampling.sampler import SamplerOutput
+from penstock.step.frame import Frame, WantedOutputs
 
 
 class Generation(OutputHead):

@@ -10,10 +10,10 @@ from torch import Tensor
 from penstock.device import Device
 from penstock.runner.async_output import ReadyOutput
 from penstock.runner.async_pooled import AsyncPooled, pooled_output
-from penstock.runner.frame import Frame
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
 from penstock.runner.request_states import empty_outcome
+from penstock.step.frame import Frame
 
 
 class PoolingHead(OutputHead):

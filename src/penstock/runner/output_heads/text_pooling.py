@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.models.pooling import PoolingModel
-from penstock.runner.frame import Frame, WantedOutputs
 from penstock.runner.output_heads.base import HeadParts
 from penstock.runner.output_heads.pooling import PoolingHead
 from penstock.runner.pooling_states import PoolingStates
+from penstock.step.frame import Frame, WantedOutputs
 
 
 class TextPooling(PoolingHead):

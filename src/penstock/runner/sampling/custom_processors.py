@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, LogitsProcessorError, is_for_the_program
 from penstock.kernels.sampling import can_be_drawn
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.logits_transform import LogitsTransform
+from penstock.step.logits_rows import LogitsRows
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.sampling import ChosenTokens, draw_tokens, greedy_tokens
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.staging import SlotParameter
+from penstock.step.logits_rows import LogitsRows
 
 
 class Draw:

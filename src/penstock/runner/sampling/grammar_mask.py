@@ -10,8 +10,8 @@ from torch import Tensor
 from penstock.contract import GrammarOutput, SamplingParams
 from penstock.device import Device
 from penstock.kernels.logits_shaping import allow_by_bits
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
+from penstock.step.logits_rows import LogitsRows
 
 _NOT_MASKED = -1
 

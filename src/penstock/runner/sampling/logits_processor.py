@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.device import Device
-from penstock.runner.logits_rows import LogitsRows
+from penstock.step.logits_rows import LogitsRows
 
 
 @dataclass(frozen=True, slots=True)

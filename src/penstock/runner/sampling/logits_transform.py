@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.kernels.bound_step import StepOutcome
-from penstock.runner.logits_rows import LogitsRows
+from penstock.step.logits_rows import LogitsRows
 
 
 class LogitsTransform(ABC):

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.kernels.sampling import LogprobsTensors, top_logprobs
-from penstock.runner.logits_rows import LogitsRows
+from penstock.step.logits_rows import LogitsRows
 
 _NONE = -1
 

@@ -12,10 +12,10 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.device.base import PendingCopy
 from penstock.kernels.logits_shaping import forbid_tokens
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.sampling.token_lists import SlotLists, token_id_array
 from penstock.runner.staging import SlotParameter
+from penstock.step.logits_rows import LogitsRows
 
 
 @dataclass(frozen=True, slots=True)

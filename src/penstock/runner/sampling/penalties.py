@@ -12,9 +12,9 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.logits_shaping import IN_PROMPT, count_tokens, penalise
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
+from penstock.step.logits_rows import LogitsRows
 
 
 class Penalties(LogitsTransform):

@@ -7,7 +7,6 @@ reduced a few rows at a time, so memory is bounded whatever the prompt's length 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,31 +19,16 @@ from penstock.device.base import PendingCopy, wait_until
 from penstock.kernels.sampling import LogprobsTensors, top_logprobs
 from penstock.layers.adapters import HEAD_SLOTS
 from penstock.models.interface import LanguageModel, routed
-from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import count
-from penstock.runner.slot_owners import SlotOwner
+from penstock.runner.slot_owner import SlotOwner
+from penstock.step.batch import BatchLayout
+from penstock.step.logits_rows import PromptRows
 
 _NONE = -1
 # Results beyond this are copied to the host before more are computed.
 _MAX_RESULTS = MAX_PROMPT_RESULTS
 _TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Tokens of a step whose logits give prompt log-probabilities.
-
-    req_ids, counts: the requests, and tokens of each. hidden_indices: token indices in the step, int64.
-    target_indices: cells of the token table with the next tokens, int64.
-    num_logprobs: maximum number that one of the requests asks for.
-    """
-
-    req_ids: list[str]
-    counts: list[int]
-    hidden_indices: np.ndarray
-    target_indices: np.ndarray
-    num_logprobs: int
 
 
 class PendingPromptLogprobs:

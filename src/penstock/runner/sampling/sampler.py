@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -16,7 +15,6 @@ from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import LogprobsTensors
-from penstock.runner.logits_rows import DraftRows, LogitsRows
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.draw import Draw
 from penstock.runner.sampling.failures import Failure, find_failures
@@ -30,10 +28,9 @@ from penstock.runner.sampling.penalties import Penalties
 from penstock.runner.sampling.token_lists import AllowedTokens, BadWords, LogitBias
 from penstock.runner.sampling.truncation import MinP, Temperature, TopKTopP
 from penstock.runner.sampling.verification import EXACT, Verification
-from penstock.runner.slot_owners import SlotOwner
-
-if TYPE_CHECKING:
-    from penstock.runner.frame import Frame
+from penstock.runner.slot_owner import SlotOwner
+from penstock.step.frame import Frame
+from penstock.step.logits_rows import DraftRows, LogitsRows
 
 
 class SamplerOutput(msgspec.Struct, frozen=True):

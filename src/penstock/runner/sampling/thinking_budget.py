@@ -14,9 +14,9 @@ from torch import Tensor
 
 from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import LARGEST_BUDGET, THINKING_BUDGET
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.staging import SlotParameter, StagedTensor
+from penstock.step.logits_rows import LogitsRows
 from penstock.structured.reasoning import after_last
 
 _NOT_THINKING = -1

@@ -12,9 +12,9 @@ from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.errors import InvalidParameter
 from penstock.kernels.logits_shaping import add_to_tokens, ends_with_prefix, forbid_tokens, keep_tokens
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
+from penstock.step.logits_rows import LogitsRows
 
 
 @dataclass(frozen=True, slots=True)

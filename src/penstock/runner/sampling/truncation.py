@@ -14,9 +14,9 @@ from torch import Tensor
 from penstock.contract import SamplingParams
 from penstock.device import Device
 from penstock.kernels.sampling import apply_temperature, mask_min_p, mask_top_k_top_p
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.staging import SlotParameter
+from penstock.step.logits_rows import LogitsRows
 
 
 class Temperature(LogitsTransform):

@@ -12,7 +12,7 @@ from penstock.config import SpeculativeConfig
 from penstock.device import Device
 from penstock.kernels.rejection import choose_by_rate, choose_by_rejection
 from penstock.kernels.sampling import ChosenTokens
-from penstock.runner.logits_rows import LogitsRows
+from penstock.step.logits_rows import LogitsRows
 
 
 class Verification:

@@ -18,7 +18,7 @@ from penstock.kernels.sampling import greedy_tokens
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.causal_lm import CausalLM
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.executables import DRAFTS, ForwardExecutable
+from penstock.runner.execute.execution import DRAFTS, Execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,23 @@ class _RunDrafter(Protocol):
 class DraftGraphs:
     """Decode steps on persistent tensors, which the graphs read and advance.
 
-    run: forward pass of the drafter. make_context: context of one KV geometry per group. numbers: int64, 0, 1, 2, …, as
-    many as requests at most. Padding rows have length 0 and write nothing.
+    size_for: padded number of requests; None where there is no graph for so many. run: forward pass of the drafter.
+    make_context: context of one KV geometry per group. numbers: int64, 0, 1, 2, …, as many as requests at most. Padding
+    rows have length 0 and write nothing.
     """
 
     def __init__(
         self,
-        executable: ForwardExecutable,
+        execution: Execution,
+        size_for: Callable[[int], int | None],
         model: CausalLM,
         block_tables: BlockTables,
         numbers: Tensor,
         run: _RunDrafter,
         make_context: Callable[[list[StepGeometry]], ForwardContext],
     ) -> None:
-        self._executable = executable
+        self._execution = execution
+        self.size_for = size_for
         self._model = model
         self._block_sizes = tuple(block_tables.block_sizes)
         self._numbers = numbers
@@ -65,10 +68,6 @@ class DraftGraphs:
         self._make_context = make_context
         self._is_row = torch.zeros(len(numbers), dtype=torch.bool, device=numbers.device)
         self._inputs: DraftInputs | None = None
-
-    def size_for(self, num_reqs: int) -> int | None:
-        """Return the padded number of requests; None where there is no graph for so many."""
-        return self._executable.padded_size(num_reqs)
 
     def begin(self, inputs: DraftInputs, size: int) -> None:
         """Take the inputs of so many requests, to be padded to `size` rows."""
@@ -84,7 +83,7 @@ class DraftGraphs:
 
     def greedy(self, size: int, num_drafts: int) -> Sequence[Tensor]:
         """Return the tokens of the next `num_drafts` steps, int64 [size] each, in memory that the next call reuses."""
-        return self._executable.repeat(
+        return self._execution.repeat(
             ("drafts", size, num_drafts),
             lambda: [self._choose(self._step(size), size) for _ in range(num_drafts)],
             DRAFTS,
@@ -95,7 +94,7 @@ class DraftGraphs:
         inputs = self._known
         if token_R is not None:
             inputs.tokens_R[: len(token_R)].copy_(token_R)
-        return self._executable.repeat(("draft", size), lambda: self._step(size), DRAFTS)
+        return self._execution.repeat(("draft", size), lambda: self._step(size), DRAFTS)
 
     @property
     def _known(self) -> DraftInputs:

@@ -10,10 +10,10 @@ from penstock.attention import ForwardContext
 from penstock.contract import NewRequestData
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
-from penstock.runner.batch_layout import BatchLayout
-from penstock.runner.frame import Frame
 from penstock.runner.speculative.model_drafter import MOST_WAITING, ModelDrafter
 from penstock.runner.speculative.speculator import RunnerParts
+from penstock.step.batch import BatchLayout
+from penstock.step.frame import Frame
 
 
 class DraftModel(ModelDrafter):
@@ -73,10 +73,10 @@ class DraftModel(ModelDrafter):
         positions_T = last_R.index_select(0, request_of_T) + offsets_T
         ids_T = self.tokens_at(slots_R.index_select(0, request_of_T), positions_T)
         context = self.ragged(slots_R, starts, starts_R, request_of_T, positions_T)
-        return self.executable.forward(self.model, ModelInputs(ids_T, positions_T), context)
+        return self.execution.forward(self.model, ModelInputs(ids_T, positions_T), context)
 
     def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        return self.executable.forward(self.model, ModelInputs(ids_T, positions_T), context)
+        return self.execution.forward(self.model, ModelInputs(ids_T, positions_T), context)
 
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
         return self.run(positions_T.to(torch.int32) * 0, positions_T, context, positions_T)

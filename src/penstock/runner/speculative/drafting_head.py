@@ -18,10 +18,10 @@ from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.draft_head import DraftHead
 from penstock.models.interface import ModelInputs
-from penstock.runner.frame import Frame
-from penstock.runner.input_batch import InputBatch
 from penstock.runner.speculative.model_drafter import MOST_WAITING, ModelDrafter
 from penstock.runner.speculative.speculator import RunnerParts
+from penstock.step.batch import InputBatch
+from penstock.step.frame import Frame
 
 
 class DraftingHead(ModelDrafter):
@@ -93,7 +93,7 @@ class DraftingHead(ModelDrafter):
         return self.run(self._next_tokens(batch), batch.positions, context, hidden_TD)
 
     def run(self, ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor) -> Tensor:
-        return self.executable.forward(self.head, ModelInputs(ids_T, positions_T, hidden=hidden_TD), context)
+        return self.execution.forward(self.head, ModelInputs(ids_T, positions_T, hidden=hidden_TD), context)
 
     def run_all(self, context: ForwardContext, positions_T: Tensor) -> Tensor:
         dtype = self.head.target.model.norm.weight.dtype

@@ -26,17 +26,17 @@ from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
-from penstock.runner.batch_layout import BatchLayout
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.executables import DRAFTER_PREFILL, ForwardExecutable
-from penstock.runner.frame import Frame
+from penstock.runner.execute.execution import DRAFTER_PREFILL, Execution
 from penstock.runner.kv_cache import PagedKVCache
-from penstock.runner.logits_rows import LogitsRows
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.draft_graphs import DraftGraphs, DraftInputs
 from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
 from penstock.runner.staging import SlotParameter
+from penstock.step.batch import BatchLayout
+from penstock.step.frame import Frame
+from penstock.step.logits_rows import LogitsRows
 
 # Maximum number of tokens, of all requests together, that a drafter postpones.
 MOST_WAITING = 256
@@ -58,7 +58,7 @@ class ModelDrafter(Speculator):
         self.device = device
         self.requests: RequestStates
         self.kv_cache: PagedKVCache
-        self.executable: ForwardExecutable
+        self.execution: Execution
         self._block_tables: BlockTables
         self._sampler: Sampler
         # Maximum length of each request: no blocks are allocated beyond it.
@@ -66,7 +66,7 @@ class ModelDrafter(Speculator):
         self._proposed: tuple[list[str], Tensor] | None = None
 
     def bind(self, parts: RunnerParts) -> None:
-        self.requests, self._block_tables, self.kv_cache, self._sampler, self.executable = parts
+        self.requests, self._block_tables, self.kv_cache, self._sampler, self.execution, size_for = parts
         requests = self.requests
         self._max_model_len = requests.all_token_ids.tensor.shape[1] - 1
         self._length_limit = SlotParameter(self.device, requests.max_num_reqs + 1, np.int64, 1)
@@ -74,7 +74,7 @@ class ModelDrafter(Speculator):
         self._numbers = self.device.upload(np.arange(requests.max_num_reqs + 1))
         self._starts = self._numbers.int()
         self._graphs = DraftGraphs(
-            self.executable, self.model, self._block_tables, self._numbers, self.run, self._context
+            self.execution, size_for, self.model, self._block_tables, self._numbers, self.run, self._context
         )
         self._proposed = None
         self.draft_probs = None
@@ -96,8 +96,7 @@ class ModelDrafter(Speculator):
             self._proposed = None
             return
         last_R = self.requests.num_computed_tokens.tensor.view(-1).index_select(0, layout.slots)
-        self.executable.note_run(DRAFTER_PREFILL)
-        hidden_RD = self.take_in(frame, outcome, last_R)
+        hidden_RD = self.execution.repeat(None, lambda: self.take_in(frame, outcome, last_R), DRAFTER_PREFILL)
         if not num_drafts:
             self._proposed = None
             return

@@ -11,10 +11,10 @@ from penstock.contract import DraftTokenIds
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
-from penstock.runner.frame import Frame
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.speculator import HostSpeculator, RunnerParts, Speculator, on_host
+from penstock.step.frame import Frame
 
 
 class NgramOnHost(HostSpeculator):

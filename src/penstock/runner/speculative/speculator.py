@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,23 +16,28 @@ from penstock.device.stand_in import host_array
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.executables import ForwardExecutable
-from penstock.runner.frame import Frame
+from penstock.runner.execute.execution import Execution
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
 from penstock.runner.sampling.verification import EXACT, Verification
-from penstock.runner.slot_owners import SlotOwner
+from penstock.runner.slot_owner import SlotOwner
+from penstock.step.frame import Frame
 
 
 class RunnerParts(NamedTuple):
-    """Parts of a runner that its speculator uses. executable: runs the drafter's forward passes."""
+    """Parts of a runner that its speculator uses.
+
+    execution: runs the drafter's forward passes. size_for: padded number of requests of decode steps that can be
+    CUDA graphs (`Padding.size_for`).
+    """
 
     requests: RequestStates
     block_tables: BlockTables
     kv_cache: PagedKVCache
     sampler: Sampler
-    executable: ForwardExecutable
+    execution: Execution
+    size_for: Callable[[int], int | None]
 
 
 class Speculator(SlotOwner):

@@ -1,9 +1,8 @@
-"""Input batch: the tensors of one step, gathered from the persistent state."""
+"""Batch builder: gathers the tensors of one step from the persistent state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,30 +11,14 @@ from penstock.attention import SequenceGeometry, StepGeometry
 from penstock.device import Device
 from penstock.kernels.bound_step import BoundStep, SlotTensors, StepTensors
 from penstock.kernels.step_state import bind_step
-from penstock.runner.batch_layout import BatchLayout, BatchPlan, Layouts
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.input_buffers import InputBuffers
-from penstock.runner.logits_rows import LogitsRows
+from penstock.runner.build.input_buffers import InputBuffers
+from penstock.runner.build.layouts import Layouts
 from penstock.runner.request_states import RequestStates
+from penstock.step.batch import BatchLayout, BatchPlan, InputBatch
+from penstock.step.logits_rows import LogitsRows
 
 _NO_DRAFTS: Mapping[str, Sequence[int]] = {}
-
-
-class InputBatch(NamedTuple):
-    """Inputs of one step, in the order of its layout. The next step overwrites the tensors.
-
-    input_ids: int32 [tokens]. positions: int64 [tokens].
-    sequences: query starts and lengths. geometry: the same per KV-cache group, with block tables and slot mappings.
-    logits_rows: rows whose logits are computed. step: commits the step's outcome to the state.
-    """
-
-    layout: BatchLayout
-    input_ids: Tensor
-    positions: Tensor
-    sequences: SequenceGeometry
-    geometry: tuple[StepGeometry, ...]
-    logits_rows: LogitsRows
-    step: BoundStep
 
 
 class BatchBuilder:

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.device import Device
 from penstock.kernels.bound_step import StepTensors
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.slot_owners import StepInput
+from penstock.step.inputs import StepInput
 
 # Numbers of a layout per row (request or padding) and per token: see `batch_layout`.
 _PER_ROW, _PER_TOKEN = 6, 5

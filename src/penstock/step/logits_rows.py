@@ -1,7 +1,8 @@
-"""Logits rows of a step."""
+"""Rows of a step whose logits are computed: for sampling, and for prompt log-probabilities."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -57,3 +58,19 @@ class LogitsRows(NamedTuple):
     def known_positions(self) -> Tensor:
         """Position of the last known token of each row's request, int64 [rows]."""
         return self.positions if self.drafts is None else self.positions - self.drafts.numbers
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Tokens of a step whose logits give prompt log-probabilities.
+
+    req_ids, counts: the requests, and tokens of each. hidden_indices: token indices in the step, int64.
+    target_indices: cells of the token table with the next tokens, int64.
+    num_logprobs: maximum number that one of the requests asks for.
+    """
+
+    req_ids: list[str]
+    counts: list[int]
+    hidden_indices: np.ndarray
+    target_indices: np.ndarray
+    num_logprobs: int

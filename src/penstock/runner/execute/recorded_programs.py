@@ -28,7 +28,7 @@ _TOKEN_IDS, _EMBEDDINGS, _POSITIONS, _HIDDEN = "token_ids", "inputs_embeds", "po
 _DTYPES = {_TOKEN_IDS: torch.int32, _POSITIONS: torch.int64}
 
 
-class ModelPrograms:
+class RecordedPrograms:
     """Recorded programs of models over a KV cache's layers, one for each set of step inputs.
 
     layers: by name. Models and steps that cannot be recorded run layer by layer.

@@ -1,0 +1,1 @@
+"""Execution of forward passes: one door, behind which are eager runs, recorded programs and CUDA graphs."""

@@ -1,0 +1,63 @@
+"""Execution by recorded programs, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from penstock.attention import ForwardContext
+from penstock.kernels.native.program_step import BoundChoices
+from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.runner.execute.execution import Description, Execution, run_forward
+from penstock.runner.execute.recorded_programs import RecordedPrograms
+from penstock.step.frame import Frame
+
+
+class ProgramExecution(Execution):
+    """Runs recorded programs, and layer by layer what is not recorded."""
+
+    def __init__(self, programs: RecordedPrograms) -> None:
+        self.programs = programs
+
+    def run(self, frame: Frame) -> str:
+        way = frame.way
+        if way is None:
+            way = frame.way = self._choose(frame)
+        return way(frame)
+
+    def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
+        return self.programs.run(model, inputs, context)
+
+    def describe(self) -> Description:
+        return Description(self.programs.describe())
+
+    def forget(self) -> None:
+        self.programs.forget()
+
+    def _choose(self, frame: Frame) -> Callable[[Frame], str]:
+        """One call from token ids to greedy tokens, for a repeated frame that wants no more of its logits."""
+        wants = frame.wants
+        if not (frame.is_repeated and wants.greedy and frame.batch.layout.has_one_token_each):
+            return self._run_forward
+        states_before = wants.aux_layers if wants.all_rows else None
+        bound = self.programs.bind_greedy(frame.model, frame.inputs, frame.context, states_before)
+        return self._run_forward if bound is None else _BoundProgram(bound)
+
+    def _run_forward(self, frame: Frame) -> str:
+        run_forward(frame, self.forward)
+        return "program" if self.programs.has_run_program else "eager"
+
+
+class _BoundProgram:
+    """A recorded program bound to one frame's tensors, from token ids to greedy tokens."""
+
+    def __init__(self, bound: BoundChoices) -> None:
+        self._bound = bound
+
+    def __call__(self, frame: Frame) -> str:
+        bound = self._bound
+        frame.chosen, states = bound.run(), bound.states
+        if states:
+            frame.all_hidden, frame.aux = states[0], [*frame.aux_received, *states[1:]]
+        return "greedy program"

@@ -1,0 +1,91 @@
+"""Frame of a step, and the outputs that it wants of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from penstock.attention import ForwardContext
+from penstock.contract import SchedulerOutput
+from penstock.kernels.sampling import ChosenTokens
+from penstock.layers.adapters import HEAD_SLOTS
+from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.step.batch import InputBatch
+from penstock.step.logits_rows import PromptRows
+
+
+class WantedOutputs(NamedTuple):
+    """Outputs that a frame wants of the forward pass.
+
+    logits_rows: hidden states of the logits rows. all_rows: hidden states of all tokens. aux_layers: the layers whose
+    inputs are wanted too, as auxiliary hidden states.
+    greedy: the argmax of each logits row is enough.
+    prompt_rows: token indices, among all, whose logits give prompt log-probabilities.
+    """
+
+    logits_rows: bool = False
+    all_rows: bool = False
+    aux_layers: Sequence[int] = ()
+    greedy: bool = False
+    prompt_rows: PromptRows | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One step, from its message to its hidden states.
+
+    output: the step's message. errors: reason by request that cannot run. is_repeated: the frame was kept and runs
+    again. buffer_set: number of the set of input buffers that it uses; None without tokens.
+
+    Set when the frame is built, and kept with it: has_tokens: the step runs tokens; the fields up to `wants` are set
+    then. way: runs the frame and returns the name of this way; None until the execution has chosen one.
+
+    Set by the forward pass: aux_received: auxiliary hidden states of earlier stages. hidden: of each logits row; None
+    where the tokens are `chosen` already. all_hidden: of all tokens. aux: inputs of `wants.aux_layers`, in the order of
+    the layers.
+    """
+
+    output: SchedulerOutput
+    model: LanguageModel
+    buffer_set: int | None = None
+    errors: dict[str, str] = field(default_factory=dict)
+    is_repeated: bool = False
+    has_tokens: bool = False
+    batch: InputBatch = field(init=False)
+    context: ForwardContext = field(init=False)
+    inputs: ModelInputs = field(init=False)
+    wants: WantedOutputs = field(init=False)
+    way: Callable[[Frame], str] | None = None
+    aux_received: Sequence[Tensor] = ()
+    hidden: Tensor | None = None
+    all_hidden: Tensor | None = None
+    aux: Sequence[Tensor] = ()
+    chosen: ChosenTokens | None = None
+
+    @property
+    def step_id(self) -> int:
+        return self.output.step_id
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum number of drafts of each request that the next step wants."""
+        return self.output.num_drafts_wanted
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Request ids in batch order."""
+        return self.batch.layout.req_ids if self.has_tokens else []
+
+    @property
+    def logits_inputs(self) -> Mapping[str, Tensor]:
+        """Step inputs of the logits rows, for the LM head."""
+        slots = self.inputs.named.get(HEAD_SLOTS)
+        return {} if slots is None else {HEAD_SLOTS: self.batch.layout.of_logits_rows(slots)}
+
+    def drop_outputs(self) -> None:
+        """Drop the references to the forward pass's outputs."""
+        self.hidden = self.all_hidden = None
+        self.aux = ()
