@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from penstock.attention import SequenceGeometry, StepGeometry
 from penstock.device import Device

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from penstock.device import Device
 from penstock.kernels.bound_step import DraftTensors, LayoutTensors

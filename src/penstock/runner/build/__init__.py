@@ -1,0 +1,1 @@
+"""Building of steps: frames, batches, layouts and padding."""
