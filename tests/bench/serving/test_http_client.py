@@ -1,4 +1,4 @@
-"""HTTP client of the load generator, beside h11 and with real sockets."""
+"""HTTP client of the load generator, with real sockets."""
 
 from __future__ import annotations
 
@@ -7,70 +7,14 @@ import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import h11
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.bench.serving.http import ConnectionLost, HttpClient, WholeResponse, fetch
-from penstock.bench.serving.http_body import ChunkedBody, MalformedResponse, SizedBody
 from penstock.errors import ConfigError
 from support.completion_server import ServedRequest, serving
-
-PIECES = st.lists(st.binary(min_size=1, max_size=20), max_size=6)
-
-
-def split(data: bytes, places: Sequence[int]) -> list[bytes]:
-    """Cut at places, of which each is taken modulo the length."""
-    cuts = sorted({place % (len(data) + 1) for place in places})
-    return [data[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True) if begin < end]
-
-
-def chunked_by_h11(pieces: Sequence[bytes]) -> bytes:
-    """A body in chunked transfer coding, as h11 writes it."""
-    connection = h11.Connection(h11.SERVER)
-    connection.receive_data(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    connection.next_event()
-    connection.send(h11.Response(status_code=200, headers=[("Transfer-Encoding", "chunked")]))
-    written = [connection.send(h11.Data(piece)) or b"" for piece in pieces]
-    return b"".join(written) + (connection.send(h11.EndOfMessage()) or b"")
-
-
-@given(PIECES, st.lists(st.integers(0, 500), max_size=10))
-def test_a_chunked_body_is_the_same_however_it_arrives(pieces: list[bytes], places: list[int]) -> None:
-    body = ChunkedBody()
-    received = b"".join(body.feed(part) for part in split(chunked_by_h11(pieces), places))
-    assert received == b"".join(pieces)
-    assert body.is_complete
-
-
-@given(PIECES, st.integers(0, 500))
-def test_a_chunked_body_that_is_cut_is_not_complete(pieces: list[bytes], place: int) -> None:
-    data = chunked_by_h11(pieces)
-    body = ChunkedBody()
-    body.feed(data[: place % len(data)])
-    assert not body.end_of_connection()
-
-
-def test_extensions_and_trailers_of_chunks_are_skipped() -> None:
-    body = ChunkedBody()
-    assert body.feed(b"3;name=value\r\nabc\r\n0\r\nTrailer: 1\r\n\r\n") == b"abc"
-    assert body.is_complete
-
-
-@pytest.mark.parametrize("data", [b"zz\r\n", b"0\r\n\r\nmore"])
-def test_a_malformed_chunk_is_an_error(data: bytes) -> None:
-    with pytest.raises(MalformedResponse):
-        ChunkedBody().feed(data)
-
-
-def test_bytes_after_a_sized_body_are_an_error() -> None:
-    with pytest.raises(MalformedResponse, match="2 bytes follow"):
-        SizedBody(3).feed(b"abcde")
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://here", "http://", "http://here:port"])
@@ -79,25 +23,22 @@ def test_an_invalid_url_is_refused(url: str) -> None:
         HttpClient(url, {}, time.perf_counter)
 
 
-def test_a_header_with_a_line_end_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--header X"):
+def test_characters_that_http_does_not_allow_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"headers Host, X .*--header"):
         HttpClient("http://here", {"X": "a\r\nY: b"}, time.perf_counter)
+    with pytest.raises(ConfigError, match=r"GET '/a b'.*--endpoint"):
+        HttpClient("http://here", {}, time.perf_counter).message("GET", "/a b")
 
 
 def test_requests_have_their_headers_and_the_path_of_the_url() -> None:
     message = HttpClient("http://here:80/base/", {"Authorization": "Bearer k"}, time.perf_counter).message(
         "POST", "/v1/x", b"{}"
     )
-    connection = h11.Connection(h11.SERVER)
-    connection.receive_data(message)
-    request = connection.next_event()
-    assert isinstance(request, h11.Request)
-    assert request.target == b"/base/v1/x"
-    assert (b"authorization", b"Bearer k") in list(request.headers)
-    assert (b"host", b"here:80") in list(request.headers)
-    data = connection.next_event()
-    assert isinstance(data, h11.Data)
-    assert data.data == b"{}"
+    assert message.head.target == b"/base/v1/x"
+    assert (b"authorization", b"Bearer k") in list(message.head.headers)
+    assert (b"host", b"here:80") in list(message.head.headers)
+    assert (b"content-length", b"2") in list(message.head.headers)
+    assert message.body == b"{}"
 
 
 async def hello(request: ServedRequest) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.bench.serving.datasets import SampleRequest, TokenizerLoader, as_text
-from penstock.bench.serving.http import ConnectionLost, HttpClient, fetch
-from penstock.bench.serving.http_body import MalformedResponse
+from penstock.bench.serving.http import ConnectionLost, HttpClient, MalformedResponse, fetch
 from penstock.errors import ConfigError, PenstockError
 
 _Body = Callable[[SampleRequest], dict[str, Any]]

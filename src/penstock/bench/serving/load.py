@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.bench.serving.http import Clock, ConnectionLost, HttpClient
-from penstock.bench.serving.http_body import MalformedResponse
+from penstock.bench.serving.http import Clock, ConnectionLost, HttpClient, MalformedResponse, Message
 from penstock.bench.serving.outcome import AnswerReader, ClientLeaves, Outcome, RequestFailed, Status
 from penstock.errors import ConfigError
 
@@ -72,9 +71,9 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request as it is sent. message: all of its bytes. prompt_len: tokens, if the dataset knows them."""
+    """A request as it is sent. prompt_len: tokens, if the dataset knows them."""
 
-    message: bytes
+    message: Message
     prompt_len: int | None
     leave_after: int | None = None
 
