@@ -36,12 +36,12 @@ def _collect_only_what_is_new() -> None:
 
 @pytest.fixture(autouse=True)
 def _registrations_of_plugins_end_with_the_test() -> Iterator[None]:
-    from penstock.runner import slot_owner
-    from penstock.scheduler import step_features
+    from penstock.contract import feature
 
-    owners, features = list(slot_owner._registered), list(step_features._registered)
+    before = dict(feature._registered)
     yield
-    slot_owner._registered[:], step_features._registered[:] = owners, features
+    feature._registered.clear()
+    feature._registered.update(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,8 @@ from core.plugins import connector, write_checkpoint
 from core.plugins.connector import STORE
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.device import Device
+from penstock.contract import feature
+from penstock.contract.feature import Feature, register_feature
 from penstock.errors import ConfigError, InvalidRequest, PenstockError
 from penstock.kernels.norm import add_rms_norm
 from penstock.kernels.rows import sum_rows
@@ -22,10 +23,8 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.runner import slot_owner
-from penstock.runner.output_heads import register_output_head
-from penstock.runner.slot_owner import SlotOwner, register_slot_owner
-from penstock.scheduler.step_features import StepFeature, register_step_feature
+from penstock.runner.slot_owner import SlotOwner
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
 from support.engines import Result, add, finish, greedy, make_core, run
@@ -100,28 +99,25 @@ class NamedLikePositions(SlotOwner):
         frame.inputs.named["positions"].fill_(7)
 
 
-def make_named_like_positions(device: Device, num_slots: int, model: object) -> SlotOwner:
+def make_named_like_positions(services: object) -> SlotOwner:
     return NamedLikePositions()
 
 
 def test_a_step_input_with_a_name_of_the_models_own_is_refused() -> None:
-    register_slot_owner(make_named_like_positions)
+    register_feature(Feature(name="positions", worker_side=make_named_like_positions))
     with pytest.raises((PenstockError, ValueError), match="names of the model's own inputs: positions"):
         make_core("demo")
 
 
-class Raises(StepFeature):
-    def __init__(self, scheduler: object) -> None: ...
+class Raises(SchedulerFeature):
+    def __init__(self, services: object) -> None: ...
 
     def request_added(self, request: object) -> None:
         raise RuntimeError("no such adapter")
 
-    def part_of_step(self, message: object) -> None:
-        return None
-
 
 def test_a_request_that_a_feature_refuses_does_not_run() -> None:
-    register_step_feature(Raises)
+    register_feature(Feature(name="raises", scheduler_side=Raises))
     core = make_core("demo")
     with pytest.raises(RuntimeError, match="no such adapter"):
         add(core, "a", [5, 6, 7], greedy(4))
@@ -157,17 +153,17 @@ def test_the_id_of_a_request_is_free_when_its_transfer_is_over(tmp_path: Path) -
         STORE.is_on = False
 
 
-def test_factories_without_a_name_are_refused_and_named_ones_are_registered_once() -> None:
-    before = len(slot_owner._registered)
-    with pytest.raises(ConfigError, match="Register a function or a class of a module"):
-        register_slot_owner(lambda device, num_slots, model: None)
-    with pytest.raises(ConfigError, match="Register a function or a class of a module"):
-        register_step_feature(lambda scheduler: Raises(scheduler))
-    register_slot_owner(make_named_like_positions)
-    register_slot_owner(make_named_like_positions)
-    assert len(slot_owner._registered) == before + 1
+def test_sides_without_a_name_are_refused_and_features_are_registered_once() -> None:
+    before = len(feature._registered)
+    for side in ({"worker_side": lambda services: None}, {"scheduler_side": lambda services: Raises(services)}):
+        with pytest.raises(ConfigError, match="Register a function or a class of a module"):
+            Feature(name="unnamed", **side)
+    for _ in range(2):
+        register_feature(Feature(name="positions", worker_side=make_named_like_positions))
+    assert len(feature._registered) == before + 1
 
 
-def test_two_output_heads_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Two output heads are named 'generate'"):
-        register_output_head("generate", make_named_like_positions)  # type: ignore[arg-type]
+def test_two_features_of_one_name_are_refused() -> None:
+    register_feature(Feature(name="positions", worker_side=make_named_like_positions))
+    with pytest.raises(ConfigError, match="Two features are named 'positions'"):
+        register_feature(Feature(name="positions", scheduler_side=Raises))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from penstock.contract import PooledOutput, SampledOutput
-from penstock.errors import ConfigError
 from penstock.runner.async_output import ReadyOutput
-from penstock.runner.output_heads import HeadParts, OutputHead, register_output_head
+from penstock.runner.output_heads import HeadParts, OutputHead
 from penstock.step.frame import Frame, WantedOutputs
 from support.runners import Driver, make_runner, new_request, next_token, state_of
 
@@ -42,8 +40,7 @@ class LastHidden(OutputHead):
 
 
 def test_an_engine_that_pools_has_a_result_once_a_prompt_is_complete() -> None:
-    register_output_head("last hidden", LastHidden)
-    runner = make_runner(output_head="last hidden")
+    runner = make_runner(make_head=LastHidden)
     driver = Driver(runner)
     new = [new_request("a", [5, 6, 7, 8]), new_request("b", [9], first_block=20)]
     first: Any = driver.step({"a": 3, "b": 1}, new)
@@ -54,8 +51,3 @@ def test_an_engine_that_pools_has_a_result_once_a_prompt_is_complete() -> None:
     assert (last.req_ids, last.pooled) == (["a"], [[next_token(8, 3)]])
     empty: Any = driver.step({}, finished={"a"})
     assert empty.pooled == []
-
-
-def test_a_head_that_is_not_registered_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"output_head='nonsense' is not registered. Registered: generate"):
-        make_runner(output_head="nonsense")

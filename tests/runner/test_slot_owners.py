@@ -15,7 +15,7 @@ from penstock.contract import GrammarOutput, NewRequestData, SamplingParams
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.build.padding import Padding
 from penstock.runner.dummy_runs import run_dummy_step
-from penstock.runner.slot_owner import SlotOwner, register_slot_owner, registered_slot_owners
+from penstock.runner.slot_owner import SlotOwner
 from penstock.step.batch import BatchPlan
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
@@ -84,14 +84,8 @@ class _EightTokens(Padding):
 
 
 def make(**options: Any) -> tuple[Driver, Shifts, Shifted]:
-    made: list[Shifts] = []
-
-    def factory(device: object, num_slots: int, model: object) -> Shifts:
-        made.append(Shifts(num_slots))
-        return made[-1]
-
-    model = Shifted()
-    return Driver(make_runner(model=model, owners=[factory], **options)), made[0], model
+    shifts, model = Shifts(9), Shifted()
+    return Driver(make_runner(model=model, owners=[shifts], **options)), shifts, model
 
 
 def seeded(req_id: str, prompt: list[int], seed: int, first_block: int = 1) -> NewRequestData:
@@ -164,19 +158,5 @@ def test_a_repeated_step_asks_owners_for_their_rows_alone() -> None:
 
 
 def test_two_owners_of_one_name_are_refused() -> None:
-    def factory(device: object, num_slots: int, model: object) -> Shifts:
-        return Shifts(num_slots)
-
     with pytest.raises(ValueError, match="Step inputs declared by several owners: shifts"):
-        make_runner(owners=[factory, factory])
-
-
-def make_shifts(device: object, num_slots: int, model: object) -> Shifts:
-    return Shifts(num_slots)
-
-
-def test_plugins_register_owners_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runner.slot_owner._registered", [])
-    register_slot_owner(make_shifts)
-    register_slot_owner(make_shifts)
-    assert registered_slot_owners() == (make_shifts,)
+        make_runner(owners=[Shifts(9), Shifts(9)])

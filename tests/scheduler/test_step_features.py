@@ -23,10 +23,9 @@ from penstock.contract import (
     parts,
     register_part,
 )
-from penstock.scheduler import step_features
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.step_features import StepFeature, register_step_feature, registered_step_features
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -45,7 +44,7 @@ class OncePart(CountPart, frozen=True, kw_only=True):
     may_repeat: ClassVar[bool] = False
 
 
-class Counting(StepFeature):
+class Counting(SchedulerFeature):
     """A feature whose part is the number of the step; none of steps in `silent`. seen: numbers in results."""
 
     def __init__(self, part_type: type[CountPart] = CountPart, silent: tuple[int, ...] = ()) -> None:
@@ -64,13 +63,12 @@ class Counting(StepFeature):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(parts, "_types", {})
-    monkeypatch.setattr(step_features, "_registered", [])
     register_part(CountPart)
     register_part(OncePart)
     return
 
 
-def steps_with(feature: StepFeature, num_steps: int = 8) -> list[SchedulerOutput]:
+def steps_with(feature: SchedulerFeature, num_steps: int = 8) -> list[SchedulerOutput]:
     """Steps of two requests, of which a worker tells the parts that it was told."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
@@ -147,13 +145,3 @@ def test_a_request_waits_while_a_budget_of_a_feature_does_not_admit_it() -> None
     begun = [[new.req_id for new in step.scheduled_new_reqs] for step in steps_with(OneAtATime(), 4)]
     assert begun == [["a"], ["b"], [], []]
     assert [new.req_id for new in steps_with(Counting(), 1)[0].scheduled_new_reqs] == ["a", "b"]
-
-
-def make_counting(scheduler: Scheduler) -> StepFeature:
-    return Counting()
-
-
-def test_plugins_register_features_once() -> None:
-    register_step_feature(make_counting)
-    register_step_feature(make_counting)
-    assert registered_step_features() == (make_counting,)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.contract import NewRequestData
+from penstock.contract import NewRequestData, feature
+from penstock.contract.feature import Feature, register_feature
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
-from penstock.models.interface import LanguageModel
-from penstock.runner.slot_owner import SlotOwner, register_slot_owner
+from penstock.runner.slot_owner import SlotOwner
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
+from penstock.worker.feature import WorkerServices
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 
@@ -39,16 +40,15 @@ class Noting(SlotOwner):
 created: list[Noting] = []
 
 
-def create(device: Device, num_slots: int, model: LanguageModel) -> Noting:
-    created.append(Noting(device))
+def create(services: WorkerServices) -> Noting:
+    created.append(Noting(services.device))
     return created[-1]
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Noting]:
-    monkeypatch.setattr("penstock.runner.slot_owner._registered", [])
+def made() -> list[Noting]:
     created.clear()
-    register_slot_owner(create)
+    register_feature(Feature(name="noting", worker_side=create))
     return created
 
 
@@ -70,7 +70,7 @@ def test_a_registered_owner_sees_requests_and_steps_and_changes_no_token(
     serving = [owner for owner in made if owner.req_ids]
     assert [owner.req_ids for owner in serving] == [["r0", "r1"]]
     assert serving[0].num_commits >= 6
-    monkeypatch.setattr("penstock.runner.slot_owner._registered", [])
+    monkeypatch.setattr(feature, "_registered", {})
     without, planned_without = serve()
     assert with_owner == without
     assert planned - planned_without >= TABLE_BYTES

@@ -122,6 +122,8 @@ class BertLayer(nn.Module):
 class BertEncoder(CausalLM):
     """Embeddings of words, positions and token types, and layers. It has no head."""
 
+    features = ("penstock.features.encoder_inputs",)
+
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__()
         architecture = Architecture.of(model_config.hf_config)

@@ -39,12 +39,14 @@ class CausalLM(nn.Module, ABC):
     """Constructed with a `ModelConfig` and a `ParallelState`.
 
     ignorable: regular expressions for checkpoint tensors that the model has no slot for.
+    features: modules of the features that the model needs (`contract.feature`).
     adapters: routing of rows to LoRA adapters; None without adapters.
     """
 
     adapters: AdapterRouting | None = None
 
     ignorable: ClassVar[tuple[str, ...]] = ()
+    features: Sequence[str] = ()
 
     @abstractmethod
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:

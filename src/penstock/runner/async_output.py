@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -14,9 +14,18 @@ from penstock.device import Device
 from penstock.device.base import wait_until
 from penstock.kernels.bound_step import StepOutcome, TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
-from penstock.runner.async_pooled import AsyncPooled
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
+
+
+class StepOutput(Protocol):
+    """Result of a step, on its way from the device to the host."""
+
+    @property
+    def step_id(self) -> int: ...
+
+    def get_output(self, timeout_s: float) -> ModelRunnerOutput:
+        """The step's result. Raises WaitTimeout when the device has not delivered it within `timeout_s` seconds."""
 
 
 class AsyncOutput:
@@ -119,7 +128,7 @@ class ReadyOutput(msgspec.Struct, frozen=True, gc=False):
 class OutputWithParts(msgspec.Struct, frozen=True, gc=False):
     """A result with the parts that worker-side features (`SlotOwner.part_of_results`) add."""
 
-    result: AsyncOutput | AsyncPooled | ReadyOutput
+    result: StepOutput
     parts: Parts
 
     @property
@@ -128,9 +137,6 @@ class OutputWithParts(msgspec.Struct, frozen=True, gc=False):
 
     def get_output(self, timeout_s: float) -> ModelRunnerOutput:
         return msgspec.structs.replace(self.result.get_output(timeout_s), parts=self.parts)
-
-
-StepOutput: TypeAlias = AsyncOutput | AsyncPooled | ReadyOutput | OutputWithParts
 
 
 def _to_host(table_RX: Tensor) -> TokensOnHost:

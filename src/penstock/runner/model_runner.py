@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from penstock.attention import CacheLayer
 from penstock.config import GraphConfig, SamplingConfig
 from penstock.config.graphs import FULL
-from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.contract.step_checks import StepChecks
 from penstock.device import Device
@@ -33,12 +32,12 @@ from penstock.runner.execute.programs import ProgramExecution
 from penstock.runner.execute.recorded_programs import RecordedPrograms
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.model_states import DecoderModelState, ModelState
-from penstock.runner.output_heads import HeadParts, create_output_head
+from penstock.runner.output_heads import EarlierStage, Generation, HeadFactory, HeadParts
 from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
-from penstock.runner.slot_owner import SlotOwnerFactory
+from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.slot_owners import SlotOwners
 from penstock.runner.speculative import NO_SPECULATOR, RunnerParts, Speculator
 from penstock.runner.stage import NO_PIPELINE, Stage
@@ -67,8 +66,8 @@ class ModelRunner:
     logits_processors: replace the installed ones and those that `sampling` names. fast_paths: keep decode frames, and
     run recorded programs or the CUDA graphs of `graphs`. model_state: builds the model's inputs; by default
     `DecoderModelState`. agreement: check that all ranks run the same step. speculator: proposes draft tokens, at most
-    `limits.max_drafts`. stage: this rank's pipeline stage. owners: factories of further owners of per-slot state.
-    output_head: its registered name. spans: receives the times of a step's phases.
+    `limits.max_drafts`. stage: this rank's pipeline stage. owners: further owners of per-slot state.
+    make_head: makes the output head, on the last stage. spans: receives the times of a step's phases.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class ModelRunner:
         agreement: Agreement = NO_AGREEMENT,
         speculator: Speculator = NO_SPECULATOR,
         stage: Stage = NO_PIPELINE,
-        owners: Sequence[SlotOwnerFactory] = (),
-        output_head: str = GENERATE,
+        owners: Sequence[SlotOwner] = (),
+        make_head: HeadFactory = Generation,
         spans: Spans = NO_SPANS,
     ) -> None:
         self.device = device
@@ -108,10 +107,8 @@ class ModelRunner:
         )
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.speculator = speculator
-        made = (make_owner(device, num_slots, model) for make_owner in owners)
-        more = [owner for owner in made if owner is not None]
         self.owners = SlotOwners(
-            self.requests, [self.block_tables, self.sampler, self.prompt_logprobs, speculator, *more]
+            self.requests, [self.block_tables, self.sampler, self.prompt_logprobs, speculator, *owners]
         )
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.owners.use_kv_cache(self.kv_cache)
@@ -125,10 +122,10 @@ class ModelRunner:
         verification.bind(self.requests.draft_token_ids.tensor, speculator.draft_probs)
         self.model_state = model_state or DecoderModelState()
         self.stage = stage
-        self.head = create_output_head(
-            output_head,
-            HeadParts(device, self.requests, self.owners, self.sampler, self.prompt_logprobs, speculator, stage, rank),
+        head_parts = HeadParts(
+            device, self.requests, self.owners, self.sampler, self.prompt_logprobs, speculator, stage, rank
         )
+        self.head = make_head(head_parts) if stage.is_last else EarlierStage(head_parts)
         self.frames = Frames(
             model,
             [self._make_buffers() for _ in range(limits.max_concurrent_steps)],

@@ -7,16 +7,12 @@ fills the step inputs that it has declared, and commits each step's outcome.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.contract import NewRequestData, Part, SchedulerOutput
-from penstock.contract.registration import register_once
-from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
-from penstock.models.interface import LanguageModel
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
@@ -84,22 +80,3 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
 
     def dummy(self, frame: Frame) -> None:  # noqa: B027
         """Run the collectives and kernels of `commit` after a step without requests."""
-
-
-# Makes an owner for a runner, or None where its model needs none: (device, number of slots, model).
-SlotOwnerFactory: TypeAlias = Callable[[Device, int, LanguageModel], SlotOwner | None]
-
-_registered: list[SlotOwnerFactory] = []
-
-
-def register_slot_owner(factory: SlotOwnerFactory) -> None:
-    """Register an owner for every worker's runner. Plugins register functions or classes of their modules.
-
-    Raises ConfigError for a lambda or a nested function.
-    """
-    register_once(_registered, factory)
-
-
-def registered_slot_owners() -> Sequence[SlotOwnerFactory]:
-    """Factories registered by plugins, in this order."""
-    return tuple(_registered)

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.contract import Part, SchedulerOutput, part_of
+from penstock.contract import part_of
 from penstock.contract.lora import AdapterPart
 from penstock.errors import InvalidRequest
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.request import Request
-from penstock.scheduler.step_features import StepFeature
 
 if TYPE_CHECKING:
     from penstock.scheduler.scheduler import Scheduler
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SLOT = "a slot for its adapter"
 
 
-class AdapterLimit(StepFeature):
+class AdapterLimit(SchedulerFeature):
     """Skips waiting requests whose adapter has no slot; others go on.
 
     The oldest skipped request gets the slot of one adapter: later requests of that adapter wait, so that it becomes
@@ -87,9 +87,6 @@ class AdapterLimit(StepFeature):
             others = self._slots - self._pinned
             self._leaving = min(others, key=lambda one: (self._users[one], one)) if others else None
         return _SLOT
-
-    def part_of_step(self, message: SchedulerOutput) -> Part | None:
-        return None
 
     @property
     def _slots(self) -> set[int]:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.config import SchedulerConfig
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.step import StepBuilder
-from penstock.scheduler.step_features import StepFeature
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
 
@@ -29,7 +29,7 @@ class Admission:
         requests: RequestLists,
         in_flight: StepsInFlight,
         kv_cache: KVCacheManager,
-        features: Sequence[StepFeature],
+        features: Sequence[SchedulerFeature],
         break_off: Callable[[Request, Exception], None],
     ) -> None:
         self._max_num_seqs = config.max_num_seqs

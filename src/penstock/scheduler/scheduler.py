@@ -13,6 +13,7 @@ from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
+from penstock.scheduler.feature import SchedulerFeatureFactory
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.request import Request, RequestStatus
@@ -20,7 +21,6 @@ from penstock.scheduler.request_limits import check_chunks, check_fits, check_pr
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
 from penstock.scheduler.step import DecodeSteps, NewBlockIds, Step, StepBuilder
-from penstock.scheduler.step_features import StepFeatureFactory
 from penstock.scheduler.step_times import StepTimes
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
@@ -65,7 +65,7 @@ class Scheduler:
         step_times: StepTimes | None = None,
         max_concurrent_steps: int = 1,
         tell_ends: Callable[[list[EngineCoreOutput]], None] | None = None,
-        features: Sequence[StepFeatureFactory] = (),
+        features: Sequence[SchedulerFeatureFactory] = (),
     ) -> None:
         self._tell_ends = tell_ends
         self.max_model_len = max_model_len

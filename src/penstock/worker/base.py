@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import EngineConfig
@@ -48,6 +48,10 @@ class WorkerBase(ABC):
     @abstractmethod
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return the KV cache spec of each layer, by name."""
+
+    def features_of_model(self) -> Sequence[str]:
+        """Return the modules of the features that the model asks for."""
+        return ()
 
     @abstractmethod
     def determine_available_memory(self) -> MemoryPlan:

@@ -15,6 +15,7 @@ from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.stage import num_noted_before, receive_buffer_bytes
 from penstock.worker.drafter import layers_of_target
+from penstock.worker.feature import WorkerFeatures, WorkerServices
 from penstock.worker.memory_plan import (
     MemoryPlan,
     StepMemory,
@@ -99,6 +100,7 @@ def _measure_step(
 ) -> StepMemory:
     tensors = _measure_without_memory(config, parallel, dtype, limits) if device.kind == "cpu" else None
     if tensors is None:
+        services = WorkerServices(config, device, weights.language_model, dtype.torch_dtype, limits.max_num_reqs + 1)
         tensors = measure_step_memory(
             device,
             weights.language_model,
@@ -110,6 +112,7 @@ def _measure_step(
             fast_paths=config.scheduler.fast_paths != "off",
             graphs=config.graphs,
             speculator=weights.speculator,
+            make_owners=lambda: WorkerFeatures(services).owners,
         )
     # Free memory in torch's cache is not available to the KV cache.
     device.return_unused_memory()

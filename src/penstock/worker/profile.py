@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ from penstock.runner.sampling import ProcessorContext
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.thinking_budget import ThinkingBudget
-from penstock.runner.slot_owner import registered_slot_owners
+from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.worker.memory_plan import StepMemory
 
@@ -45,10 +45,11 @@ def measure_step_memory(
     fast_paths: bool = True,
     graphs: GraphConfig | None = None,
     speculator: Speculator = NO_SPECULATOR,
+    make_owners: Callable[[], Sequence[SlotOwner]] = list,
 ) -> StepMemory:
     """Measure the tensors of the largest steps, and the buffers of the runner.
 
-    Without custom logits processors, which are a term of their own.
+    make_owners: makes the slot owners of features. Without custom logits processors, which are a term of their own.
     """
     with torch.no_grad():
         num_tokens = limits.max_num_tokens + speculator.most_extra_tokens(limits.max_num_reqs)
@@ -66,7 +67,7 @@ def measure_step_memory(
                 fast_paths=fast_paths,
                 graphs=graphs,
                 speculator=speculator,
-                owners=registered_slot_owners(),
+                owners=make_owners(),
             )
             # Includes tables that are allocated on first use.
             profile_sampling(runner, num_reqs=1)

@@ -32,6 +32,7 @@ from penstock.worker.drafter import (
     load_drafter_without_memory,
     place_for_drafter,
 )
+from penstock.worker.feature import WorkerFeatures, WorkerServices
 from penstock.worker.kv_cache_dtype import choose_kv_cache_dtype
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
@@ -91,6 +92,7 @@ def measure_unloaded(
             aux_layers = aux_layers_of_head(config, model, parallel)
             speculator = create_speculator(config.speculative, device, config.model.vocab_size, drafter, aux_layers)
             layers = {**layers, **speculator.cache_layers()}
+            services = WorkerServices(config, device, model, dtype.torch_dtype, limits.max_num_reqs + 1)
             step = measure_step_memory(
                 device,
                 model,
@@ -102,6 +104,7 @@ def measure_unloaded(
                 fast_paths=config.scheduler.fast_paths != "off",
                 graphs=config.graphs,
                 speculator=speculator,
+                make_owners=lambda: WorkerFeatures(services).owners,
             )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values
         raise NotOnMeta(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +27,8 @@ from penstock.parallel import ParallelState
 from penstock.runner.adapter_slots import adapter_owners
 from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step, warm_up_decodes
-from penstock.runner.encoder_inputs import encoder_inputs
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
-from penstock.runner.pooling_states import pooling_states
-from penstock.runner.slot_owner import SlotOwner, SlotOwnerFactory, registered_slot_owners
+from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
 from penstock.runner.warm_up import warm_up_requests
 from penstock.worker.base import WorkerBase
@@ -39,6 +36,7 @@ from penstock.worker.capabilities import check_options
 from penstock.worker.changes_model import changes_model
 from penstock.worker.drafter import layers_of_target, place_for_drafter
 from penstock.worker.expert_load import ExpertLoad
+from penstock.worker.feature import WorkerFeatures, WorkerServices, features_of_model
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
@@ -77,6 +75,7 @@ class Worker(WorkerBase):
         self._weights: Weights | None = None
         self._runner: ModelRunner | None = None
         self._pages: PagePrefaulting | None = None
+        self._features: WorkerFeatures | None = None
         self._adapters: AdapterManager | None = None
         self._expert_load: ExpertLoad | None = None
         if config.speculative.method is not None:
@@ -115,6 +114,8 @@ class Worker(WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         weights, layers = self.weights, self.weights.layers
+        services = self._services(max_model_len)
+        self._features = features = WorkerFeatures(services)
         self._runner = ModelRunner(
             self.device,
             weights.language_model,
@@ -129,13 +130,8 @@ class Worker(WorkerBase):
             agreement=self.parallel.agreement,
             speculator=weights.speculator,
             stage=self._stage(),
-            owners=[
-                *registered_slot_owners(),
-                pooling_states,
-                encoder_inputs,
-                *self._adapter_owners(max_model_len),
-            ],
-            output_head=self.config.model.output_head,
+            owners=[*features.owners, *self._adapter_owners(max_model_len)],
+            make_head=features.output_head,
             spans=self._profiler.spans,
         )
         for group in self._runner.kv_cache.groups:
@@ -188,6 +184,9 @@ class Worker(WorkerBase):
     def forget_programs(self) -> None:
         if self._runner is not None:
             self._runner.forget_programs()
+
+    def features_of_model(self) -> Sequence[str]:
+        return features_of_model(self.weights.language_model)
 
     def get_model(self) -> LanguageModel:
         return self.weights.language_model
@@ -274,6 +273,8 @@ class Worker(WorkerBase):
         weights.reload(self.config, new, None if self._runner is None else self._runner.limits.max_model_len)
         if self._runner is not None:
             self._runner.replace_model(weights.language_model)
+        if self._features is not None:
+            self._features.replace_model(weights.language_model)
         if self._adapters is not None:
             self._adapters.tables.attach(weights.model)
         if self._expert_load is not None:
@@ -307,9 +308,11 @@ class Worker(WorkerBase):
         self._profiler.shutdown()
         if self._pages is not None:
             self._pages.close()
+        if self._features is not None:
+            self._features.close()
         if self._adapters is not None:
             self._adapters.close()
-        self._runner = self._pages = self._weights = self._adapters = None
+        self._runner = self._pages = self._weights = self._features = self._adapters = None
         device, self._device = self._device, None
         if device is None:
             gc.collect()
@@ -341,7 +344,11 @@ class Worker(WorkerBase):
             raise ConfigError("LoRA adapters are not enabled. Start the engine with enable_lora=True.")
         return self._required(self._adapters, "initialize_from_config")
 
-    def _adapter_owners(self, max_model_len: int) -> list[SlotOwnerFactory]:
+    def _services(self, max_model_len: int) -> WorkerServices:
+        model, dtype = self.weights.language_model, self.dtype.torch_dtype
+        return WorkerServices(self.config, self.device, model, dtype, self._limits(max_model_len).max_num_reqs + 1)
+
+    def _adapter_owners(self, max_model_len: int) -> Sequence[SlotOwner]:
         """Slot owners of the requests' adapters; none unless these are enabled."""
         config = self.config.lora
         if not config.enable_lora:
@@ -349,8 +356,7 @@ class Worker(WorkerBase):
         dtype = self.dtype.torch_dtype
         tables = AdapterTables(self.weights.model, config, self.device.torch_device, dtype)
         self._adapters = AdapterManager(config, tables)
-        owners = adapter_owners(self.device, self._limits(max_model_len).max_num_reqs + 1, self._adapters)
-        return [partial(_given, owner) for owner in owners]
+        return adapter_owners(self.device, self._limits(max_model_len).max_num_reqs + 1, self._adapters)
 
     def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:
@@ -388,10 +394,6 @@ class Worker(WorkerBase):
             max_drafts=self.num_speculative_tokens,
             max_concurrent_steps=self.config.max_concurrent_batches,
         )
-
-
-def _given(owner: SlotOwner, *_of_runner: object) -> SlotOwner:
-    return owner
 
 
 def _give_back(device: Device) -> None:

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.contract import NewRequestData, Part, part_of, register_part
-from penstock.device import Device
+from penstock.contract import NewRequestData, Part, part_of
+from penstock.contract.feature import Feature, register_feature
 from penstock.kernels.embedding import embedding
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
-from penstock.models.interface import LanguageModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.runner.slot_owner import SlotOwner, register_slot_owner
+from penstock.runner.slot_owner import SlotOwner
 from penstock.step.inputs import StepInput
+from penstock.worker.feature import WorkerServices
 
 if TYPE_CHECKING:
     from penstock.step.frame import Frame
@@ -107,9 +107,10 @@ class AdaptedLlamaForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, DecoderModel(config, parallel, layer))
 
 
-def make_adapter_rows(device: Device, num_slots: int, model: LanguageModel) -> AdapterRows | None:
+def make_adapter_rows(services: WorkerServices) -> AdapterRows | None:
     """The owner for a model with adapters."""
-    return AdapterRows(num_slots, model) if isinstance(model, AdaptedLlamaForCausalLM) else None
+    model = services.model
+    return AdapterRows(services.num_slots, model) if isinstance(model, AdaptedLlamaForCausalLM) else None
 
 
 def scale_adapters(model: nn.Module, factor: float) -> None:
@@ -120,6 +121,5 @@ def scale_adapters(model: nn.Module, factor: float) -> None:
 
 
 def register() -> None:
-    register_part(AdapterPart)
     register_model(ARCHITECTURE, AdaptedLlamaForCausalLM)
-    register_slot_owner(make_adapter_rows)
+    register_feature(Feature(name="adapter", parts=(AdapterPart,), worker_side=make_adapter_rows))

@@ -12,19 +12,18 @@ from torch import Tensor
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.contract import ModelRunnerOutput, Part, SchedulerOutput, part_of, register_part
-from penstock.device import Device
+from penstock.contract import ModelRunnerOutput, Part, SchedulerOutput, part_of
+from penstock.contract.feature import Feature, register_feature
 from penstock.kernels.rotary import Rotation
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
-from penstock.models.interface import LanguageModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
 from penstock.runner.kv_cache import PagedKVCache
-from penstock.runner.slot_owner import SlotOwner, register_slot_owner
+from penstock.runner.slot_owner import SlotOwner
+from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
 from penstock.scheduler.request import Request
-from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.step_features import StepFeature, register_step_feature
+from penstock.worker.feature import WorkerServices
 
 ARCHITECTURE = "ConnectedLlamaForCausalLM"
 LOAD, SAVE = "a load by the connector", "a save by the connector"
@@ -76,11 +75,11 @@ class ConnectorResults(Part, frozen=True, kw_only=True):
     saved: list[str]
 
 
-class ConnectorScheduler(StepFeature):
+class ConnectorScheduler(SchedulerFeature):
     """The scheduler's side: reserves and holds blocks. num_loaded_tokens: of all requests."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, services: SchedulerServices) -> None:
+        self._scheduler = services.scheduler
         self._is_on = STORE.is_on
         self._to_load: list[Transfer] = []
         self._loading: set[str] = set()
@@ -217,15 +216,18 @@ class ConnectedLlamaForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, DecoderModel(config, parallel, layer))
 
 
-def make_worker_side(device: Device, num_slots: int, model: LanguageModel) -> ConnectorWorker | None:
+def make_worker_side(services: WorkerServices) -> ConnectorWorker | None:
     """The worker's side, for a model with the hooks."""
-    return ConnectorWorker() if isinstance(model, ConnectedLlamaForCausalLM) else None
+    return ConnectorWorker() if isinstance(services.model, ConnectedLlamaForCausalLM) else None
 
 
 def register() -> None:
-    register_part(Transfer)
-    register_part(ConnectorPart)
-    register_part(ConnectorResults)
     register_model(ARCHITECTURE, ConnectedLlamaForCausalLM)
-    register_slot_owner(make_worker_side)
-    register_step_feature(ConnectorScheduler)
+    register_feature(
+        Feature(
+            name="connector",
+            parts=(Transfer, ConnectorPart, ConnectorResults),
+            scheduler_side=ConnectorScheduler,
+            worker_side=make_worker_side,
+        )
+    )

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
+from penstock.contract.feature import Feature, register_feature
+from penstock.features.pooling.base import PoolingHead
 from penstock.kernels.rotary import Rotation
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.runner.output_heads import PoolingHead, register_output_head
 from penstock.step.frame import Frame, WantedOutputs
 
 ARCHITECTURE = "BidirectionalLlama"
@@ -118,5 +119,5 @@ class LastTokenPooling(PoolingHead):
 
 def register() -> None:
     register_model(ARCHITECTURE, BidirectionalLlama)
-    register_output_head(HEAD, MeanPooling)
-    register_output_head(LAST_TOKEN_HEAD, LastTokenPooling)
+    heads = {HEAD: MeanPooling, LAST_TOKEN_HEAD: LastTokenPooling}
+    register_feature(Feature(name="mean pooling", output_heads=heads))

@@ -7,12 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.contract.feature import Feature, features_of, make_side
 from penstock.engine.core.adapter_list import LIST_METHODS, AdapterList
 from penstock.engine.core.adapters import CoreAdapters
 from penstock.engine.core.constrained_requests import ConstrainedRequests
@@ -28,10 +30,10 @@ from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import Executor, StepHandle
 from penstock.scheduler.adapters import AdapterLimit
+from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.step_features import registered_step_features
 from penstock.scheduler.step_times import StepTimes
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.plugins import load_plugins
@@ -98,7 +100,7 @@ class EngineCore:
             config.lora,
             self.scheduler,
             self._adapter_limit,
-            lambda method, args=(): self._executor.collective_rpc(method, args=args),
+            self._call_workers,
             self._take_ends,
             loads_at_once=config.parallel.must_agree_on_time,
         )
@@ -296,8 +298,22 @@ class EngineCore:
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
             max_concurrent_steps=self._max_in_flight,
             tell_ends=self._take_ends,
-            features=[*registered_step_features(), *([self._make_adapter_limit] if config.lora.enable_lora else [])],
+            features=[*self._factories(engine), *([self._make_adapter_limit] if config.lora.enable_lora else [])],
         )
+
+    def _factories(self, engine: StartedEngine) -> list[Callable[[Scheduler], SchedulerFeature]]:
+        """Factories of the scheduler sides of the engine's features."""
+
+        def make(feature: Feature, scheduler: Scheduler) -> SchedulerFeature:
+            services = SchedulerServices(self.config, scheduler, self._call_workers, self._take_ends, self.wake)
+            side: SchedulerFeature = make_side(feature.scheduler_side, services)
+            return side
+
+        features = features_of(self.config, engine.features_of_model)
+        return [partial(make, feature) for feature in features if feature.scheduler_side is not None]
+
+    def _call_workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        return self._executor.collective_rpc(method, args=args)
 
     def _make_adapter_limit(self, scheduler: Scheduler) -> AdapterLimit:
         self._adapter_limit = AdapterLimit(scheduler, self.config.lora.max_loras)

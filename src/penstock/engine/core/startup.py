@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,8 @@ class StartedEngine:
     """Workers with their KV cache, and the plan by which they were started.
 
     config: configuration with which the current weights were loaded. config_updates: changes for the next reload.
-    step_costs: measured (tokens, seconds) of steps; None without adaptive speculative decoding.
+    step_costs: measured (tokens, seconds) of steps; None without adaptive speculative decoding. features_of_model:
+    modules of the features that the model asks for.
     """
 
     config: EngineConfig
@@ -40,6 +41,7 @@ class StartedEngine:
     kv_cache_config: KVCacheConfig
     max_model_len: int
     step_costs: list[tuple[int, float]] | None = None
+    features_of_model: Sequence[str] = ()
     config_updates: list[Any] = field(default_factory=list)
 
     @property
@@ -78,12 +80,13 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         executor.initialize_from_config(kv_cache_config, max_model_len)
         is_adaptive = config.speculative.method is not None and config.speculative.adaptive
         step_costs = executor.measure_step_costs() if is_adaptive else None
+        (of_model,) = executor.collective_rpc("features_of_model", unique_reply_rank=0)
     except BaseException:
         executor.shutdown()
         raise
     _log_kv_cache(config, kv_cache_config, max_model_len)
     _log_times("Ready", begin, executor, config)
-    return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs)
+    return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs, of_model)
 
 
 def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:

@@ -40,6 +40,7 @@ class PoolingModel(CausalLM):
         self._vocab_size = model_config.vocab_size
         made: Backbone = make_backbone(model_config, parallel)
         self.backbone: CausalLM = made.model
+        self.features = made.model.features
         self._prefix = made.prefix
         layers = head_layers(model_config, pooling, made.hidden_size, is_logits=made.is_logits)
         self.head = nn.ModuleList(layers)

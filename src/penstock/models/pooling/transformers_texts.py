@@ -34,6 +34,7 @@ class TransformersTexts(CausalLM):
     A text's logits are in the rows of all of its tokens. num_token_types: texts that a pair may have.
     """
 
+    features = ("penstock.features.encoder_inputs",)
     # Its own code numbers the positions.
     first_position = 0
 

@@ -1,7 +1,7 @@
 """Output heads: from a step's hidden states to its results, one file per kind."""
 
-from penstock.runner.output_heads.base import HeadParts, OutputHead
-from penstock.runner.output_heads.pooling import PoolingHead
-from penstock.runner.output_heads.registry import create_output_head, register_output_head
+from penstock.runner.output_heads.base import HeadFactory, HeadParts, OutputHead
+from penstock.runner.output_heads.earlier_stage import EarlierStage
+from penstock.runner.output_heads.generation import Generation
 
-__all__ = ["HeadParts", "OutputHead", "PoolingHead", "create_output_head", "register_output_head"]
+__all__ = ["EarlierStage", "Generation", "HeadFactory", "HeadParts", "OutputHead"]

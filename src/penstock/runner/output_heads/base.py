@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from penstock.contract import SchedulerOutput
 from penstock.device import Device
-from penstock.runner.async_output import AsyncOutput, ReadyOutput
-from penstock.runner.async_pooled import AsyncPooled
+from penstock.runner.async_output import StepOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.slot_owners import SlotOwners
@@ -38,7 +38,7 @@ class OutputHead(ABC):
         """Outputs that a built frame wants: equal for all steps that repeat it, and on all ranks."""
 
     @abstractmethod
-    def finish(self, frame: Frame) -> AsyncOutput | AsyncPooled | ReadyOutput:
+    def finish(self, frame: Frame) -> StepOutput:
         """Return the result of an executed step, with its copy to the host started; all owners commit the outcome."""
 
     def settle(self, output: SchedulerOutput, buffer_set: int | None) -> None:  # noqa: B027
@@ -46,3 +46,7 @@ class OutputHead(ABC):
 
     def catch_up(self) -> None:  # noqa: B027
         """Receive and commit the outcomes of all executed steps."""
+
+
+# Makes the output head of a runner.
+HeadFactory: TypeAlias = Callable[[HeadParts], OutputHead]

@@ -10,10 +10,10 @@ import torch
 from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.models.bert import POSITION_IDS, TOKEN_TYPE_IDS
-from penstock.models.interface import LanguageModel
 from penstock.runner.slot_owner import SlotOwner
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
+from penstock.worker.feature import WorkerServices
 
 
 class EncoderInputs(SlotOwner):
@@ -49,9 +49,7 @@ class EncoderInputs(SlotOwner):
         types.copy_(frame.batch.positions[:num_tokens] >= starts_T)
 
 
-def encoder_inputs(device: Device, num_slots: int, model: LanguageModel) -> EncoderInputs | None:
-    """Step inputs of a model, if it is an encoder that reads them."""
-    backbone: Any = getattr(model, "backbone", None)
-    if not hasattr(backbone, "num_token_types"):
-        return None
-    return EncoderInputs(device, num_slots, backbone.first_position, backbone.num_token_types)
+def encoder_inputs(services: WorkerServices) -> EncoderInputs:
+    """Step inputs of an encoder."""
+    backbone: Any = services.model.backbone  # type: ignore[attr-defined]
+    return EncoderInputs(services.device, services.num_slots, backbone.first_position, backbone.num_token_types)

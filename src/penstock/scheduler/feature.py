@@ -1,21 +1,22 @@
-"""Scheduler side of features that add parts to the messages of steps and read parts of results."""
+"""Scheduler sides of features: they admit requests, add parts to the messages of steps, and read parts of results."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.config import EngineConfig
 from penstock.contract import ModelRunnerOutput, Part, SchedulerOutput
-from penstock.contract.registration import register_once
+from penstock.scheduler.outputs import EngineCoreOutput
 
 if TYPE_CHECKING:
     from penstock.scheduler.request import Request
     from penstock.scheduler.scheduler import Scheduler
 
 
-class StepFeature(ABC):
-    """Interface of a feature in the scheduler."""
+class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
+    """Scheduler side of a feature. All methods are optional."""
 
     def request_added(self, request: Request) -> None:  # noqa: B027
         """Note a new waiting request; the feature may call `wait_for` on it."""
@@ -37,9 +38,9 @@ class StepFeature(ABC):
         """
         return None
 
-    @abstractmethod
     def part_of_step(self, message: SchedulerOutput) -> Part | None:
         """Return the feature's part of a step's message before its launch; None without one."""
+        return None
 
     def take_results(self, message: SchedulerOutput, results: ModelRunnerOutput) -> None:  # noqa: B027
         """Take in the parts of a step's results, before its tokens."""
@@ -48,20 +49,20 @@ class StepFeature(ABC):
         """Note that workers were replaced: results of earlier steps and the KV cache are lost."""
 
 
-# Creates the feature for one scheduler.
-StepFeatureFactory = Callable[["Scheduler"], StepFeature]
-_registered: list[StepFeatureFactory] = []
+class SchedulerServices(NamedTuple):
+    """What an engine core gives to a feature.
 
-
-def register_step_feature(factory: StepFeatureFactory) -> None:
-    """Let every scheduler that is made from now on in this process have the feature. Plugins register functions or
-    classes of their modules.
-
-    Raises ConfigError for a lambda or a nested function.
+    scheduler: it, with its KV cache, is complete when a method of the feature is called. call_workers: calls a method
+    of every worker between two steps, (method, args) -> answers. tell_ends: sends the last outputs of requests that the
+    feature has ended. wake: ends the core's wait for work; from any thread.
     """
-    register_once(_registered, factory)
+
+    config: EngineConfig
+    scheduler: Scheduler
+    call_workers: Callable[..., list[Any]]
+    tell_ends: Callable[[list[EngineCoreOutput]], None]
+    wake: Callable[[], None]
 
 
-def registered_step_features() -> tuple[StepFeatureFactory, ...]:
-    """Return the registered factories, in order."""
-    return tuple(_registered)
+# Makes the feature's side for a scheduler.
+SchedulerFeatureFactory = Callable[["Scheduler"], SchedulerFeature]

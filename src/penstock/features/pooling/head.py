@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.features.pooling.base import PoolingHead
+from penstock.features.pooling.states import PoolingStates
 from penstock.models.pooling import PoolingModel
 from penstock.runner.output_heads.base import HeadParts
-from penstock.runner.output_heads.pooling import PoolingHead
-from penstock.runner.pooling_states import PoolingStates
 from penstock.step.frame import Frame, WantedOutputs
 
 

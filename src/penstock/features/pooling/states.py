@@ -13,11 +13,10 @@ from torch import Tensor
 
 from penstock.config.pooling import TOKEN_TASKS
 from penstock.contract import NewRequestData, PoolingParams
-from penstock.device import Device
 from penstock.errors import InvalidRequest
-from penstock.models.interface import LanguageModel
 from penstock.models.pooling import PoolingModel
 from penstock.runner.slot_owner import SlotOwner
+from penstock.worker.feature import WorkerServices
 
 
 class Pooled(ABC):
@@ -146,6 +145,7 @@ class PoolingStates(SlotOwner):
         self.prompt_token_ids.pop(slot, None)
 
 
-def pooling_states(_device: Device, _num_slots: int, model: LanguageModel) -> PoolingStates | None:
+def pooling_states(services: WorkerServices) -> PoolingStates | None:
     """States of a pooling model; None for others."""
+    model = services.model
     return PoolingStates(model.pooling.pooling) if isinstance(model, PoolingModel) else None

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.device import Device
-from penstock.runner.async_output import ReadyOutput
-from penstock.runner.async_pooled import AsyncPooled, pooled_output
+from penstock.features.pooling.async_pooled import AsyncPooled, pooled_output
+from penstock.runner.async_output import ReadyOutput, StepOutput
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
 from penstock.runner.request_states import empty_outcome
@@ -36,7 +36,7 @@ class PoolingHead(OutputHead):
         is_complete: whether the step completes the prompt, per request.
         """
 
-    def finish(self, frame: Frame) -> AsyncPooled | ReadyOutput:
+    def finish(self, frame: Frame) -> StepOutput:
         vectors: Sequence[Tensor | None] = []
         if frame.has_tokens:
             complete = set(sampling_requests(frame.batch.layout, self._requests))
