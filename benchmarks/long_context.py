@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.ceilings import Ceilings
 from benchmarks.machine import described, machine, save
 from benchmarks.peers.shapes import SHAPES
-from penstock.attention import LayerAttention, StepGeometry
+from penstock.attention import AttentionStep, Heads, LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
@@ -165,14 +165,13 @@ def measure_attention(clock: Turns, name: str, dtype: str, batch: int, context: 
     memory = [_memory(num_blocks * spec.page_size_bytes).view(num_blocks, -1) for _ in range(num_layers)]
     caches = [fill(backend.view_pages(pages, spec)) for pages in memory]
     num_kv_heads = layer.num_kv_heads
-    query, key, value = torch.randn(batch, layer.num_heads + 2 * num_kv_heads, layer.head_size).split(
-        [layer.num_heads, num_kv_heads, num_kv_heads], 1
-    )
+    all_heads = torch.randn(batch, layer.num_heads + 2 * num_kv_heads, layer.head_size)
+    heads = Heads(*all_heads.split([layer.num_heads, num_kv_heads, num_kv_heads], 1))
     metadata = backend.make_metadata(geometry)
 
     def run() -> None:
         for cache in caches:
-            backend.forward(layer, query, key, value, cache, metadata)
+            backend.run(AttentionStep(layer, heads, cache, metadata))
 
     seconds, speed = clock.time(run)
     return _row("attention", name, dtype, batch, context, seconds / num_layers, layer_bytes, speed)

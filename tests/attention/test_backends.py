@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention import AttentionBackend, AttentionStep, Heads, LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
@@ -159,9 +159,8 @@ def _check(
             stacked = torch.from_numpy(np.concatenate([*chunks, filler])).to(dtype)
             return stacked.transpose(0, 1).contiguous().transpose(0, 1) if is_head_major else stacked
 
-        return backend.forward(
-            layer, stack(queries), stack(keys), stack(values), kv_cache, backend.make_metadata(geometry)
-        )
+        heads = Heads(stack(queries), stack(keys), stack(values))
+        return backend.run(AttentionStep(layer, heads, kv_cache, backend.make_metadata(geometry)))
 
     for index, request in enumerate(requests):
         if request.num_computed:

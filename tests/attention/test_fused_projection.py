@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention import AttentionBackend, AttentionStep, LayerAttention, Projection, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.reference import ReferenceBackend
 from penstock.contract import FullAttentionSpec
@@ -122,8 +122,8 @@ def test_it_is_norm_rotation_and_attention(
                 if is_native
                 else gather_rotation_reference(table_PR, positions_T, torch.float32)
             )
-            metadata = backend.make_metadata(geometry)
-            return backend.forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+            projection = Projection(qkv_TX, norm, rotation)
+            return backend.run(AttentionStep(layer, projection, kv_cache, backend.make_metadata(geometry)))
 
         whole = _geometry(STEP, num_padding)
         for index, (before, _) in enumerate(STEP):
@@ -155,6 +155,6 @@ def test_a_norm_that_is_more_than_that_goes_the_plain_way() -> None:
         norm = Norm(torch.full((4, 16), 1.5), 1e-6, is_plain=is_plain)
         kv_cache = new_cache(backend, 4, 2, 16)
         rotation = TableRotation(table_PR, torch.arange(5))
-        args = (layer, qkv_TX.clone(), norm, rotation, kv_cache, backend.make_metadata(geometry))
-        results.append(backend.forward_projected(*args))
+        projection = Projection(qkv_TX.clone(), norm, rotation)
+        results.append(backend.run(AttentionStep(layer, projection, kv_cache, backend.make_metadata(geometry))))
     torch.testing.assert_close(results[0], results[1])

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention import (
+    AttentionBackend,
+    AttentionRows,
+    AttentionStep,
+    Heads,
+    LastRows,
+    LayerAttention,
+    Projection,
+    StepGeometry,
+)
 from penstock.attention.cpu_context import CpuContextBackend
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.select import select_backend
@@ -47,6 +56,22 @@ def by_definition(
     scores_HQL[:, hidden] = -np.inf
     weights_HQL = np.exp(scores_HQL - scores_HQL.max(-1, keepdims=True))
     return np.einsum("hql,ld->qhd", weights_HQL / weights_HQL.sum(-1, keepdims=True), value_LD)
+
+
+def step_of(
+    backend: AttentionBackend,
+    layer: LayerAttention,
+    rows: AttentionRows,
+    cache: Tensor,
+    geometry: StepGeometry,
+    only_last: bool,
+) -> AttentionStep:
+    """A step of all tokens, or narrowed to the last token of each request."""
+    step = AttentionStep(layer, rows, cache, backend.make_metadata(geometry))
+    if not only_last:
+        return step
+    rows_R = geometry.query_start_loc[1:].long() - 1
+    return step._replace(last=LastRows(rows_R, backend.make_metadata(geometry.of_last_tokens(rows_R))))
 
 
 @dataclass
@@ -150,12 +175,8 @@ class Ranks:
 
         def run(rank: int) -> Tensor:
             given, backend = self.given(rank, step), self.backends[rank]
-            parts = given[:, : self.own], given[:, self.own : -1], given[:, -1:]
-            call = self.layers[rank], *parts, self.caches[rank], backend.make_metadata(geometry)
-            if not only_last:
-                return backend.forward(*call)
-            rows = geometry.query_start_loc[1:].long() - 1
-            return backend.forward_last(*call, rows, backend.make_metadata(geometry.of_last_tokens(rows)))
+            heads = Heads(given[:, : self.own], given[:, self.own : -1], given[:, -1:])
+            return backend.run(step_of(backend, self.layers[rank], heads, self.caches[rank], geometry, only_last))
 
         return torch.cat(self.together(run), 1)
 
@@ -289,18 +310,12 @@ def test_heads_are_normalised_and_turned_as_by_one_rank(has_norm: bool, only_las
         if norm is not None:
             norm.weight.copy_(torch.tensor([0.7] * 3 + [1.3])[:, None].expand_as(norm.weight))
         geometry = ranks.geometry(step)
-        rows = geometry.query_start_loc[1:].long() - 1
 
-        def run(
-            rank: int, ranks: Ranks = ranks, norm: Any = norm, geometry: Any = geometry, rows: Any = rows
-        ) -> Tensor:
+        def run(rank: int, ranks: Ranks = ranks, norm: Any = norm, geometry: Any = geometry) -> Tensor:
             backend = ranks.backends[rank]
-            call = ranks.layers[rank], ranks.given(rank, step).flatten(1), norm, rotation, ranks.caches[rank]
-            metadata = backend.make_metadata(geometry)
-            if not only_last:
-                return backend.forward_projected(*call, metadata)
-            last = backend.make_metadata(geometry.of_last_tokens(rows))
-            return backend.forward_last_projected(*call, metadata, rows, last)
+            projection = Projection(ranks.given(rank, step).flatten(1), norm, rotation)
+            cache = ranks.caches[rank]
+            return backend.run(step_of(backend, ranks.layers[rank], projection, cache, geometry, only_last))
 
         found.append(torch.cat(ranks.together(run), 1))
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
@@ -312,9 +327,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     layer = replace(ranks.layers[0], context=ContextShare(group, 1))
     backend = CpuNativeBackend(layer)
     given = ranks.given(0, [(1, 0, 2)])
-    metadata = backend.make_metadata(ranks.geometry([(1, 0, 2)]))
+    heads = Heads(given[:, :3], given[:, 3:4], given[:, 4:])
+    one = step_of(backend, layer, heads, ranks.caches[0], ranks.geometry([(1, 0, 2)]), only_last=False)
     with pytest.raises(WaitTimeout, match=r"Rank 0 waited 0.05 s in attention \(call 1 .* for rank 1"):
-        backend.forward(layer, given[:, :3], given[:, 3:4], given[:, 4:], ranks.caches[0], metadata)
+        backend.run(one)
 
 
 def test_which_backend_shares_positions() -> None:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import AttentionBackend, LayerAttention, StepGeometry
+from penstock.attention import (
+    AttentionBackend,
+    AttentionStep,
+    Heads,
+    LastRows,
+    LayerAttention,
+    Projection,
+    StepGeometry,
+)
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.triton_paged import TritonPagedBackend
 from penstock.contract import FullAttentionSpec
@@ -107,15 +115,13 @@ def test_a_step_from_the_projection_equals_the_reference(
     results = []
     for backend, rotation in zip((ReferenceBackend(layer), TritonPagedBackend(layer)), rotations, strict=True):
         cache = new_cache(backend)
-        step = layer, qkv.clone(), norm, rotation, cache
-        metadata = backend.make_metadata(geometry)
-        every = backend.forward_projected(*step, metadata)
+        projection = Projection(qkv.clone(), norm, rotation)
+        step = AttentionStep(layer, projection, cache, backend.make_metadata(geometry))
+        every = backend.run(step)
         written = cache.clone()
         cache.copy_(new_cache(backend))
-        step = layer, qkv.clone(), norm, rotation, cache
-        last = backend.forward_last_projected(
-            *step, metadata, rows, backend.make_metadata(geometry.of_last_tokens(rows))
-        )
+        narrowing = LastRows(rows, backend.make_metadata(geometry.of_last_tokens(rows)))
+        last = backend.run(step._replace(rows=projection._replace(qkv_TX=qkv.clone()), last=narrowing))
         assert torch.isfinite(every).all()
         results.append((every[:num_tokens], last, written, cache))
     for expected, actual in zip(*results, strict=True):
@@ -128,8 +134,8 @@ def test_a_decode_serves_fewer_requests_than_its_geometry_says() -> None:
     backend = TritonPagedBackend(LAYER)
     geometry = make_geometry(DECODES, num_padding_rows=2, num_padding=2)
     captured = replace(geometry, num_actual_tokens=5, num_actual_reqs=5)
-    query, key, value = (torch.randn(5, heads, 16).to(DEVICE) for heads in (4, 2, 2))
-    outputs = [backend.forward(LAYER, query, key, value, new_cache(backend), one) for one in (geometry, captured)]
+    heads = Heads(*(torch.randn(5, heads, 16).to(DEVICE) for heads in (4, 2, 2)))
+    outputs = [backend.run(AttentionStep(LAYER, heads, new_cache(backend), one)) for one in (geometry, captured)]
     assert torch.equal(*outputs)
     assert (outputs[1][3:] == 0).all()
 
@@ -156,7 +162,7 @@ def test_a_memory_plan_counts_queries_outputs_and_partial_results() -> None:
         qkv = torch.empty(2, 8 * 16)
         rotation = gather_rotation_reference(torch.empty(100, 16), torch.zeros(2, dtype=torch.int64), torch.float32)
         with TensorMemory() as memory:
-            output = backend.forward_projected(LAYER, qkv, None, rotation, cache, geometry)
+            output = backend.run(AttentionStep(LAYER, Projection(qkv, None, rotation), cache, geometry))
     assert output.shape == (2, 64)
     num_splits = 32
     assert memory.peak_bytes == 2 * 4 * (16 + 16 + num_splits * (16 + 1)) * 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention.base import LayerAttention
+from penstock.attention import LayerAttention
 from penstock.attention.whole_texts import attend_text
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import HeadPreparation, HeadShape, StepRequests

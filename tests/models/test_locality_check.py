@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import LayerAttention
+from penstock.attention import Heads, LayerAttention
 from penstock.models.transformers_fallback.interface import Attends, CannotRun
 from penstock.models.transformers_fallback.locality import Forward, check_locality
 
@@ -19,7 +19,7 @@ def forward(tokens: Tensor, positions: Tensor | None, attention: Attends) -> Ten
     positions = torch.arange(len(tokens)) if positions is None else positions
     hidden_TD = EMBEDDING[tokens] * (1 + 0.1 * positions[:, None])
     heads = hidden_TD.view(-1, 4, 8)
-    return hidden_TD + attention.attend(LAYER, heads, heads[:, :2], heads[:, 2:]).flatten(1)
+    return hidden_TD + attention.attend(LAYER, Heads(heads, heads[:, :2], heads[:, 2:])).flatten(1)
 
 
 def check(one: Forward) -> None:
@@ -46,7 +46,7 @@ def counting_positions(tokens: Tensor, positions: Tensor | None, attention: Atte
 def counting_positions_of_keys(tokens: Tensor, positions: Tensor | None, attention: Attends) -> Tensor:
     heads = EMBEDDING[tokens].view(-1, 4, 8)
     keys = heads[:, :2] * torch.arange(len(tokens))[:, None, None]
-    return attention.attend(LAYER, heads, keys, heads[:, 2:]).flatten(1)
+    return attention.attend(LAYER, Heads(heads, keys, heads[:, 2:])).flatten(1)
 
 
 @pytest.mark.parametrize("other", [convolved, scanned, counting_positions, counting_positions_of_keys])

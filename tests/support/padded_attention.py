@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.attention import LayerAttention, StepGeometry
+from penstock.attention import AttentionStep
 from penstock.attention.reference import ReferenceBackend
 from penstock.kernels.paged_attention import paged_attention_reference
 
@@ -15,29 +15,25 @@ class PaddedBackend(ReferenceBackend):
     keeps_metadata = True
     is_capturable = True
 
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-    ) -> Tensor:
-        if metadata.is_written:
-            return super().forward(layer, query_THD, key_TKD, value_TKD, kv_cache, metadata)
+    def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        kv_cache, metadata = step.kv_cache, step.metadata
         slots_T, block_size = metadata.slot_mapping, metadata.block_size
         for row, slot in enumerate(slots_T.tolist()):
             if slot >= 0:
                 kv_cache[0, slot // block_size, slot % block_size] = key_TKD[row].to(kv_cache.dtype)
                 kv_cache[1, slot // block_size, slot % block_size] = value_TKD[row].to(kv_cache.dtype)
+
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        layer, kv_cache, metadata = step.layer, step.kv_cache, step.metadata
+        starts = torch.arange(len(query_THD) + 1) if metadata.max_query_len == 1 else metadata.query_start_loc
+        num_rows = len(starts) - 1
         return paged_attention_reference(
             query_THD,
             kv_cache[0],
             kv_cache[1],
-            metadata.block_table,
-            torch.arange(len(query_THD) + 1) if metadata.max_query_len == 1 else metadata.query_start_loc,
-            metadata.seq_lens,
+            metadata.block_table[:num_rows],
+            starts,
+            metadata.seq_lens[:num_rows],
             metadata.max_query_len,
             layer.scale,
             layer.window,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import AttentionBackend, ForwardContext, LayerAttention
+from penstock.attention import AttentionBackend, AttentionStep, ForwardContext, LayerAttention, Projection
 from penstock.attention.context import BoundLayer
 from penstock.models.attention_layers import attention_layers
 from penstock.models.interface import LanguageModel
@@ -31,21 +31,17 @@ class PlainBackend(AttentionBackend):
     def make_metadata(self, geometry: object) -> object:
         raise NotImplementedError
 
-    def write(self, *args: object) -> None:
+    def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
         raise NotImplementedError
 
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: Sequence[int],
-    ) -> Tensor:
-        lengths = list(metadata)
-        parts = zip(query_THD.split(lengths), key_TKD.split(lengths), value_TKD.split(lengths), strict=True)
-        return torch.cat([_attend(layer, *part) for part in parts])
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def run(self, step: AttentionStep) -> Tensor:
+        lengths = list(step.metadata)
+        parts = zip(*(heads.split(lengths) for heads in step.heads()), strict=True)
+        output_THD = torch.cat([_attend(step.layer, *part) for part in parts])
+        return output_THD.flatten(1) if isinstance(step.rows, Projection) else output_THD
 
 
 def plain_context(model: nn.Module, lengths: Sequence[int]) -> ForwardContext:

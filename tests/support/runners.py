@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.attention import ForwardContext, LayerAttention
+from penstock.attention import ForwardContext, Heads, LayerAttention
 from penstock.config import DeviceConfig
 from penstock.contract import (
     CachedRequestData,
@@ -46,7 +46,7 @@ class ArithmeticModel:
     def __call__(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         self.calls.append((input_ids.tolist(), positions.tolist()))
         rows = torch.stack([input_ids, positions, input_ids, positions], dim=-1).float().unsqueeze(1)
-        context.attend(LAYER, rows, rows + 1, rows + 2)
+        context.attend(LAYER, Heads(rows, rows + 1, rows + 2))
         return context.asked_for(((input_ids.long() * 7 + positions * 3 + 5) % VOCAB_SIZE).float().unsqueeze(-1))
 
     def compute_greedy(self, hidden: Tensor) -> None:

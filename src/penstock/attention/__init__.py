@@ -2,21 +2,30 @@
 
 from penstock.attention.base import (
     AttentionBackend,
-    AttentionMetadata,
     BringsBackend,
     CacheBackend,
     CacheLayer,
-    HeadNorm,
-    LayerAttention,
     SequenceGeometry,
     StepGeometry,
 )
 from penstock.attention.context import NO_INPUTS, AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
+from penstock.attention.step import (
+    AttentionMetadata,
+    AttentionRows,
+    AttentionStep,
+    HeadNorm,
+    Heads,
+    LastRows,
+    LayerAttention,
+    Projection,
+)
 
 __all__ = [
     "NO_INPUTS",
     "AttentionBackend",
     "AttentionMetadata",
+    "AttentionRows",
+    "AttentionStep",
     "AuxHiddenStates",
     "BoundLayer",
     "BringsBackend",
@@ -24,8 +33,11 @@ __all__ = [
     "CacheLayer",
     "ForwardContext",
     "HeadNorm",
+    "Heads",
+    "LastRows",
     "LastTokens",
     "LayerAttention",
+    "Projection",
     "SequenceGeometry",
     "StepGeometry",
 ]

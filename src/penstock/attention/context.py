@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.attention.base import AttentionMetadata, HeadNorm, LayerAttention, SequenceGeometry
+from penstock.attention.base import SequenceGeometry
+from penstock.attention.step import AttentionMetadata, AttentionRows, AttentionStep, LastRows, LayerAttention
 from penstock.kernels.native.tracing import trace_opaque
-from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
 from penstock.parallel.scattered_rows import ScatteredRows
 
@@ -133,32 +133,15 @@ class ForwardContext:
         bound = self.layers[name]
         return bound.kv_cache, self.metadata[bound.group]
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
-        """Attention of one layer: [T, H, D] from queries, keys [T, K, D] and values [T, K, D].
+    def attend(self, layer: LayerAttention, rows: AttentionRows) -> Tensor:
+        """Attention of one layer (`AttentionBackend.run`): [T, H, D] from heads, [T, H * D] from a projection.
 
-        [R, H, D] where the context is narrowed to last tokens.
+        R rows where the context is narrowed to last tokens.
         """
-        bound = self.layers[layer.name]
-        group = bound.group
-        step = layer, query_THD, key_TKD, value_TKD, bound.kv_cache, self.metadata[group]
-        if self.last is None:
-            return bound.backend.forward(*step)  # type: ignore[no-any-return]
-        return bound.backend.forward_last(*step, self.last.rows, self.last.metadata[group])  # type: ignore[no-any-return]
-
-    def attend_projected(
-        self, layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
-    ) -> Tensor:
-        """Run `attend` on the output of the QKV projection, [T, (H + 2 * K) * D], which it overwrites: [T, H * D].
-
-        [R, H * D] where the context is narrowed to last tokens.
-        """
-        bound = self.layers[layer.name]
-        group = bound.group
-        step = layer, qkv_TX, norm, rotation, bound.kv_cache, self.metadata[group]
-        if self.last is None:
-            return bound.backend.forward_projected(*step)  # type: ignore[no-any-return]
-        last = self.last.rows, self.last.metadata[group]
-        return bound.backend.forward_last_projected(*step, *last)  # type: ignore[no-any-return]
+        bound, last = self.layers[layer.name], self.last
+        narrowed = None if last is None else LastRows(last.rows, last.metadata[bound.group])
+        step = AttentionStep(layer, rows, bound.kv_cache, self.metadata[bound.group], narrowed)
+        return bound.backend.run(step)  # type: ignore[no-any-return]
 
 
 def _call(

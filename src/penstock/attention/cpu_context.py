@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention.base import LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.base import StepGeometry, keys_then_values
 from penstock.attention.head_major import HeadMajorBackend, gather_blocks
+from penstock.attention.step import AttentionStep, LayerAttention
 from penstock.contract import AttentionSpec
 from penstock.kernels.paged_attention import (
     DecodeBlocks,
@@ -55,7 +56,6 @@ class CpuContextMetadata:
     num_tokens: int
     own: Tensor
     kv_rows: Tensor
-    is_written: bool
     decodes: DecodeParts | None
     prefills: list[PrefillPart]
 
@@ -96,7 +96,6 @@ class CpuContextBackend(HeadMajorBackend):
             num_tokens=num_tokens,
             own=torch.from_numpy(own),
             kv_rows=torch.from_numpy(write_kv_rows(slots, page, self.num_kv_heads)),
-            is_written=geometry.is_written,
             decodes=self._decodes(table, lengths[:num_decodes], page),
             prefills=[prefill for prefill in prefills if len(prefill.block_ids)],
         )
@@ -120,32 +119,21 @@ class CpuContextBackend(HeadMajorBackend):
         skipped = first_block * page
         return PrefillPart(start, stop, torch.from_numpy(first - skipped), torch.from_numpy(end - skipped), block_ids)
 
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: CpuContextMetadata,
-    ) -> Tensor:
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
         output_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
-        num_tokens = metadata.num_tokens
+        num_tokens = step.metadata.num_tokens
         if num_tokens == 0:
             return output_THD
-        if not metadata.is_written:
-            self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
         group = self._share.group
-        part_THD, lse_TH = self._attend_here(layer, group.all_gather(query_THD[:num_tokens], 1), kv_cache, metadata)
+        part_THD, lse_TH = self._attend_here(step, group.all_gather(query_THD[:num_tokens], 1))
         weighed_THD = weigh_part(part_THD, lse_TH, group.all_gather(lse_TH.unsqueeze(0), 0))
         output_THD[:num_tokens] = group.reduce_scatter(weighed_THD, 1)
         return output_THD
 
-    def _attend_here(
-        self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, metadata: CpuContextMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def _attend_here(self, step: AttentionStep, query_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Attend to local positions with the query heads of all ranks: float32 [T, H, D], and log-sum-exp [T, H]."""
-        key_cache, value_cache = kv_cache[0], kv_cache[1]
+        layer, metadata = step.layer, step.metadata
+        key_cache, value_cache = step.kv_cache[0], step.kv_cache[1]
         output_THD = query_THD.new_zeros(query_THD.shape, dtype=torch.float32)
         lse_TH = output_THD.new_full(query_THD.shape[:2], float("-inf"))
         decodes = metadata.decodes
@@ -168,13 +156,6 @@ class CpuContextBackend(HeadMajorBackend):
             )
         return output_THD, lse_TH
 
-    def write(
-        self,
-        layer: LayerAttention,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: CpuContextMetadata,
-    ) -> None:
-        key_TKD, value_TKD = key_TKD.index_select(0, metadata.own), value_TKD.index_select(0, metadata.own)
-        self.write_rows(layer, key_TKD, value_TKD, kv_cache, metadata.kv_rows)
+    def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        own = step.metadata.own
+        self.write_rows(step, key_TKD.index_select(0, own), value_TKD.index_select(0, own))

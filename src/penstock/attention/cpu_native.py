@@ -17,21 +17,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, HeadNorm, LayerAttention, StepGeometry
+from penstock.attention.base import AttentionBackend, StepGeometry
+from penstock.attention.step import AttentionStep, Heads, LayerAttention, Projection
 from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.native import NATIVE, Bfloat16Layout
 from penstock.kernels.native.attention import CACHE_TYPES, HeadPreparation, HeadShape, StepRequests
-from penstock.kernels.rotary import Rotation, TableRotation
+from penstock.kernels.rotary import TableRotation
 
 
 @dataclass(frozen=True, slots=True)
 class CpuNativeMetadata:
-    """The step's requests, and its tokens without padding. is_written: as in the geometry."""
+    """The step's requests, and its tokens without padding."""
 
     requests: StepRequests
     num_tokens: int | None
-    is_written: bool
 
 
 class CpuNativeBackend(AttentionBackend):
@@ -69,89 +69,50 @@ class CpuNativeBackend(AttentionBackend):
         requests = StepRequests.of(
             geometry.query_start_loc, geometry.seq_lens, geometry.block_table, geometry.num_actual_reqs
         )
-        return CpuNativeMetadata(requests, geometry.num_actual_tokens, geometry.is_written)
+        return CpuNativeMetadata(requests, geometry.num_actual_tokens)
 
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: CpuNativeMetadata,
-    ) -> Tensor:
-        assert NATIVE is not None, "why_not refuses a machine without the kernels"
+    def run(self, step: AttentionStep) -> Tensor:
+        rows, metadata = step.rows, step.metadata
         if metadata.num_tokens == 0:
-            return query_THD.new_zeros(*query_THD.shape[:2], layer.value_size)
-        output_THD = NATIVE.attention(
-            _as_the_kernel_takes_it(query_THD),
-            _as_the_kernel_takes_it(key_TKD),
-            _as_the_kernel_takes_it(value_TKD),
-            kv_cache,
-            metadata.requests,
-            self._shape(layer, kv_cache),
-            is_written=metadata.is_written,
-        )
-        return _without_padding(output_THD, metadata).to(query_THD.dtype)
+            return super().run(step)
+        if isinstance(rows, Projection):
+            preparation = head_preparation(rows)
+            if preparation is None:
+                return self.run(step._replace(rows=step.heads())).flatten(1)
+            return self._run_fused(step, rows.qkv_TX, preparation)
+        if step.last is not None:
+            return super().run(step)
+        assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        heads = Heads(*map(_as_the_kernel_takes_it, rows))
+        output_THD = NATIVE.attention(*heads, step.kv_cache, metadata.requests, self._shape(step))
+        return _without_padding(output_THD, metadata).to(rows.query_THD.dtype)
 
-    def write(
-        self,
-        layer: LayerAttention,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: CpuNativeMetadata,
-    ) -> None:
+    def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        if step.metadata.num_tokens == 0:
+            return
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         keys, values = _as_the_kernel_takes_it(key_TKD), _as_the_kernel_takes_it(value_TKD)
-        NATIVE.attention.write(keys, values, kv_cache, metadata.requests, self._shape(layer, kv_cache))
+        NATIVE.attention.write(keys, values, step.kv_cache, step.metadata.requests, self._shape(step))
 
-    def forward_projected(
-        self,
-        layer: LayerAttention,
-        qkv_TX: Tensor,
-        norm: HeadNorm | None,
-        rotation: Rotation,
-        kv_cache: Tensor,
-        metadata: CpuNativeMetadata,
-    ) -> Tensor:
-        preparation = head_preparation(rotation, norm)
-        if preparation is None or metadata.num_tokens == 0:
-            return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        metadata = step.metadata
+        if metadata.num_tokens == 0:
+            return query_THD.new_zeros(*query_THD.shape[:2], step.layer.value_size)
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
-        output_TX = NATIVE.attention.from_projection(
-            qkv_TX,
-            kv_cache,
-            metadata.requests,
-            self._shape(layer, kv_cache),
-            preparation,
-            is_written=metadata.is_written,
-        )
-        return _without_padding(output_TX, metadata)
+        queries = _as_the_kernel_takes_it(query_THD)
+        output_THD = NATIVE.attention.attend(queries, step.kv_cache, metadata.requests, self._shape(step))
+        return _without_padding(output_THD, metadata).to(query_THD.dtype)
 
-    def forward_last_projected(
-        self,
-        layer: LayerAttention,
-        qkv_TX: Tensor,
-        norm: HeadNorm | None,
-        rotation: Rotation,
-        kv_cache: Tensor,
-        metadata: CpuNativeMetadata,
-        rows_R: Tensor,
-        last_metadata: CpuNativeMetadata,
-    ) -> Tensor:
-        preparation = head_preparation(rotation, norm)
-        if preparation is None:
-            return super().forward_last_projected(
-                layer, qkv_TX, norm, rotation, kv_cache, metadata, rows_R, last_metadata
-            )
+    def _run_fused(self, step: AttentionStep, qkv_TX: Tensor, preparation: HeadPreparation) -> Tensor:
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
-        shape = self._shape(layer, kv_cache)
-        return NATIVE.attention.last_from_projection(
-            qkv_TX, kv_cache, metadata.requests, shape, preparation, rows_R, last_metadata.requests
-        )
+        call = qkv_TX, step.kv_cache, step.metadata.requests, self._shape(step), preparation
+        if step.last is None:
+            return _without_padding(NATIVE.attention.from_projection(*call), step.metadata)
+        rows_R, metadata = step.last
+        return NATIVE.attention.last_from_projection(*call, rows_R, metadata.requests)
 
-    def _shape(self, layer: LayerAttention, kv_cache: Tensor) -> HeadShape:
+    def _shape(self, step: AttentionStep) -> HeadShape:
+        layer, kv_cache = step.layer, step.kv_cache
         # Local positions of a block.
         block_size = kv_cache.shape[3]
         shape = self._shapes.get((layer.name, block_size))
@@ -183,8 +144,9 @@ def bfloat16_layout(layer: LayerAttention, dtype: torch.dtype) -> Bfloat16Layout
     return NATIVE.bfloat16_layout if NATIVE is not None and is_wanted and takes_pairs else None
 
 
-def head_preparation(rotation: Rotation, norm: HeadNorm | None) -> HeadPreparation | None:
+def head_preparation(rows: Projection) -> HeadPreparation | None:
     """The kernel's fused normalisation and rotary embedding; None where it does not support these."""
+    norm, rotation = rows.norm, rows.rotation
     if not isinstance(rotation, TableRotation):
         return None
     if norm is None:

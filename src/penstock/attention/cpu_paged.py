@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention.base import LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.base import StepGeometry, keys_then_values
 from penstock.attention.head_major import HeadMajorBackend, gather_blocks
+from penstock.attention.step import AttentionStep, LayerAttention
 from penstock.contract import AttentionSpec
 from penstock.kernels.paged_attention import (
     DecodeBlocks,
@@ -43,16 +44,11 @@ class Prefill:
     num_positions: int
     block_ids: Tensor
 
-    @property
-    def is_whole_prompt(self) -> bool:
-        return self.stop - self.start == self.num_positions
-
 
 @dataclass(frozen=True, slots=True)
 class CpuPagedMetadata:
     num_tokens: int
     kv_rows: Tensor
-    is_written: bool
     decodes: list[DecodeBatch]
     prefills: list[Prefill]
 
@@ -80,7 +76,6 @@ class CpuPagedBackend(HeadMajorBackend):
             kv_rows=torch.from_numpy(
                 write_kv_rows(geometry.slot_mapping.numpy()[:num_tokens], geometry.block_size, self.num_kv_heads)
             ),
-            is_written=geometry.is_written,
             decodes=self._decode_batches(table, seq_lens, num_decodes, geometry.block_size),
             prefills=[
                 self._prefill(table[i], int(starts[i]), int(starts[i + 1]), int(seq_lens[i]), geometry.block_size)
@@ -104,20 +99,11 @@ class CpuPagedBackend(HeadMajorBackend):
         first_position = first_block * block_size
         return Prefill(start, stop, first_position, seq_len - first_position, block_ids)
 
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: CpuPagedMetadata,
-    ) -> Tensor:
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        layer, metadata = step.layer, step.metadata
         if metadata.num_tokens == 0:
             return torch.zeros_like(query_THD)
-        key_cache, value_cache = kv_cache[0], kv_cache[1]
-        if not metadata.is_written:
-            self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
+        key_cache, value_cache = step.kv_cache[0], step.kv_cache[1]
         output_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
         for batch in metadata.decodes:
             workspace = self.workspace_for(key_cache, batch.blocks.block_ids_N.shape[0])
@@ -133,11 +119,8 @@ class CpuPagedBackend(HeadMajorBackend):
             )
         for prefill in metadata.prefills:
             rows = slice(prefill.start, prefill.stop)
-            if prefill.is_whole_prompt:
-                key_LKD, value_LKD = key_TKD[rows].to(kv_cache.dtype), value_TKD[rows].to(kv_cache.dtype)
-            else:
-                key_LKD = gather_blocks(key_cache, prefill.block_ids)[: prefill.num_positions]
-                value_LKD = gather_blocks(value_cache, prefill.block_ids)[: prefill.num_positions]
+            key_LKD = gather_blocks(key_cache, prefill.block_ids)[: prefill.num_positions]
+            value_LKD = gather_blocks(value_cache, prefill.block_ids)[: prefill.num_positions]
             output_THD[rows] = prefill_attention_cpu(
                 query_THD[rows],
                 key_LKD.to(query_THD.dtype),
@@ -151,16 +134,9 @@ class CpuPagedBackend(HeadMajorBackend):
         output_THD[metadata.num_tokens :] = 0
         return output_THD
 
-    def write(
-        self,
-        layer: LayerAttention,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: CpuPagedMetadata,
-    ) -> None:
-        rows = slice(metadata.num_tokens)
-        self.write_rows(layer, key_TKD[rows], value_TKD[rows], kv_cache, metadata.kv_rows)
+    def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        rows = slice(step.metadata.num_tokens)
+        self.write_rows(step, key_TKD[rows], value_TKD[rows])
 
 
 def _split_by_blocks(seq_lens: np.ndarray, block_size: int, most: int) -> list[tuple[int, int]]:

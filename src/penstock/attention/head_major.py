@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention
+from penstock.attention.base import AttentionBackend
+from penstock.attention.step import AttentionStep, LayerAttention
 
 
 class HeadMajorBackend(AttentionBackend):
@@ -24,14 +25,13 @@ class HeadMajorBackend(AttentionBackend):
             return f"it does not support a {dtype} KV cache"
         return None if device.type == "cpu" else "it runs on the CPU only"
 
-    def write_rows(
-        self, layer: LayerAttention, key_TKD: Tensor, value_TKD: Tensor, kv_cache: Tensor, kv_rows_2X: Tensor
-    ) -> None:
-        """Write keys and values. kv_rows_2X: rows of keys and of values in the cache, of `write_kv_rows`."""
+    def write_rows(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        """Write these keys and values to the rows of the metadata, `kv_rows`, of `write_kv_rows`."""
+        kv_cache, head_size = step.kv_cache, step.layer.head_size
         # A block is the keys of all heads, then the values.
-        rows_XD = kv_cache.transpose(0, 1).view(-1, layer.head_size)
-        for row_ids, new_TKD in zip(kv_rows_2X.to(kv_cache.device), (key_TKD, value_TKD), strict=True):
-            rows_XD.index_copy_(0, row_ids, new_TKD.reshape(-1, layer.head_size).to(kv_cache.dtype))
+        rows_XD = kv_cache.transpose(0, 1).view(-1, head_size)
+        for row_ids, new_TKD in zip(step.metadata.kv_rows.to(kv_cache.device), (key_TKD, value_TKD), strict=True):
+            rows_XD.index_copy_(0, row_ids, new_TKD.reshape(-1, head_size).to(kv_cache.dtype))
 
     def workspace_for(self, cache_BKPD: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Return two tensors like the cache, of at least `num_blocks` blocks; shared by all layers of the group."""

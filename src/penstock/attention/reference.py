@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.attention.base import LayerAttention, StepGeometry
-from penstock.attention.token_major import TokenMajorBackend
+from penstock.attention.step import AttentionStep, LayerAttention
+from penstock.attention.token_major import UnpaddedBackend
 from penstock.kernels.paged_attention import paged_attention_reference
 
 
-class ReferenceBackend(TokenMajorBackend):
+class ReferenceBackend(UnpaddedBackend):
     """Attention by its definition, for tests and as the fallback of any device."""
 
     name = "reference"
@@ -21,7 +21,8 @@ class ReferenceBackend(TokenMajorBackend):
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
         return None if dtype.is_floating_point else f"it does not support a {dtype} KV cache"
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+    def attend_tokens(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        layer, kv_cache, geometry = step.layer, step.kv_cache, step.metadata
         num_reqs = geometry.num_actual_reqs
         return paged_attention_reference(
             query_THD,

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from penstock.attention.base import AttentionBackend, BringsBackend, CacheBackend, CacheLayer, LayerAttention
+from penstock.attention.base import AttentionBackend, BringsBackend, CacheBackend, CacheLayer
 from penstock.attention.cpu_context import CpuContextBackend
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
+from penstock.attention.step import LayerAttention
 from penstock.attention.torch_varlen import TorchVarlenBackend
 from penstock.attention.triton_paged import TritonInvariantBackend, TritonPagedBackend
 from penstock.contract import AttentionSpec, KVCacheSpec

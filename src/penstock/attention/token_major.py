@@ -10,14 +10,15 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from penstock.attention.base import AttentionBackend, LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.base import AttentionBackend, StepGeometry, keys_then_values
+from penstock.attention.step import AttentionStep
 from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.paged_attention import as_stored
 
 
 class TokenMajorBackend(AttentionBackend):
-    """Writes keys and values, and strips padding; subclasses compute attention."""
+    """Writes keys and values; subclasses compute attention."""
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
         if isinstance(spec, MLAAttentionSpec):
@@ -28,31 +29,8 @@ class TokenMajorBackend(AttentionBackend):
     def make_metadata(self, geometry: StepGeometry) -> StepGeometry:
         return geometry
 
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-    ) -> Tensor:
-        output_THD = query_THD.new_zeros(*query_THD.shape[:2], layer.value_size)
-        num_tokens = metadata.num_actual_tokens
-        if num_tokens > 0:
-            if not metadata.is_written:
-                self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
-            output_THD[:num_tokens] = self.attend(layer, query_THD[:num_tokens], kv_cache, metadata)
-        return output_THD
-
-    def write(
-        self,
-        layer: LayerAttention,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-    ) -> None:
+    def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
+        layer, kv_cache, metadata = step.layer, step.kv_cache, step.metadata
         num_tokens = metadata.num_actual_tokens
         slots_T, block_size = metadata.slot_mapping[:num_tokens], metadata.block_size
         scales = layer.scales_in(kv_cache)
@@ -66,9 +44,20 @@ class TokenMajorBackend(AttentionBackend):
         for rows_T, new_TKD, scale in zip(all_rows, (key_TKD, value_TKD), scales, strict=True):
             _put(rows_XKD, rows_T, as_stored(new_TKD[:num_tokens], kv_cache.dtype, scale))
 
+
+class UnpaddedBackend(TokenMajorBackend):
+    """Strips padding; subclasses attend with the actual tokens alone."""
+
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        output_THD = query_THD.new_zeros(*query_THD.shape[:2], step.layer.value_size)
+        num_tokens = step.metadata.num_actual_tokens
+        if num_tokens > 0:
+            output_THD[:num_tokens] = self.attend_tokens(step, query_THD[:num_tokens])
+        return output_THD
+
     @abstractmethod
-    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
-        """Return [T, H, D] of the actual tokens, whose keys and values are in the cache."""
+    def attend_tokens(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        """`attend` with the queries of the actual tokens, without padding."""
 
 
 def _put(rows_XKD: Tensor, rows_T: Tensor, new_TKD: Tensor) -> None:

@@ -8,11 +8,11 @@ import inspect
 import torch
 from torch import Tensor
 
-from penstock.attention.base import LayerAttention, StepGeometry
-from penstock.attention.token_major import TokenMajorBackend
+from penstock.attention.step import AttentionStep, LayerAttention
+from penstock.attention.token_major import UnpaddedBackend
 
 
-class TorchVarlenBackend(TokenMajorBackend):
+class TorchVarlenBackend(UnpaddedBackend):
     """Flash attention through torch. Support differs by release and GPU, so it is probed once."""
 
     name = "torch_varlen"
@@ -31,14 +31,15 @@ class TorchVarlenBackend(TokenMajorBackend):
             return "it does not support attention sinks"
         return _try(layer, dtype, device, block_size)
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+    def attend_tokens(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
         if query_THD.is_meta:  # the output is all that the kernel allocates
             return torch.empty_like(query_THD)
+        geometry = step.metadata
         num_reqs = geometry.num_actual_reqs
         return _varlen_attention(
-            layer,
+            step.layer,
             query_THD,
-            kv_cache,
+            step.kv_cache,
             geometry.query_start_loc[: num_reqs + 1],
             geometry.seq_lens[:num_reqs],
             geometry.block_table[:num_reqs],

@@ -11,11 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from penstock.attention.base import HeadNorm, LayerAttention, StepGeometry, keys_then_values
+from penstock.attention.base import keys_then_values
+from penstock.attention.step import AttentionStep, LayerAttention, Projection
 from penstock.attention.token_major import TokenMajorBackend
 from penstock.contract import AttentionSpec, MLAAttentionSpec
 from penstock.device.capability import choices_of, gpu_capability
-from penstock.kernels.rotary import Rotation, TableRotation
+from penstock.kernels.rotary import TableRotation
 from penstock.kernels.triton import has_triton
 from penstock.system.env import interprets_triton
 
@@ -71,37 +72,26 @@ class TritonPagedBackend(TokenMajorBackend):
             return f"it supports heads of up to {_MAX_HEAD_SIZE} dimensions, not {layer.head_size}"
         return None
 
-    def forward(
-        self,
-        layer: LayerAttention,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-    ) -> Tensor:
-        if not metadata.is_written:
-            self.write(layer, key_TKD, value_TKD, kv_cache, metadata)
-        return self.attend(layer, query_THD, kv_cache, metadata)
+    def run(self, step: AttentionStep) -> Tensor:
+        rows = step.rows
+        if isinstance(rows, Projection):
+            query_THD = self._rotate_and_write(step, rows)
+            if query_THD is not None:
+                return self.attend(*step.narrow(query_THD)).flatten(1)
+        return super().run(step)
 
-    def write(
-        self,
-        layer: LayerAttention,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-    ) -> None:
+    def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
         from penstock.kernels.triton.kv_cache import write_kv
 
-        if layer.latent_size is not None:
+        kv_cache, scales = step.kv_cache, step.layer.scales_in(step.kv_cache)
+        if step.layer.latent_size is not None:
             value_TKD = key_TKD  # written once more, to the same place
-        scales = layer.scales_in(kv_cache)
-        write_kv(key_TKD, value_TKD, kv_cache[0], kv_cache[-1], metadata.slot_mapping, scales)
+        write_kv(key_TKD, value_TKD, kv_cache[0], kv_cache[-1], step.metadata.slot_mapping, scales)
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        layer, kv_cache, geometry = step.layer, step.kv_cache, step.metadata
         if layer.latent_size is not None:
-            return self._attend_latents(layer, query_THD, kv_cache, geometry)
+            return self._attend_latents(step, query_THD)
         from penstock.kernels.triton.paged_attention import decode_attention, prefill_attention
         from penstock.kernels.triton.split_attention import MOST_ROWS, split_attention
 
@@ -111,65 +101,26 @@ class TritonPagedBackend(TokenMajorBackend):
         if query_len <= 1:
             decodes = query_THD, kv_cache[0], kv_cache[1], table, seq_lens, *parameters
             return decode_attention(*decodes, scales=scales)
-        step = query_THD, kv_cache[0], kv_cache[1], table, geometry.query_start_loc, seq_lens, *parameters
+        queries = query_THD, kv_cache[0], kv_cache[1], table, geometry.query_start_loc, seq_lens, *parameters
         if query_len * (layer.num_heads // layer.num_kv_heads) <= MOST_ROWS:
-            return split_attention(*step, scales=scales, max_query_len=query_len)
-        return prefill_attention(*step, scales=scales)
+            return split_attention(*queries, scales=scales, max_query_len=query_len)
+        return prefill_attention(*queries, scales=scales)
 
-    def _attend_latents(
-        self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry
-    ) -> Tensor:
+    def _attend_latents(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
         from penstock.kernels.triton.latent_attention import latent_attention
 
+        layer, geometry = step.layer, step.metadata
         assert layer.latent_size is not None, "a layer of latent attention"
         layout = geometry.block_table, geometry.query_start_loc, geometry.seq_lens
-        step = query_THD, kv_cache[0], *layout
-        return latent_attention(*step, layer.scale, layer.latent_size, is_invariant=self.is_invariant)
+        parameters = layer.scale, layer.latent_size
+        return latent_attention(query_THD, step.kv_cache[0], *layout, *parameters, is_invariant=self.is_invariant)
 
-    def forward_projected(
-        self,
-        layer: LayerAttention,
-        qkv_TX: Tensor,
-        norm: HeadNorm | None,
-        rotation: Rotation,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-    ) -> Tensor:
-        query_THD = self._rotate_and_write(layer, qkv_TX, norm, rotation, kv_cache, metadata)
-        if query_THD is None:
-            return super().forward_projected(layer, qkv_TX, norm, rotation, kv_cache, metadata)
-        return self.attend(layer, query_THD, kv_cache, metadata).flatten(1)
-
-    def forward_last_projected(
-        self,
-        layer: LayerAttention,
-        qkv_TX: Tensor,
-        norm: HeadNorm | None,
-        rotation: Rotation,
-        kv_cache: Tensor,
-        metadata: StepGeometry,
-        rows_R: Tensor,
-        last_metadata: StepGeometry,
-    ) -> Tensor:
-        query_THD = self._rotate_and_write(layer, qkv_TX, norm, rotation, kv_cache, metadata)
-        if query_THD is None:
-            return super().forward_last_projected(
-                layer, qkv_TX, norm, rotation, kv_cache, metadata, rows_R, last_metadata
-            )
-        return self.attend(layer, query_THD.index_select(0, rows_R), kv_cache, last_metadata).flatten(1)
-
-    def _rotate_and_write(
-        self,
-        layer: LayerAttention,
-        qkv_TX: Tensor,
-        norm: HeadNorm | None,
-        rotation: Rotation,
-        kv_cache: Tensor,
-        geometry: StepGeometry,
-    ) -> Tensor | None:
+    def _rotate_and_write(self, step: AttentionStep, rows: Projection) -> Tensor | None:
         """Query heads [T, H, D] of one kernel, which writes keys and values too; None where it cannot do the norm."""
         from penstock.kernels.triton.kv_cache import rotate_and_write
 
+        qkv_TX, norm, rotation = rows
+        layer, kv_cache = step.layer, step.kv_cache
         if layer.latent_size is not None:
             return None
         rms = None if norm is None else norm.rms_of_each_head
@@ -179,11 +130,10 @@ class TritonPagedBackend(TokenMajorBackend):
             return qkv_TX.new_empty(qkv_TX.shape[0], layer.num_heads, layer.head_size)
         if not isinstance(rotation, TableRotation):
             return None
-        slots_T = None if geometry.is_written else geometry.slot_mapping
-        table_PR, positions_T = rotation.table_PR, rotation.positions_T
-        step = qkv_TX, layer.num_heads, table_PR, positions_T, kv_cache[0], kv_cache[1], slots_T, rms
+        turned = qkv_TX, layer.num_heads, rotation.table_PR, rotation.positions_T
+        written = kv_cache[0], kv_cache[1], step.metadata.slot_mapping
         norm_is_last = norm is not None and norm.follows_rotation
-        return rotate_and_write(*step, layer.scales_in(kv_cache), norm_is_last=norm_is_last)
+        return rotate_and_write(*turned, *written, rms, layer.scales_in(kv_cache), norm_is_last=norm_is_last)
 
 
 class TritonInvariantBackend(TritonPagedBackend):
@@ -192,12 +142,13 @@ class TritonInvariantBackend(TritonPagedBackend):
     name = "triton_invariant"
     is_invariant = True
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, kv_cache: Tensor, geometry: StepGeometry) -> Tensor:
+    def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
+        layer, kv_cache, geometry = step.layer, step.kv_cache, step.metadata
         if layer.latent_size is not None:
-            return self._attend_latents(layer, query_THD, kv_cache, geometry)
+            return self._attend_latents(step, query_THD)
         from penstock.kernels.triton.split_attention import split_attention
 
         layout = geometry.block_table, geometry.query_start_loc, geometry.seq_lens
-        step = query_THD, kv_cache[0], kv_cache[1], *layout
+        queries = query_THD, kv_cache[0], kv_cache[1], *layout
         parameters = layer.scale, layer.window, layer.soft_cap, layer.sink_values
-        return split_attention(*step, *parameters, scales=layer.scales_in(kv_cache))
+        return split_attention(*queries, *parameters, scales=layer.scales_in(kv_cache))

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.attention.base import HeadNorm, LayerAttention, prepared_heads
 from penstock.attention.context import ForwardContext
 from penstock.attention.cpu_native import head_preparation
+from penstock.attention.step import HeadNorm, LayerAttention, Projection
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import HeadShape, StepRequests
 from penstock.kernels.native.tracing import TracedRequests
@@ -33,7 +33,7 @@ def attend_texts(
     layer: its `sliding_window` counts visible positions, the current one included, on either side.
     """
     is_prepared = norm is None and rotation is None
-    preparation = None if is_prepared or rotation is None else head_preparation(rotation, norm)
+    preparation = None if is_prepared or rotation is None else head_preparation(Projection(qkv_TX, norm, rotation))
     if NATIVE is not None and NATIVE.runs(qkv_TX) and (is_prepared or preparation is not None):
         return NATIVE.attention.whole_texts(qkv_TX, positions_T, _requests(context), _shape(layer), preparation)
     return _attend_reference(layer, qkv_TX, norm, rotation, context)
@@ -59,7 +59,7 @@ def _attend_reference(
     """The specification, text by text."""
     sequences = context.sequences
     assert sequences is not None, "a step has its sequences"
-    query_THD, key_TKD, value_TKD = prepared_heads(layer, qkv_TX, norm, rotation)
+    query_THD, key_TKD, value_TKD = Projection(qkv_TX, norm, rotation).heads(layer)
     out_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
     starts = sequences.query_start_loc_np[: sequences.num_actual_reqs + 1].tolist()
     for begin, end in itertools.pairwise(starts):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.attention import ForwardContext, HeadNorm, LayerAttention
+from penstock.attention import ForwardContext, HeadNorm, Heads, LayerAttention, Projection
 from penstock.contract import (
     AttentionSpec,
     ChunkedLocalSpec,
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
         The arguments may be strided views; their last dimension is contiguous.
         """
-        return context.attend(self.layer, query_THD, key_TKD, value_TKD)
+        return context.attend(self.layer, Heads(query_THD, key_TKD, value_TKD))
 
     def from_projection(
         self, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation, context: ForwardContext
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
         [R, H * D] where the context is narrowed to last tokens. Query and key heads are normalised and rotated first.
         """
-        return context.attend_projected(self.layer, qkv_TX, norm, rotation)
+        return context.attend(self.layer, Projection(qkv_TX, norm, rotation))
 
     def get_kv_cache_spec(self, block_size: int, dtype: str) -> AttentionSpec:
         """KV cache spec of this layer. block_size: positions per block on this rank. dtype: of the cache, by name."""

@@ -134,10 +134,3 @@ def test_the_fused_kernel_is_norm_rotation_and_write(
     unwritten = cache.transpose(0, 1).transpose(1, 2).flatten(0, 1).clone()
     unwritten[slots[is_written]] = 0
     assert not unwritten.any()
-
-
-def test_nothing_is_written_without_slots() -> None:
-    cache, table = _cache(2, 16, torch.float32), _table(16)
-    qkv = _randn(1, 8 * 16, dtype=torch.float32)
-    rotate_and_write(qkv, 4, table, torch.tensor([2], device=DEVICE), cache[0], cache[1], None)
-    assert not cache.any()

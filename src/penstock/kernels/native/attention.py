@@ -182,16 +182,18 @@ class NativeAttention:
         kv_cache: Tensor,
         requests: StepRequests,
         shape: HeadShape,
-        *,
-        is_written: bool = False,
     ) -> Tensor:
-        """Attention from contiguous heads of each token: [T, H, D]. Padding rows are undefined.
-
-        is_written: the keys and values are in the cache already; the given ones are not read.
-        """
+        """Attention from contiguous heads of each token: [T, H, D]. Padding rows are undefined."""
         out_THD = torch.empty(*query_THD.shape[:2], shape.value_size)
         heads = _rows_of(query_THD), _rows_of(key_TKD), _rows_of(value_TKD), _rows_of(out_THD)
-        self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _ATTEND if is_written else _BOTH)
+        self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _BOTH)
+        return out_THD
+
+    def attend(self, query_THD: Tensor, kv_cache: Tensor, requests: StepRequests, shape: HeadShape) -> Tensor:
+        """Attention whose keys and values are in the cache: [T, H, D]. Padding rows are undefined."""
+        out_THD = torch.empty(*query_THD.shape[:2], shape.value_size)
+        heads = _rows_of(query_THD), _NOTHING, _NOTHING, _rows_of(out_THD)
+        self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _ATTEND)
         return out_THD
 
     def write(
@@ -208,12 +210,10 @@ class NativeAttention:
         requests: StepRequests | TracedRequests,
         shape: HeadShape,
         preparation: HeadPreparation,
-        *,
-        is_written: bool = False,
     ) -> Tensor:
         """Attention from the output of the QKV projection, [T, (H + 2 * K) * D] with contiguous rows: [T, H * D].
 
-        is_written: as in `__call__`. A traced projection is recorded.
+        A traced projection is recorded.
         """
         width = shape.num_heads * shape.value_size
         if isinstance(requests, TracedRequests):
@@ -223,22 +223,8 @@ class NativeAttention:
             arguments = *cache, *shape.arguments, *preparation.arguments, *shape.ranks
             return qkv_TX.origin.attend(qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.collectives)
         out_TX = torch.empty(qkv_TX.shape[0], width)
-        heads = *_heads_side_by_side(qkv_TX, shape), (out_TX, width)
-        phase = _ATTEND if is_written else _BOTH
-        self._run(*heads, kv_cache, requests, shape, preparation.arguments, preparation.positions_T, phase)
+        self._run_projection(qkv_TX, out_TX, kv_cache, requests, shape, preparation, _BOTH)
         return out_TX
-
-    def write_from_projection(
-        self,
-        qkv_TX: Tensor,
-        kv_cache: Tensor,
-        requests: StepRequests,
-        shape: HeadShape,
-        preparation: HeadPreparation,
-    ) -> None:
-        """Write the keys and values of `from_projection` without attention."""
-        heads = *_heads_side_by_side(qkv_TX, shape), _NOTHING
-        self._run(*heads, kv_cache, requests, shape, preparation.arguments, preparation.positions_T, _WRITE)
 
     def last_from_projection(
         self,
@@ -253,10 +239,12 @@ class NativeAttention:
         """Write keys and values of all tokens, then attend with these rows (int64) only: [R, H * D]."""
         if isinstance(last_requests, TracedRequests):
             return self.from_projection(qkv_TX, kv_cache, last_requests, shape, preparation)
-        self.write_from_projection(qkv_TX, kv_cache, requests, shape, preparation)
+        self._run_projection(qkv_TX, None, kv_cache, requests, shape, preparation, _WRITE)
         of_last = preparation._replace(positions_T=preparation.positions_T.index_select(0, rows_R))
+        out_RX = torch.empty(rows_R.shape[0], shape.num_heads * shape.value_size)
         qkv_RX = qkv_TX.index_select(0, rows_R)
-        return self.from_projection(qkv_RX, kv_cache, last_requests, shape, of_last, is_written=True)
+        self._run_projection(qkv_RX, out_RX, kv_cache, last_requests, shape, of_last, _ATTEND)
+        return out_RX
 
     def whole_texts(
         self,
@@ -282,6 +270,20 @@ class NativeAttention:
         heads = *_heads_side_by_side(qkv_TX, shape), (out_TX, width)
         self._run(*heads, None, requests, shape, arguments, positions_T, _WHOLE_TEXTS)
         return out_TX
+
+    def _run_projection(
+        self,
+        qkv_TX: Tensor,
+        out_TX: Tensor | None,
+        kv_cache: Tensor,
+        requests: StepRequests,
+        shape: HeadShape,
+        preparation: HeadPreparation,
+        phase: int,
+    ) -> None:
+        """Run a phase on the heads of a projection. out_TX: contiguous; None where nothing attends."""
+        heads = *_heads_side_by_side(qkv_TX, shape), _NOTHING if out_TX is None else _rows_of(out_TX)
+        self._run(*heads, kv_cache, requests, shape, preparation.arguments, preparation.positions_T, phase)
 
     def _run(
         self,

@@ -104,7 +104,6 @@ class TracedRequests:
     group: int
     is_last: bool = False
     num_tokens: int | None = None
-    is_written: bool = False
 
     @property
     def requests(self) -> TracedRequests:

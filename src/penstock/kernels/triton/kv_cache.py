@@ -60,7 +60,7 @@ def rotate_and_write(
     positions_T: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    slot_mapping_T: Tensor | None,
+    slot_mapping_T: Tensor,
     norm: tuple[Tensor, float] | None = None,
     scales: CacheScales = NO_SCALES,
     *,
@@ -69,7 +69,7 @@ def rotate_and_write(
     """Query heads [T, H, D] of the output of the QKV projection, [T, (H + 2 * K) * D], which is not changed.
 
     Query and key heads are normalised and rotated; keys and values are written to their slots.
-    table_PR: `kernels.rotary.rotary_table`. slot_mapping_T: None writes nothing.
+    table_PR: `kernels.rotary.rotary_table`.
     norm: weight [H + K, D] and epsilon of an RMSNorm of each head. It rounds to the heads' dtype before the product
     with a weight of that dtype (`rms_norm`), and after the product with a weight in float32 (`rms_norm_rounded_last`).
     scales: of an FP8 cache. norm_is_last: heads are rotated before they are normalised.
@@ -87,7 +87,7 @@ def rotate_and_write(
         weight,
         table_PR,
         positions_T,
-        positions_T if slot_mapping_T is None else slot_mapping_T,
+        slot_mapping_T,
         query_THD,
         key_cache,
         value_cache,
@@ -106,7 +106,6 @@ def rotate_and_write(
         HAS_NORM=norm is not None,
         NORM_IS_LAST=norm_is_last,
         ROUNDS_FIRST=weight.dtype is qkv_TX.dtype,
-        WRITES=slot_mapping_T is not None,
         num_warps=4,
     )
     return query_THD
@@ -190,7 +189,6 @@ def _rotate_and_write_kernel(
     HAS_NORM: tl.constexpr,
     NORM_IS_LAST: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
-    WRITES: tl.constexpr,
 ):
     """Some heads of one token: query heads, then key heads, then value heads."""
     HALF: tl.constexpr = ROTATED // 2
@@ -204,8 +202,7 @@ def _rotate_and_write_kernel(
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
     # All loads come before the reduction, so that one token waits for memory as few times as possible.
     position = tl.load(positions + token).to(tl.int64)
-    if WRITES:
-        slot = tl.load(slot_mapping + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     place = qkv + token * qkv_stride + head * HEAD_SIZE
     given = tl.load(place + dims, mask=mask, other=0.0).to(tl.float32)
     one = given
@@ -242,12 +239,11 @@ def _rotate_and_write_kernel(
         rotated.to(query.dtype.element_ty),
         mask=(head < NUM_HEADS) & is_dim,
     )
-    if WRITES:
-        cell = _offset_of_slot(slot, block_stride, position_stride, BLOCK_SIZE) + dims
-        key_head = head - NUM_HEADS
-        is_key = (key_head >= 0) & (key_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
-        tl.store(key_cache + cell + key_head * kv_head_stride, _as_stored(rotated, key_cache, key_scale), mask=is_key)
-        value_head = key_head - NUM_KV_HEADS
-        is_value = (value_head >= 0) & (value_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
-        stored = _as_stored(given, value_cache, value_scale)
-        tl.store(value_cache + cell + value_head * kv_head_stride, stored, mask=is_value)
+    cell = _offset_of_slot(slot, block_stride, position_stride, BLOCK_SIZE) + dims
+    key_head = head - NUM_HEADS
+    is_key = (key_head >= 0) & (key_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
+    tl.store(key_cache + cell + key_head * kv_head_stride, _as_stored(rotated, key_cache, key_scale), mask=is_key)
+    value_head = key_head - NUM_KV_HEADS
+    is_value = (value_head >= 0) & (value_head < NUM_KV_HEADS) & is_dim & (slot >= 0)
+    stored = _as_stored(given, value_cache, value_scale)
+    tl.store(value_cache + cell + value_head * kv_head_stride, stored, mask=is_value)

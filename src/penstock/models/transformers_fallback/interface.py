@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from penstock.attention import LayerAttention
+from penstock.attention import Heads, LayerAttention
 from penstock.layers.attention import Attention
 
 
@@ -38,8 +38,8 @@ _MASK_FUNCTION = "penstock_mask_function"
 class Attends(Protocol):
     """A `ForwardContext`, or a stand-in during checks."""
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
-        """[T, H, D] from queries, keys [T, K, D] and values [T, K, D]."""
+    def attend(self, layer: LayerAttention, rows: Heads, /) -> Tensor:
+        """[T, H, D] from heads."""
 
 
 # Called for every attention call of a trial run: module, query [1, H, T, D], key [1, K, T, D], value, and all other
@@ -81,7 +81,7 @@ class SlotAttention(Attention):
         """Attention from heads in the Transformers layout: [1, T, H, D], where D is the values' size."""
         size = self.layer.head_size
         heads = (_padded(_token_major(given), size) for given in (query_1HTD, key_1KTD, value_1KTD))
-        output_THD = self._slot.context.attend(self.layer, *heads)
+        output_THD = self._slot.context.attend(self.layer, Heads(*heads))
         return output_THD[..., : value_1KTD.shape[-1]].unsqueeze(0)
 
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.attention import LayerAttention
+from penstock.attention import Heads, LayerAttention
 from penstock.models.transformers_fallback.interface import Attends, CannotRun
 
 # Token and position of each row. (1, 1) and (2, 2) are repeated among other tokens and in other rows.
@@ -37,7 +37,8 @@ class LocalAttention:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, rows: Heads) -> Tensor:
+        query_THD, key_TKD, value_TKD = rows
         self.calls[layer.name] += 1
         group = layer.num_heads // layer.num_kv_heads
         pattern_D = torch.linspace(0.5, 1.5, layer.head_size, device=query_THD.device)

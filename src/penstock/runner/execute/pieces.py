@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from penstock.attention import AttentionMetadata, ForwardContext, HeadNorm, LayerAttention
-from penstock.kernels.rotary import Rotation
+from penstock.attention import AttentionMetadata, AttentionRows, ForwardContext, Heads, LayerAttention, Projection
 
 # Runs a call between two pieces, in every replay.
 Between = Callable[[Callable[[], object]], None]
@@ -81,19 +80,16 @@ class PieceContext(ForwardContext):
         """Raise RuntimeError, which ends the capture: the layer would read this step's metadata in every replay."""
         raise RuntimeError(f"layer {name} reads its cache itself, and only attention runs between graphs")
 
-    def attend(self, layer: LayerAttention, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
-        names = "query", "key", "value"
-        heads = [self.pieces.buffers.keep(*one) for one in zip(names, (query_THD, key_TKD, value_TKD), strict=True)]
-        shape = *query_THD.shape[:2], layer.value_size
-        output = self.pieces.buffers.room("output", query_THD, *shape)
-        return self.pieces.attend(lambda context: context.attend(layer, *heads), output)
-
-    def attend_projected(
-        self, layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation
-    ) -> Tensor:
-        kept_TX = self.pieces.buffers.keep("projection", qkv_TX)
-        output = self.pieces.buffers.room("output", qkv_TX, len(qkv_TX), layer.num_heads * layer.value_size)
-        return self.pieces.attend(lambda context: context.attend_projected(layer, kept_TX, norm, rotation), output)
+    def attend(self, layer: LayerAttention, rows: AttentionRows) -> Tensor:
+        keep, room = self.pieces.buffers.keep, self.pieces.buffers.room
+        kept: AttentionRows
+        if isinstance(rows, Projection):
+            kept = rows._replace(qkv_TX=keep("projection", rows.qkv_TX))
+            output = room("output", rows.qkv_TX, len(rows.qkv_TX), layer.num_heads * layer.value_size)
+        else:
+            kept = Heads(keep("query", rows.query_THD), keep("key", rows.key_TKD), keep("value", rows.value_TKD))
+            output = room("output", rows.query_THD, *rows.query_THD.shape[:2], layer.value_size)
+        return self.pieces.attend(lambda context: context.attend(layer, kept), output)
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
