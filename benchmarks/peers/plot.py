@@ -10,31 +10,26 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from benchmarks.peers.catalogue import ENGINES, REFERENCE, EngineSpec
+from penstock.bench.picture import MARGIN, document, text
 
+_TITLE = "Tokens per second, Penstock in float32 being 1"
 _COLUMNS = {
     "decode": "1 request",
     "throughput": "32 requests",
     "prefill": "prefill",
     "shared prefix": "shared prefix",
 }
-_MARGIN, _NAMES, _COLUMN, _BAR, _NUMBER = 16, 178, 166, 104, 34
+_NAMES, _COLUMN, _BAR, _NUMBER = 178, 166, 104, 34
 _HEAD, _ROW, _THICKNESS, _GAP, _FOOT = 92, 22, 14, 10, 30
-_WIDTH = _MARGIN + _NAMES + len(_COLUMNS) * _COLUMN
+_WIDTH = MARGIN + _NAMES + len(_COLUMNS) * _COLUMN
 
 _STYLE = """
-  text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
-  .page { fill: #ffffff; stroke: #d1d9e0 }
-  .title { font-size: 16px; font-weight: 600 }
-  .quiet, .number { fill: #59636e }
-  .number { text-anchor: end; font-variant-numeric: tabular-nums }
-  .column { font-weight: 600 }
+  .number { fill: #59636e; text-anchor: end; font-variant-numeric: tabular-nums }
   .even { stroke: #59636e; stroke-dasharray: 2 3 }
   .ours { fill: #0969da }
   .other { fill: #8c959f }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 }
-    .page { fill: #0d1117; stroke: #3d444d }
-    .quiet, .number { fill: #9198a1 }
+    .number { fill: #9198a1 }
     .even { stroke: #9198a1 }
     .ours { fill: #4493f8 }
     .other { fill: #6e7681 }
@@ -60,7 +55,8 @@ def as_svg(data: dict[str, Any], model: str) -> str:
         bottom += _GAP
     heads = _heads(most, bottom - _GAP)
     height = bottom + _FOOT
-    return "\n".join([*_frame(data["machine"], height, model), *heads, *body, _foot(height), "</svg>"]) + "\n"
+    foot = text("longer is faster; each column has a scale of its own", MARGIN, height - 16, "quiet")
+    return document(_TITLE, _subtitle(data["machine"], model), (_WIDTH, height), [*heads, *body, foot], _STYLE)
 
 
 def _ratios(data: dict[str, Any], model: str) -> dict[tuple[str, str], float]:
@@ -76,18 +72,9 @@ def _ratios(data: dict[str, Any], model: str) -> dict[tuple[str, str], float]:
     return {(workload, name): figure / figures[workload, REFERENCE] for (workload, name), figure in figures.items()}
 
 
-def _frame(machine: dict[str, Any], height: int, model: str) -> list[str]:
+def _subtitle(machine: dict[str, Any], model: str) -> str:
     where = f"{machine['cores']} cores of {machine['processor']} with {_widest(machine['instruction_sets'])}"
-    what = f"{model}, random weights; {where}; medians of {machine['date']}"
-    return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-labelledby="title">',
-        '<title id="title">Tokens per second of inference engines, as multiples of Penstock in float32</title>',
-        f"<style>{_STYLE}</style>",
-        f'<rect class="page" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="6"/>',
-        _text("Tokens per second, Penstock in float32 being 1", _MARGIN, 30, "title"),
-        _text(what, _MARGIN, 50, "quiet"),
-    ]
+    return f"{model}, random weights; {where}; medians of {machine['date']}"
 
 
 def _widest(instruction_sets: str) -> str:
@@ -99,7 +86,7 @@ def _heads(most: dict[str, float], bottom: int) -> list[str]:
     """The columns' names, and a line in each where a bar would end that is as long as the reference's."""
     lines = []
     for column, (workload, head) in enumerate(_COLUMNS.items()):
-        lines.append(_text(head, _left(column), _HEAD - 14, "column"))
+        lines.append(text(head, _left(column), _HEAD - 14, "title"))
         even = _left(column) + _BAR / most[workload]
         lines.append(f'<line class="even" x1="{even:.1f}" y1="{_HEAD - 4}" x2="{even:.1f}" y2="{bottom}"/>')
     return lines
@@ -107,7 +94,7 @@ def _heads(most: dict[str, float], bottom: int) -> list[str]:
 
 def _row(engine: EngineSpec, top: int, ratios: dict[tuple[str, str], float], most: dict[str, float]) -> list[str]:
     baseline = top + _THICKNESS - 2
-    lines = [_text(engine.title, _MARGIN, baseline, "" if engine.environment is None else "quiet")]
+    lines = [text(engine.title, MARGIN, baseline, "" if engine.environment is None else "quiet")]
     kind = "ours" if engine.environment is None else "other"
     for column, workload in enumerate(_COLUMNS):
         ratio = ratios.get((workload, engine.name))
@@ -118,17 +105,9 @@ def _row(engine: EngineSpec, top: int, ratios: dict[tuple[str, str], float], mos
             f'<rect class="bar {kind}" x="{_left(column)}" y="{top}" width="{length:.2f}" height="{_THICKNESS}">'
             f"<title>{escape(engine.title)}, {_COLUMNS[workload]}: {ratio:.2f} ×</title></rect>"
         )
-        lines.append(_text(f"{ratio:.2f}", _left(column) + _BAR + _NUMBER, baseline, "number"))
+        lines.append(text(f"{ratio:.2f}", _left(column) + _BAR + _NUMBER, baseline, "number"))
     return lines
 
 
-def _foot(height: int) -> str:
-    return _text("longer is faster; each column has a scale of its own", _MARGIN, height - 16, "quiet")
-
-
 def _left(column: int) -> int:
-    return _MARGIN + _NAMES + column * _COLUMN
-
-
-def _text(text: str, x: float, y: float, kind: str) -> str:
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}">{escape(text)}</text>'
+    return MARGIN + _NAMES + column * _COLUMN

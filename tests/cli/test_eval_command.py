@@ -65,7 +65,7 @@ def test_losses_are_those_of_transformers_and_formats_are_compared(text: Path, t
     assert 0 < int8["kl"] < int4["kl"]
     assert exact["weight_bytes"] > int8["weight_bytes"] > int4["weight_bytes"] > 0
     drawn = ElementTree.parse(plot).getroot()
-    assert len(drawn.findall("{http://www.w3.org/2000/svg}circle")) == 3
+    assert len(drawn.findall(".//{http://www.w3.org/2000/svg}circle")) == 3
 
 
 def test_another_model_may_be_the_reference(text: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.picture import page
+from penstock.bench.picture import chart
 from penstock.cli.plots import check_plot, write_plot
 from penstock.errors import ConfigError
 
@@ -17,16 +17,16 @@ def test_an_svg_is_written_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "plot.SVG"
     check_plot(path)
     assert not path.exists(), "a run that fails leaves no file"
-    write_plot(path, page("a", "b", []))
-    assert path.read_text() == page("a", "b", [])
+    write_plot(path, chart("a", "b", []))
+    assert path.read_text() == chart("a", "b", [])
 
 
 def test_a_png_has_twice_the_pixels_and_the_texts(tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
     path, other = tmp_path / "plot.png", tmp_path / "other.png"
     check_plot(path)
-    write_plot(path, page("a", "b", []))
-    write_plot(other, page("another title", "b", []))
+    write_plot(path, chart("a", "b", []))
+    write_plot(other, chart("another title", "b", []))
     data = path.read_bytes()
     width, height = struct.unpack(">II", data[16:24])
     assert data.startswith(b"\x89PNG")

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 from rich.table import Table
 
+from penstock.bench.picture import MARGIN, document, text
 from penstock.engine.statistics.expert_load import imbalance
 from penstock.errors import ConfigError
 
@@ -21,16 +21,8 @@ TokensPerExpert = Mapping[int, Sequence[int]]
 _ENDS = (0.0, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 _NAMES = ("none", "to ¼", "to ½", "to 0.8", "mean ± ¼", "to 2 ×", "to 4 ×", "more")
 _COLOURS = ("#8b1a1a", "#2c7bb6", "#7fb8d8", "#c4dfea", "#eeeeee", "#fdc980", "#f08a3c", "#c43c0c")
-_MARGIN, _HEAD, _LEFT, _RIGHT, _FOOT, _KEY = 20, 66, 44, 96, 46, 12
+_HEAD, _LEFT, _RIGHT, _FOOT, _KEY = 66, 44, 96, 46, 12
 _GRID_WIDTH, _CELL_HEIGHT, _LEAST_GRID_HEIGHT = 640, 16, 64
-_STYLE = """
-  text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
-  .page { fill: #ffffff; stroke: #d1d9e0 }
-  .head { font-size: 16px; font-weight: 600 } .quiet { fill: #59636e } .right { text-anchor: end }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .page { fill: #0d1117; stroke: #3d444d } .quiet { fill: #9198a1 }
-  }
-"""
 
 
 def check_suffix(path: Path) -> None:
@@ -85,8 +77,8 @@ def as_svg(title: str, tokens: TokensPerExpert) -> str:
     num_experts = max(len(counts) for counts in tokens.values())
     grid_height = max(_LEAST_GRID_HEIGHT, len(tokens) * _CELL_HEIGHT)
     cell_width, cell_height = _GRID_WIDTH / num_experts, grid_height / len(tokens)
-    width, height = 2 * _MARGIN + _LEFT + _GRID_WIDTH + _RIGHT, _HEAD + grid_height + _FOOT
-    left, bottom = _MARGIN + _LEFT, _HEAD + grid_height
+    width, height = 2 * MARGIN + _LEFT + _GRID_WIDTH + _RIGHT, _HEAD + grid_height + _FOOT
+    left, bottom = MARGIN + _LEFT, _HEAD + grid_height
     cells: list[list[str]] = [[] for _ in _COLOURS]
     labels = []
     for row, (layer, counts) in enumerate(tokens.items()):
@@ -97,32 +89,20 @@ def as_svg(title: str, tokens: TokensPerExpert) -> str:
                 f"M{x:.1f} {y:.1f}h{cell_width:.2f}v{cell_height:.1f}h-{cell_width:.2f}z"
             )
         middle = y + cell_height / 2 + 4
-        labels.append(_text(str(layer), left - 8, middle, "quiet right"))
-        labels.append(_text(f"{imbalance(counts):.2f} ×", left + _GRID_WIDTH + 8, middle))
+        labels.append(text(str(layer), left - 8, middle, "quiet right"))
+        labels.append(text(f"{imbalance(counts):.2f} ×", left + _GRID_WIDTH + 8, middle))
     total = sum(map(sum, tokens.values()))
     subtitle = f"{num_experts} experts, {len(tokens)} layers, {total:,} choices; colour: over the layer's mean"
-    return (
-        "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-                f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title">',
-                f'<title id="title">{escape(title)}</title>',
-                f"<style>{_STYLE}</style>",
-                f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>',
-                _text(title, _MARGIN, 26, "head"),
-                _text(subtitle, _MARGIN, 44, "quiet"),
-                _text("layer", left - 8, _HEAD - 6, "quiet right"),
-                _text("busiest", left + _GRID_WIDTH + 8, _HEAD - 6, "quiet"),
-                *(f'<path fill="{colour}" d="{"".join(one)}"/>' for colour, one in zip(_COLOURS, cells, strict=True)),
-                *labels,
-                _text("0", left, bottom + 16, "quiet"),
-                _text(f"expert {num_experts - 1}", left + _GRID_WIDTH, bottom + 16, "quiet right"),
-                *_key(left, bottom + 22),
-                "</svg>",
-            ]
-        )
-        + "\n"
-    )
+    body = [
+        text("layer", left - 8, _HEAD - 6, "quiet right"),
+        text("busiest", left + _GRID_WIDTH + 8, _HEAD - 6, "quiet"),
+        *(f'<path fill="{colour}" d="{"".join(one)}"/>' for colour, one in zip(_COLOURS, cells, strict=True)),
+        *labels,
+        text("0", left, bottom + 16, "quiet"),
+        text(f"expert {num_experts - 1}", left + _GRID_WIDTH, bottom + 16, "quiet right"),
+        *_key(left, bottom + 22),
+    ]
+    return document(title, subtitle, (width, height), body)
 
 
 def _key(left: float, top: float) -> list[str]:
@@ -131,7 +111,7 @@ def _key(left: float, top: float) -> list[str]:
     for index, (colour, name) in enumerate(zip(_COLOURS, _NAMES, strict=True)):
         x = left + index * step
         lines.append(f'<rect x="{x:.1f}" y="{top}" width="{_KEY}" height="{_KEY}" fill="{colour}"/>')
-        lines.append(_text(name, x + _KEY + 4, top + _KEY - 2, "quiet"))
+        lines.append(text(name, x + _KEY + 4, top + _KEY - 2, "quiet"))
     return lines
 
 
@@ -140,7 +120,3 @@ def _range_of(count: int, mean: float) -> int:
     if count == 0 or mean == 0:
         return 0
     return next((index for index, end in enumerate(_ENDS) if count / mean <= end), len(_ENDS))
-
-
-def _text(text: str, x: float, y: float, kind: str = "") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'

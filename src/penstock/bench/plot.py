@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.bench.picture import Panel, Scale, curve, dot, number, text
-from penstock.bench.picture import page as picture
+from penstock.bench.picture import Panel, Point, Series, chart, number
 from penstock.bench.report import figures, title
 from penstock.bench.workloads import Settings, swept_setting
 
@@ -16,7 +15,6 @@ _OF_CONTEXTS = (
     ("output_tokens_per_s", "output, tok/s", 1.0),
     ("step_s", "decode step, ms", 1e3),
 )
-_Line = list[tuple[float, float]]
 
 
 def as_svg(model: str, sweep: Sequence[Settings], results: Sequence[Any]) -> str:
@@ -29,12 +27,12 @@ def as_svg(model: str, sweep: Sequence[Settings], results: Sequence[Any]) -> str
     if sweep[0].workload == "long-context":
         rows = [row for its_rows in results for row in its_rows]
         panels = [_by_context(rows, *figure) for figure in _OF_CONTEXTS]
-        return picture(f"{model}: long-context", "medians by context length", panels)
+        return chart(f"{model}: long-context", "medians by context length", panels)
     swept = swept_setting(sweep)
     if swept is None:
-        return picture(f"{model}: {title(sweep[0])}", "values in ascending order", _by_percentile(sweep[0], results[0]))
+        return chart(f"{model}: {title(sweep[0])}", "values in ascending order", _by_percentile(sweep[0], results[0]))
     words = swept.replace("_", " ").replace(" len", " length")
-    return picture(f"{model}: {sweep[0].workload} by {words}", "medians", _by_setting(sweep, results, swept, words))
+    return chart(f"{model}: {sweep[0].workload} by {words}", "medians", _by_setting(sweep, results, swept, words))
 
 
 def _by_percentile(settings: Settings, results: Any) -> list[Panel]:
@@ -52,7 +50,7 @@ def _by_setting(sweep: Sequence[Settings], results: Sequence[Any], swept: str, w
     found = [_figures(settings, its_results) for settings, its_results in zip(sweep, results, strict=True)]
     panels = []
     for figure in zip(*found, strict=True):
-        lines: dict[str, _Line] = {}
+        lines: dict[str, list[Point]] = {}
         for settings, (_, summaries) in zip(sweep, figure, strict=True):
             for label, (summary, factor) in summaries.items():
                 lines.setdefault(label, []).append((float(getattr(settings, swept)), factor * summary["median"]))
@@ -74,23 +72,18 @@ def _figures(settings: Settings, results: Any) -> list[tuple[str, dict[str, tupl
 
 
 def _by_context(rows: list[dict[str, Any]], name: str, words: str, factor: float) -> Panel:
-    lines: dict[str, _Line] = {}
+    lines: dict[str, list[Point]] = {}
     for row in rows:
         requests = f"{row['batch_size']} requests"
         lines.setdefault(requests, []).append((float(row["context"]), factor * row[name]["median"]))
     return _panel(words, "tokens of context", lines)
 
 
-def _panel(words: str, unit: str, lines: dict[str, _Line], labelled: int = -1) -> Panel:
+def _panel(words: str, unit: str, lines: dict[str, list[Point]], labelled: int = -1) -> Panel:
     """Panel of lines by label. labelled: index of the point whose value is written."""
-    points = [point for line in lines.values() for point in line]
-    scale = Scale(max(x for x, _ in points), max(y for _, y in points))
-    drawn = []
-    for index, (label, line) in enumerate(lines.items()):
-        x, y = scale.at(*line[labelled])
-        drawn.append(curve(scale, line, "curve second" if index % 2 else "curve"))
-        drawn += [dot(scale, point) for point in line]
-        # Above the first line and below the second one, which may be close to it.
-        value = f"{label} {number(line[labelled][1])}".strip()
-        drawn.append(text(value, x - 6, y + (18 if index % 2 else -8), "right"))
-    return [*scale.frame(words, unit), *drawn]
+    series = []
+    for label, line in lines.items():
+        named = line[labelled]
+        value = f"{label} {number(named[1])}".strip()
+        series.append(Series(line, [(point, value if point is named else "") for point in line]))
+    return Panel(words, unit, series)

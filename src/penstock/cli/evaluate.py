@@ -43,7 +43,7 @@ def evaluate(
     KL how far its probabilities move from those of --against.
     """
     from penstock.bench.quality.formats import FORMATS, parse_formats
-    from penstock.bench.quality.report import as_json, table
+    from penstock.bench.quality.report import as_json, as_svg, table
     from penstock.bench.quality.run import evaluate as measure
 
     formats = parse_formats(quantization)
@@ -63,9 +63,7 @@ def evaluate(
     )
     title = f"{model} on {text.name}: {tokens.num_scored:,} tokens in windows of {window:,}"
     if plot is not None:
-        from penstock.bench.quality.plot import svg
-
-        write_plot(plot, svg(title, results))
+        write_plot(plot, as_svg(title, results))
     if json:
         _print(json_module.dumps(as_json(model, tokens, results), indent=2) + "\n", as_json=True)
     else:

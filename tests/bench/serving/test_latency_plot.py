@@ -65,7 +65,7 @@ def test_latencies_are_drawn_by_the_requests_under_way() -> None:
     failed = Outcome(start=1.1, end=1.3, prompt_len=8, status=Status.FAILED)
     panel = panels(as_svg("a", "b", [*outcomes, failed], []))["End-to-end latency by requests at once, ms"]
     dots = [float(dot.attrib["cx"]) for dot in panel.findall(f"{SVG}circle")]
-    left, right = 56, 340
+    left, right = 56, 708
     assert [5 * (x - left) / (right - left) for x in dots] == pytest.approx([1, 3, 1], abs=0.01)
 
 

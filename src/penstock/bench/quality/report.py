@@ -1,4 +1,4 @@
-"""Table and JSON of `penstock eval`."""
+"""Table, JSON and picture of `penstock eval`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
+from penstock.bench.picture import Panel, Series, chart
 from penstock.bench.quality.run import Quality, Text
 from penstock.observability.units import format_bytes
 
+_MIB = 1 << 20
 _COLUMNS = (
     *("loss", "perplexity", "loss change", "mean change", "KL", "same top"),
     *("prompt tok/s", "output tok/s", "weights"),
@@ -72,3 +74,10 @@ def as_json(model: str, text: Text, results: Sequence[Quality]) -> dict[str, Any
             for result in results
         ],
     }
+
+
+def as_svg(title: str, results: Sequence[Quality]) -> str:
+    """Picture of a point per format: size of the weights to the right, mean change upwards."""
+    marks = [((one.weight_bytes / _MIB, one.closeness.mean_change), one.format) for one in results]
+    panel = Panel("mean change of a token's log-probability, nats", "weights, MiB", [Series(marks=marks)])
+    return chart(title, "quality and size of weight formats", [panel])

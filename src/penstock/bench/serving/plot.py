@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from penstock.bench.picture import Panel, Point, Scale, curve, dot, number, page, text
+from penstock.bench.picture import Panel, Point, Series, chart, number
 from penstock.bench.serving.outcome import Outcome, Status
 from penstock.bench.serving.results import METRICS, metric_values
 
@@ -26,28 +26,21 @@ def as_svg(title: str, subtitle: str, outcomes: Sequence[Outcome], metrics: Sequ
     firsts = [(float(one.prompt_len), 1000 * one.ttft_s) for one in completed if one.prompt_len and one.ttft_s]
     if firsts:
         panels.append(_dots(METRICS["ttft"] + " by length of the prompt", "prompt tokens", firsts))
-    return page(title, subtitle, panels)
+    return chart(title, subtitle, panels)
 
 
 def _distribution(metric: str, values_s: Sequence[float]) -> Panel:
     """Values in ascending order over the share of them, with median and 99th percentile."""
     values = [1000 * value for value in values_s]
     last = max(1, len(values) - 1)
-    scale = Scale(100.0, values[-1])
     step = max(1, len(values) // _MAX_DOTS)
     shown = sorted({*range(0, len(values), step), len(values) - 1})
-    points = [(100 * index / last, values[index]) for index in shown]
     marks = []
     for percent in _MARKED_PERCENTS:
-        value = values[round(percent / 100 * last)] if len(values) > 1 else values[0]
-        place = scale.at(percent, value)
-        marks.append(dot(scale, (percent, value), radius=3.5))
-        marks.append(text(f"p{percent} {number(value)} ms", place[0] - 6, place[1] - 8, "right"))
-    return [
-        *scale.frame(f"{METRICS[metric]}, ms", "percent of the values"),
-        curve(scale, points),
-        *marks,
-    ]
+        value = values[round(percent / 100 * (len(values) - 1))]
+        marks.append(((float(percent), value), f"p{percent} {number(value)} ms"))
+    curve = [(100 * index / last, values[index]) for index in shown]
+    return Panel(f"{METRICS[metric]}, ms", "percent of the values", [Series(curve, marks)])
 
 
 def _latencies_by_load(outcomes: Sequence[Outcome]) -> list[Point]:
@@ -61,9 +54,4 @@ def _latencies_by_load(outcomes: Sequence[Outcome]) -> list[Point]:
 
 
 def _dots(title: str, unit: str, points: Sequence[Point]) -> Panel:
-    scale = Scale(max(x for x, _ in points), max(y for _, y in points))
-    step = max(1, len(points) // _MAX_DOTS)
-    return [
-        *scale.frame(f"{title}, ms", unit),
-        *(dot(scale, point, "dot") for point in points[::step]),
-    ]
+    return Panel(f"{title}, ms", unit, [Series(dots=points[:: max(1, len(points) // _MAX_DOTS)])])
