@@ -14,9 +14,9 @@ import torch
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import InvalidRequest, WorkerError
+from penstock.features.lora.tables import AdapterTables, PackedModelAdapter
 from penstock.kernels.quantized import GROUP_MULTIPLE, quantize_rows
 from penstock.layers.linear import LinearLayer
-from penstock.lora.tables import AdapterTables, PackedModelAdapter
 from support.adapted_models import (
     ADAPTERS,
     NUM_TOKENS,

@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 
 from penstock.contract.lora import LoRARequest
-from penstock.lora.manager import AdapterManager
-from penstock.lora.tables import PackedModelAdapter
+from penstock.features.lora.tables import PackedModelAdapter
+from penstock.features.lora.worker import LoRAWorker
 
 # File in an adapter's folder that says that a process has begun to load it.
 LOADING = "loading"
 
 
-_load = AdapterManager._load
+_load = LoRAWorker._load
 
 
 class SlowLoading:
@@ -21,10 +21,10 @@ class SlowLoading:
 
     def __init_subclass__(cls) -> None:
         # In worker processes alone, whose class has this one as a base.
-        AdapterManager._load = _load_slowly  # type: ignore[method-assign]
+        LoRAWorker._load = _load_slowly  # type: ignore[method-assign]
 
 
-def _load_slowly(manager: AdapterManager, request: LoRARequest) -> PackedModelAdapter:
+def _load_slowly(manager: LoRAWorker, request: LoRARequest) -> PackedModelAdapter:
     begun = Path(request.lora_path, LOADING)
     if not begun.exists():
         begun.touch()

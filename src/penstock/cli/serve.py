@@ -67,7 +67,7 @@ def serve(
 
         check_packages()
     from penstock.config import EngineConfig
-    from penstock.lora.peft_config import PeftConfig, read_fields
+    from penstock.features.lora.peft_config import PeftConfig, read_fields
     from penstock.server.processes.launcher import Launcher
 
     began = time.monotonic()

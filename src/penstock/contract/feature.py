@@ -10,7 +10,7 @@ worker's (`worker.feature`), and output heads. Each side is a function or class 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 Side: TypeAlias = Callable[..., Any] | str | None
 
 # Modules of the features that come with the engine; each has its registration as `FEATURE`.
-_BUILT_IN = ("penstock.features.pooling",)
+_BUILT_IN = ("penstock.features.lora", "penstock.features.pooling")
 
 
 def _always(_: EngineConfig) -> bool:
@@ -36,7 +36,10 @@ class Feature:
     name: unique. is_on: whether an engine with this configuration has the feature. parts: types of its message parts.
     scheduler_side: (SchedulerServices) -> SchedulerFeature. worker_side: (WorkerServices) -> WorkerFeature, or a
     SlotOwner for a feature that has nothing else there. output_heads: (HeadParts) -> OutputHead by name, for the option
-    `output_head`.
+    `output_head`. memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run
+    leaves out then.
+    worker_methods: methods of the worker's side that `collective_rpc` reaches by their names.
+    how_to_turn_on: sentence for errors of calls to an engine without the feature.
     """
 
     name: str
@@ -45,10 +48,13 @@ class Feature:
     scheduler_side: Side = None
     worker_side: Side = None
     output_heads: Mapping[str, Side] = field(default_factory=dict)
+    memory: Side = None
+    worker_methods: Sequence[str] = ()
+    how_to_turn_on: str = ""
 
     def __post_init__(self) -> None:
-        for side in (self.scheduler_side, self.worker_side, *self.output_heads.values()):
-            if side is not None and "<" in _path(side):
+        for side in _sides(self):
+            if "<" in _path(side):
                 raise ConfigError(
                     f"{side} cannot be registered for the feature {self.name!r}: a plugin is called several times, "
                     "and would add another one each time. Register a function or a class of a module."
@@ -92,9 +98,21 @@ def make_side(side: Side, *arguments: Any) -> Any:
     return side(*arguments)
 
 
+def why_no_method(name: str) -> str | None:
+    """Why a worker has no method of this name, if a feature would have it."""
+    for feature in _registered.values():
+        if name in feature.worker_methods:
+            return f"{name} needs {feature.name}, which this engine does not have. {feature.how_to_turn_on}"
+    return None
+
+
+def _sides(feature: Feature) -> list[Callable[..., Any] | str]:
+    sides = feature.scheduler_side, feature.worker_side, feature.memory, *feature.output_heads.values()
+    return [side for side in sides if side is not None]
+
+
 def _paths(feature: Feature) -> list[str]:
-    sides = feature.scheduler_side, feature.worker_side, *feature.output_heads.values()
-    return [_path(side) for side in sides if side is not None]
+    return [_path(side) for side in _sides(feature)]
 
 
 def _path(side: Callable[..., Any] | str) -> str:

@@ -49,6 +49,11 @@ class WorkerBase(ABC):
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return the KV cache spec of each layer, by name."""
 
+    def rpc_method(self, name: str) -> Callable[..., Any] | None:
+        """Return the method that `collective_rpc` reaches by this name: the worker's own, or a feature's; or None."""
+        method = getattr(self, name, None)
+        return method if callable(method) else None
+
     def features_of_model(self) -> Sequence[str]:
         """Return the modules of the features that the model asks for."""
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,12 +31,7 @@ class WorkerServices:
 
 
 class WorkerFeature:
-    """Worker side of a feature, made when the runner is. All methods are optional.
-
-    rpc_methods: methods of this object that `collective_rpc` reaches by their names, as those of the worker.
-    """
-
-    rpc_methods: Sequence[str] = ()
+    """Worker side of a feature, made when the runner is. All methods are optional."""
 
     def slot_owners(self) -> Sequence[SlotOwner]:
         """Owners of the feature's per-slot state."""
@@ -53,19 +48,26 @@ class WorkerFeatures:
     """Worker sides of all features of an engine and its model.
 
     owners: of the features' per-slot state. output_head: factory of the head that the option `output_head` names.
-    rpc_methods: methods of the sides by name. Raises ConfigError for a head that no feature has.
+    rpc_methods: methods of the sides by name. is_profile: leave out features whose `memory` is known.
+
+    Raises ConfigError for a head that no feature has.
     """
 
-    def __init__(self, services: WorkerServices) -> None:
+    def __init__(self, services: WorkerServices, *, is_profile: bool = False) -> None:
         features = features_of(services.config, features_of_model(services.model))
-        made = [make_side(feature.worker_side, services) for feature in features]
-        self._sides = [side for side in made if isinstance(side, WorkerFeature)]
-        self.owners = [side for side in made if isinstance(side, SlotOwner)]
-        for side in self._sides:
-            self.owners += side.slot_owners()
-        self.rpc_methods: Mapping[str, Callable[..., Any]] = {
-            name: getattr(side, name) for side in self._sides for name in side.rpc_methods
-        }
+        self._sides: list[WorkerFeature] = []
+        self.owners: list[SlotOwner] = []
+        self.rpc_methods: dict[str, Callable[..., Any]] = {}
+        for feature in features:
+            if is_profile and feature.memory is not None:
+                continue
+            side = make_side(feature.worker_side, services)
+            if isinstance(side, WorkerFeature):
+                self._sides.append(side)
+                self.owners += side.slot_owners()
+            elif side is not None:
+                self.owners.append(side)
+            self.rpc_methods.update({name: getattr(side, name) for name in feature.worker_methods})
         heads: dict[str, Side] = {GENERATE: Generation}
         for feature in features:
             heads.update(feature.output_heads)
@@ -84,6 +86,12 @@ class WorkerFeatures:
         """Close all features."""
         for side in self._sides:
             side.close()
+
+
+def memory_of_features(config: EngineConfig, model: LanguageModel, kind: str, dtype: torch.dtype) -> dict[str, int]:
+    """Device memory by feature, of those that are left out of the profile run. kind: of the device."""
+    features = [feature for feature in features_of(config, features_of_model(model)) if feature.memory is not None]
+    return {feature.name: make_side(feature.memory, config, model, kind, dtype) for feature in features}
 
 
 def features_of_model(model: LanguageModel) -> Sequence[str]:

@@ -8,14 +8,13 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.device import Device, DtypeChoice, MemorySnapshot
-from penstock.lora.tables import adapter_bytes
 from penstock.models.attention_layers import most_query_heads
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.stage import num_noted_before, receive_buffer_bytes
 from penstock.worker.drafter import layers_of_target
-from penstock.worker.feature import WorkerFeatures, WorkerServices
+from penstock.worker.feature import WorkerFeatures, WorkerServices, memory_of_features
 from penstock.worker.memory_plan import (
     MemoryPlan,
     StepMemory,
@@ -77,7 +76,7 @@ def plan_memory(
             dtype.torch_dtype,
             num_noted_before(weights.speculator.aux_layers, layers_of_target(weights.model, parallel)),
         ),
-        adapters=adapter_bytes(weights.model, config.lora, device.kind, dtype.torch_dtype),
+        adapters=sum(memory_of_features(config, weights.language_model, device.kind, dtype.torch_dtype).values()),
     )
     for line in ["Memory plan:", *plan.table().splitlines()]:
         logger.debug("%s", line)
@@ -112,7 +111,7 @@ def _measure_step(
             fast_paths=config.scheduler.fast_paths != "off",
             graphs=config.graphs,
             speculator=weights.speculator,
-            make_owners=lambda: WorkerFeatures(services).owners,
+            make_owners=lambda: WorkerFeatures(services, is_profile=True).owners,
         )
     # Free memory in torch's cache is not available to the KV cache.
     device.return_unused_memory()

@@ -19,7 +19,6 @@ from penstock.errors import UnsupportedFeature
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer, describe_narrow_products, weights_size_bytes
 from penstock.loader.loader import load_without_memory
-from penstock.lora.tables import adapter_bytes
 from penstock.models.attention_layers import cache_layers, most_query_heads
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
@@ -32,7 +31,7 @@ from penstock.worker.drafter import (
     load_drafter_without_memory,
     place_for_drafter,
 )
-from penstock.worker.feature import WorkerFeatures, WorkerServices
+from penstock.worker.feature import WorkerFeatures, WorkerServices, memory_of_features
 from penstock.worker.kv_cache_dtype import choose_kv_cache_dtype
 from penstock.worker.memory_plan import StepMemory
 from penstock.worker.profile import measure_step_memory
@@ -104,7 +103,7 @@ def measure_unloaded(
                 fast_paths=config.scheduler.fast_paths != "off",
                 graphs=config.graphs,
                 speculator=speculator,
-                make_owners=lambda: WorkerFeatures(services).owners,
+                make_owners=lambda: WorkerFeatures(services, is_profile=True).owners,
             )
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values
         raise NotOnMeta(
@@ -120,7 +119,7 @@ def measure_unloaded(
         num_heads=most_query_heads(layers),
         num_aux_received=num_noted_before(speculator.aux_layers, layers_of_target(model, parallel)),
         kv_cache_dtype=cache_dtype,
-        adapters=adapter_bytes(model, config.lora, kind, dtype.torch_dtype),
+        adapters=sum(memory_of_features(config, model, kind, dtype.torch_dtype).values()),
         products=describe_narrow_products(model),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,21 +14,16 @@ import torch
 from penstock.config import EngineConfig
 from penstock.config.model import AUTO_LENGTH, GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
-from penstock.contract.lora import LoRARequest
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature
 from penstock.kernels.native import describe_kernels, why_no_tiles
 from penstock.loader.loader import find_stored_dtype
-from penstock.lora.manager import AdapterManager
-from penstock.lora.tables import AdapterTables
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.parallel import ParallelState
-from penstock.runner.adapter_slots import adapter_owners
 from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step, warm_up_decodes
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
-from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.stage import NO_PIPELINE, PipelineStage, Stage
 from penstock.runner.warm_up import warm_up_requests
 from penstock.worker.base import WorkerBase
@@ -76,7 +71,6 @@ class Worker(WorkerBase):
         self._runner: ModelRunner | None = None
         self._pages: PagePrefaulting | None = None
         self._features: WorkerFeatures | None = None
-        self._adapters: AdapterManager | None = None
         self._expert_load: ExpertLoad | None = None
         if config.speculative.method is not None:
             self.num_speculative_tokens = config.speculative.num_speculative_tokens
@@ -130,7 +124,7 @@ class Worker(WorkerBase):
             agreement=self.parallel.agreement,
             speculator=weights.speculator,
             stage=self._stage(),
-            owners=[*features.owners, *self._adapter_owners(max_model_len)],
+            owners=features.owners,
             make_head=features.output_head,
             spans=self._profiler.spans,
         )
@@ -188,6 +182,10 @@ class Worker(WorkerBase):
     def features_of_model(self) -> Sequence[str]:
         return features_of_model(self.weights.language_model)
 
+    def rpc_method(self, name: str) -> Callable[..., Any] | None:
+        of_feature = None if self._features is None else self._features.rpc_methods.get(name)
+        return of_feature or super().rpc_method(name)
+
     def get_model(self) -> LanguageModel:
         return self.weights.language_model
 
@@ -228,37 +226,6 @@ class Worker(WorkerBase):
         """
         self._next_config = updated_config(self._next_config, overrides)
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; False if there is one of its id already, which `load_inplace` replaces.
-
-        Raises CheckpointError or UnsupportedFeature for an adapter that cannot be loaded, InvalidRequest without room.
-        """
-        return self.adapters.add(lora_request)
-
-    def prefetch_lora(self, lora_request: LoRARequest) -> None:
-        """Start loading an adapter while steps run; `lora_status` tells when it is there."""
-        self.adapters.prefetch(lora_request)
-
-    def lora_status(self) -> dict[int, str | None]:
-        """Adapters by id: None for loaded ones, "" for those that load, or the error of those that failed."""
-        return self.adapters.status()
-
-    def loading_loras(self) -> set[int]:
-        """Ids of the adapters that are being loaded, or whose new weights are."""
-        return self.adapters.loading()
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
-        return self.adapters.remove(lora_id)
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in memory and in its slot; False for an unknown id. Raises InvalidRequest without a slot."""
-        return self.adapters.pin(lora_id)
-
-    def list_loras(self) -> set[int]:
-        """Ids of the adapters in host memory."""
-        return self.adapters.ids()
-
     @changes_model
     def reload_weights(self, weights_path: str | None = None) -> None:
         """Replace the weights by those of a folder or hub id (None: of the same one again), between two steps.
@@ -275,8 +242,6 @@ class Worker(WorkerBase):
             self._runner.replace_model(weights.language_model)
         if self._features is not None:
             self._features.replace_model(weights.language_model)
-        if self._adapters is not None:
-            self._adapters.tables.attach(weights.model)
         if self._expert_load is not None:
             self._expert_load.attach(weights.model)
         self.config = self._next_config = new
@@ -310,9 +275,7 @@ class Worker(WorkerBase):
             self._pages.close()
         if self._features is not None:
             self._features.close()
-        if self._adapters is not None:
-            self._adapters.close()
-        self._runner = self._pages = self._weights = self._features = self._adapters = None
+        self._runner = self._pages = self._weights = self._features = None
         device, self._device = self._device, None
         if device is None:
             gc.collect()
@@ -337,26 +300,9 @@ class Worker(WorkerBase):
     def runner(self) -> ModelRunner:
         return self._required(self._runner, "initialize_from_config")
 
-    @property
-    def adapters(self) -> AdapterManager:
-        """Adapters of this rank. Raises ConfigError unless they are enabled."""
-        if not self.config.lora.enable_lora:
-            raise ConfigError("LoRA adapters are not enabled. Start the engine with enable_lora=True.")
-        return self._required(self._adapters, "initialize_from_config")
-
     def _services(self, max_model_len: int) -> WorkerServices:
         model, dtype = self.weights.language_model, self.dtype.torch_dtype
         return WorkerServices(self.config, self.device, model, dtype, self._limits(max_model_len).max_num_reqs + 1)
-
-    def _adapter_owners(self, max_model_len: int) -> Sequence[SlotOwner]:
-        """Slot owners of the requests' adapters; none unless these are enabled."""
-        config = self.config.lora
-        if not config.enable_lora:
-            return []
-        dtype = self.dtype.torch_dtype
-        tables = AdapterTables(self.weights.model, config, self.device.torch_device, dtype)
-        self._adapters = AdapterManager(config, tables)
-        return adapter_owners(self.device, self._limits(max_model_len).max_num_reqs + 1, self._adapters)
 
     def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from penstock.config import EngineConfig
+from penstock.contract.feature import why_no_method
 from penstock.errors import ConfigError, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.parallel import ParallelState
 from penstock.worker.capabilities import require
@@ -126,16 +127,23 @@ class WorkerWrapperBase:
         if isinstance(method, str):
             if method not in self._known_methods:
                 self._check(method)
-            return getattr(self.worker, method)  # type: ignore[no-any-return]
+            return self._found(method)
         function = pickle.loads(method) if isinstance(method, bytes) else method
         return lambda *args, **kwargs: function(self.worker, *args, **kwargs)
 
+    def _found(self, method: str) -> Callable[..., Any]:
+        """The worker's method of this name. Raises ConfigError without one."""
+        found: Callable[..., Any] | None = self.worker.rpc_method(method)
+        if found is None:
+            why = why_no_method(method) or f"{type(self.worker).__name__} has no method {method!r}."
+            raise ConfigError(why)
+        return found
+
     def _check(self, method: str) -> None:
         require(method)
-        if not callable(getattr(self.worker, method, None)):
-            raise ConfigError(f"{type(self.worker).__name__} has no method {method!r}.")
+        found = self._found(method)
         self._known_methods.add(method)
-        if not may_change_model(type(self.worker), method):
+        if not may_change_model(type(getattr(found, "__self__", self.worker)), method):
             self._keeping_methods.add(method)
 
 

@@ -1,32 +1,48 @@
-"""Adapters of one rank: loading in the background, host cache, and slots on the device."""
+"""Worker side of LoRA adapters: loading in the background, host cache, and slots on the device."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from penstock.config import LoRAConfig
+from torch import nn
+
 from penstock.contract.lora import AdapterPart, LoRARequest, stamp_of
 from penstock.errors import CheckpointError, InvalidRequest
-from penstock.lora.cache import AdapterCache
-from penstock.lora.checkpoint import read_adapter
-from penstock.lora.tables import AdapterTables, PackedModelAdapter
+from penstock.features.lora.cache import AdapterCache
+from penstock.features.lora.checkpoint import read_adapter
+from penstock.features.lora.slots import adapter_owners
+from penstock.features.lora.tables import AdapterTables, PackedModelAdapter
+from penstock.models.interface import LanguageModel
+from penstock.runner.slot_owner import SlotOwner
+from penstock.worker.feature import WorkerFeature, WorkerServices
 
 logger = logging.getLogger(__name__)
 
 
-class AdapterManager:
+class LoRAWorker(WorkerFeature):
     """Adapters that requests of one rank may use."""
 
-    def __init__(self, config: LoRAConfig, tables: AdapterTables) -> None:
-        self.tables = tables
+    def __init__(self, services: WorkerServices) -> None:
+        config, device, model = services.config.lora, services.device, services.model
+        assert isinstance(model, nn.Module), "the registry makes torch modules"
+        self.tables = AdapterTables(model, config, device.torch_device, services.dtype)
+        self._owners = adapter_owners(device, services.num_slots, self)
         self._max_rank = config.max_lora_rank
         self._cache: AdapterCache[Future[PackedModelAdapter]] = AdapterCache(config.num_on_host, config.max_loras)
         # Weights that are to replace those of an adapter, by its key: their folder and its stamp, and they.
         self._staged: dict[int, tuple[tuple[str, str], Future[PackedModelAdapter]]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
 
-    def add(self, request: LoRARequest) -> bool:
+    def slot_owners(self) -> Sequence[SlotOwner]:
+        return self._owners
+
+    def replace_model(self, model: LanguageModel) -> None:
+        assert isinstance(model, nn.Module), "the registry makes torch modules"
+        self.tables.attach(model)
+
+    def add_lora(self, request: LoRARequest) -> bool:
         """Load an adapter; False if there is one of its key, which `load_inplace` replaces.
 
         Raises CheckpointError or UnsupportedFeature for an adapter that cannot be loaded, InvalidRequest without room.
@@ -46,7 +62,7 @@ class AdapterManager:
         self._cache.put(request.key, done)
         return True
 
-    def prefetch(self, request: LoRARequest) -> None:
+    def prefetch_lora(self, request: LoRARequest) -> None:
         """Start loading an adapter in the background, unless it is there. Raises InvalidRequest without room.
 
         With `load_inplace` its weights replace those of an adapter once it is added.
@@ -57,12 +73,12 @@ class AdapterManager:
         elif self._cache.get(request.key) is None:
             self._cache.put(request.key, self._reader.submit(self._load, request))
 
-    def loading(self) -> set[int]:
+    def loading_loras(self) -> set[int]:
         """Ids of the adapters that are being loaded, or whose new weights are."""
         cached = {lora_id for lora_id in self._cache.ids if not self._cache.peek(lora_id).done()}
         return cached | {lora_id for lora_id, (_, staged) in self._staged.items() if not staged.done()}
 
-    def status(self) -> dict[int, str | None]:
+    def lora_status(self) -> dict[int, str | None]:
         """Adapters by id: None for loaded ones, "" for those that load, and the error of those that cannot be loaded.
 
         Failed adapters are forgotten.
@@ -79,17 +95,17 @@ class AdapterManager:
                 self._cache.remove(lora_id)
         return found
 
-    def remove(self, lora_id: int) -> bool:
+    def remove_lora(self, lora_id: int) -> bool:
         """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
         self._staged.pop(lora_id, None)
         return self._cache.remove(lora_id)
 
-    def pin(self, lora_id: int) -> bool:
-        """Keep an adapter in memory and in its slot; False for an unknown id."""
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in memory and in its slot; False for an unknown id. Raises InvalidRequest without a slot."""
         return self._cache.pin(lora_id)
 
-    def ids(self) -> set[int]:
-        """Adapters in host memory."""
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters in host memory."""
         return self._cache.ids
 
     def acquire(self, part: AdapterPart) -> tuple[int, PackedModelAdapter]:
@@ -102,7 +118,7 @@ class AdapterManager:
                     "it has no lora_path. Add it again, or pin it."
                 )
             # Other adapters have taken its place in host memory since the request was admitted.
-            self.prefetch(part.adapter)
+            self.prefetch_lora(part.adapter)
         loading = self._cache.get(key)
         assert loading is not None, "it was put there"
         loaded = self._loaded(key, loading)

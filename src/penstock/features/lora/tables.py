@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.config import LoRAConfig
+from penstock.config import EngineConfig, LoRAConfig
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
+from penstock.features.lora.checkpoint import some_of
+from penstock.features.lora.low_rank import LowRank
+from penstock.features.lora.stacked import StackedParameters
 from penstock.kernels.adapters import AdapterTable, PackedAdapter, Piece, TableShape, adapter_table, table_bytes
 from penstock.layers.adapters import ADAPTER_SLOTS, HEAD_SLOTS, AdapterRouting, EmbeddingAdapters, LinearAdapters
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import MoE
 from penstock.layers.linear import AdapterPlace, LinearLayer
-from penstock.lora.checkpoint import some_of
-from penstock.lora.low_rank import LowRank
-from penstock.lora.stacked import StackedParameters
 from penstock.models.causal_lm import CausalLM
 
 
@@ -188,13 +188,12 @@ class AdapterTables:
         )
 
 
-def adapter_bytes(model: nn.Module, config: LoRAConfig, kind: str, compute_dtype: torch.dtype) -> int:
+def adapter_bytes(engine: EngineConfig, model: nn.Module, kind: str, compute_dtype: torch.dtype) -> int:
     """Bytes of a model's adapters on the device: those in slots, and on a CPU those in host memory too.
 
     The model may be on the meta device. kind: of the device. Raises UnsupportedFeature as `AdapterTables`.
     """
-    if not config.enable_lora:
-        return 0
+    config = engine.lora
     dtype = compute_dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype)
     num_bytes, modules = 0, _modules(model, config)
     for names in _by_module(model, config):

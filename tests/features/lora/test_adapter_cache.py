@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from penstock.errors import InvalidRequest
-from penstock.lora.cache import AdapterCache
+from penstock.features.lora.cache import AdapterCache
 
 IDS = st.integers(1, 6)
 

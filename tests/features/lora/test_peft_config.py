@@ -10,7 +10,7 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
 from penstock.errors import CheckpointError, UnsupportedFeature
-from penstock.lora.peft_config import _IMPLEMENTED, _WITHOUT_EFFECT, PeftConfig
+from penstock.features.lora.peft_config import _IMPLEMENTED, _WITHOUT_EFFECT, PeftConfig
 
 # A value of each refused field that a training may have set.
 REFUSED: dict[str, Any] = {

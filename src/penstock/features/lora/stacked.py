@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.lora.low_rank import LowRank, check_rank
-from penstock.lora.peft_config import PeftConfig
+from penstock.features.lora.low_rank import LowRank, check_rank
+from penstock.features.lora.peft_config import PeftConfig
 from penstock.models.causal_lm import StackedParameter
 
 _WRAPPER = ".base_layer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor
 from penstock.config import LoRAConfig
 from penstock.contract.lora import LoRARequest
 from penstock.errors import CheckpointError, ConfigError, InvalidParameter
-from penstock.lora.checkpoint import read_adapter
-from penstock.lora.tables import AdapterTables, adapter_bytes
+from penstock.features.lora.checkpoint import read_adapter
+from penstock.features.lora.tables import AdapterTables, adapter_bytes
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
 from support.transformers_models import load
 
@@ -127,7 +128,7 @@ def test_modules_outside_of_the_targets_have_no_tables(tmp_path: Path) -> None:
         return AdapterTables(model, config, torch.device("cpu"), torch.float32)
 
     sizes = [
-        adapter_bytes(model, LoRAConfig(True, lora_target_modules=one), "cpu", torch.float32)
+        adapter_bytes(SimpleNamespace(lora=LoRAConfig(True, lora_target_modules=one)), model, "cpu", torch.float32)  # type: ignore[arg-type]
         for one in (None, ("q_proj",))
     ]
     assert 0 < 5 * sizes[1] < sizes[0]

@@ -1,0 +1,30 @@
+"""LoRA adapters: PEFT checkpoints, tables of a model's layers, and which adapter each request has."""
+
+from __future__ import annotations
+
+from penstock.config import EngineConfig
+from penstock.contract.feature import Feature
+from penstock.contract.lora import AdapterPart
+
+
+def _is_enabled(config: EngineConfig) -> bool:
+    return config.lora.enable_lora
+
+
+FEATURE = Feature(
+    name="LoRA adapters",
+    is_on=_is_enabled,
+    how_to_turn_on="Start the engine with enable_lora=True.",
+    parts=(AdapterPart,),
+    worker_side="penstock.features.lora.worker:LoRAWorker",
+    worker_methods=(
+        "add_lora",
+        "prefetch_lora",
+        "lora_status",
+        "loading_loras",
+        "remove_lora",
+        "pin_lora",
+        "list_loras",
+    ),
+    memory="penstock.features.lora.tables:adapter_bytes",
+)
