@@ -32,6 +32,7 @@ from penstock.contract import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    RpcCall,
     SampledOutput,
     SamplingParams,
     SchedulerOutput,
@@ -162,7 +163,7 @@ def measure(
     """Bytes of the last step, and times of steps in one message and in two, in turns."""
     ways = executor.execute_unconstrained, executor.execute_model
     times = [Times(), Times()]
-    executor.collective_rpc("take_told")
+    executor.collective_rpc(RpcCall("take_told"))
     for number, output in enumerate(steps):
         turn = number % len(ways)
         execute, by_way = ways[turn], times[turn]
@@ -176,7 +177,7 @@ def measure(
         by_way.answered.append(_now_us() - begin)
         by_way.kept.append(sent - begin)
         by_way.begin.append(begin)
-    told = list(map(max, zip(*executor.collective_rpc("take_told"), strict=True)))
+    told = list(map(max, zip(*executor.collective_rpc(RpcCall("take_told")), strict=True)))
     for turn, by_way in enumerate(times):
         by_way.told = [a - b for a, b in zip(told[turn :: len(ways)], by_way.begin, strict=True)]
     return len(encode(pack_step(output))), times
@@ -194,7 +195,7 @@ def time_of_death(executor: MultiprocessExecutor, *, is_waited_for: bool) -> flo
     if is_waited_for:
         threading.Timer(0.2, kill).start()
         try:
-            executor.collective_rpc("wait")
+            executor.collective_rpc(RpcCall("wait"))
         except WorkerError:
             heard.put(_now_us())
     else:

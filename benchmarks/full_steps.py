@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 
@@ -41,7 +41,7 @@ class Engine:
 
         self.core = EngineCore(EngineConfig.create(folder, device="cpu", enable_prefix_caching=False, **options))
         self.num_requests = 0
-        self.core.collective_rpc(lambda worker: worker.runner.kv_cache.touch())
+        self.core.collective_rpc(RpcCall(lambda worker: worker.runner.kv_cache.touch()))
 
     def add(self, num_tokens: int, **params: Any) -> None:
         self.num_requests += 1

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.machine import described, machine, save
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.session import Session
 from penstock.kernels.native.program_step import BoundChoices
@@ -143,7 +143,7 @@ def _wrap_model(session: Session, clock: PartClock) -> None:
 def parts_of(session: Session) -> tuple[EngineCore, ModelRunner]:
     core = session._core
     assert isinstance(core, EngineCore)
-    (runner,) = core.collective_rpc(lambda worker: worker.runner)
+    (runner,) = core.collective_rpc(RpcCall(lambda worker: worker.runner))
     return core, runner
 
 

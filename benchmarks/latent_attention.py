@@ -24,6 +24,7 @@ from benchmarks.ceilings import Ceilings
 from benchmarks.long_context import Turns, decodes, fill
 from benchmarks.machine import described, machine
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.layers.experts import Experts
 from penstock.layers.linear import weights_size_bytes
@@ -87,7 +88,7 @@ def measure_step(clock: Turns, folder: str, arguments: argparse.Namespace) -> fl
     options: dict[str, Any] = {"load_format": "dummy", "kv_cache_dtype": arguments.kv_cache_dtype, "device": "cpu"}
     options |= {"block_size": _BLOCK_SIZE, "num_threads": arguments.threads, "kv_cache_memory_bytes": "256MiB"}
     core = EngineCore(EngineConfig.create(folder, **options))
-    (runner,) = core.collective_rpc(lambda worker: worker.runner)
+    (runner,) = core.collective_rpc(RpcCall(lambda worker: worker.runner))
     cache, model = runner.kv_cache, runner.model
     for name in cache.config.groups[0].layer_names:
         fill(cache.layer_memory(name)[:, :num_blocks])

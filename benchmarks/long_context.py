@@ -35,7 +35,7 @@ from benchmarks.peers.shapes import SHAPES
 from penstock.attention import AttentionStep, Heads, LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.contract.kv_cache import head_elements
 from penstock.device.base import TORCH_DTYPES
 from penstock.engine.core.engine_core import EngineCore
@@ -181,7 +181,7 @@ def measure_step(clock: Turns, dtype: str, batch: int, context: int, threads: in
     num_blocks = batch * -(-context // _BLOCK_SIZE) + 1
     with tempfile.TemporaryDirectory() as folder:
         core = _start(folder, dtype, context, threads, num_blocks)
-        (runner,) = core.collective_rpc(lambda worker: worker.runner)
+        (runner,) = core.collective_rpc(RpcCall(lambda worker: worker.runner))
         for name in runner.kv_cache.config.groups[0].layer_names:
             fill(runner.kv_cache.layer_memory(name))
         geometry = decodes(batch, context)
@@ -202,7 +202,7 @@ def measure_step(clock: Turns, dtype: str, batch: int, context: int, threads: in
 def measure_engine(clock: Turns, dtype: str, context: int, threads: int) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         core = _start(folder, dtype, context, threads, -(-context // _BLOCK_SIZE) + 2)
-        (runner,) = core.collective_rpc(lambda worker: worker.runner)
+        (runner,) = core.collective_rpc(RpcCall(lambda worker: worker.runner))
         prompt = torch.randint(10, 30_000, (context - _ENGINE_STEPS,)).tolist()
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=_ENGINE_STEPS, ignore_eos=True)
         core.add_request(EngineRequest(req_id="long", prompt_token_ids=prompt, sampling_params=params))

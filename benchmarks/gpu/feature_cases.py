@@ -26,7 +26,7 @@ from core.plugins import adapter, running_sum, write_checkpoint
 from models import test_families_match_transformers
 from penstock import AsyncEngine, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
-from penstock.contract import Parts
+from penstock.contract import Parts, RpcCall
 from penstock.errors import ConfigError, PenstockError, UnsupportedArgument, UnsupportedModel
 from penstock.worker.capabilities import check_options
 from support import arrangements, draft_heads, mxfp4_checkpoints, scaled_caches, transformers_models, tried_features
@@ -221,7 +221,7 @@ def _graphs_of_drafts(bench: Bench, method: str) -> str:
     draft_heads.write_head(drafters / "eagle3", draft_heads.eagle3_weights(), draft_vocab_size=40)
     with bench.core(drafters / "target", **test_graphs._drafting(drafters, method)) as core:
         found, note = run(core, PROMPTS[3:4], greedy(40, logprobs=2)), graphs_of(core)
-        (replays,) = core.collective_rpc(lambda worker: getattr(worker.runner.execution, "num_replays", 0))
+        (replays,) = core.collective_rpc(RpcCall(lambda worker: getattr(worker.runner.execution, "num_replays", 0)))
     with bench.core(drafters / "target", "cpu", max_model_len=68) as core:
         assert_same_results(found, run(core, PROMPTS[3:4], greedy(40, logprobs=2)))
     assert bench.device == "cpu" or replays >= 10, note

@@ -17,6 +17,7 @@ _TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(_TESTS), str(_TESTS / "worker")]
 
 from penstock import LLM  # noqa: E402
+from penstock.contract import RpcCall  # noqa: E402
 from penstock.engine.core.engine_core import EngineCore  # noqa: E402
 from support.checkpoints import VOCAB_SIZE  # noqa: E402
 from support.engines import Result, make_core, random_prompts  # noqa: E402
@@ -110,7 +111,7 @@ def assert_same_results(found: Sequence[Result], expected: Sequence[Result]) -> 
 
 def graphs_of(core: EngineCore) -> str:
     """Note of CUDA graphs: steps replayed, or why none were."""
-    (execution,) = core.collective_rpc(lambda worker: worker.runner.execution)
+    (execution,) = core.collective_rpc(RpcCall(lambda worker: worker.runner.execution))
     replays = getattr(execution, "num_replays", None)
     if replays is None:
         return ""

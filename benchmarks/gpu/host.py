@@ -38,7 +38,7 @@ from benchmarks.machine import described, machine, save
 from penstock.attention.reference import ReferenceBackend
 from penstock.attention.select import BACKENDS
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.device.base import PendingCopy
 from penstock.device.cpu import CpuDevice, HostCopy
 from penstock.engine.core.engine_core import EngineCore
@@ -211,7 +211,7 @@ def measure(case: Case) -> dict[str, tuple[float, float, float]]:
             max_model_len=case.all_steps + 64,
             kv_cache_memory_bytes=case.num_reqs * (case.all_steps + 64) * 4096,
         )
-        (runner,) = engine.core.collective_rpc(lambda worker: worker.runner)
+        (runner,) = engine.core.collective_rpc(RpcCall(lambda worker: worker.runner))
         patches.enter_context(patch.object(type(runner.model), "compute_logits", lambda _, hidden: hidden))
         load = Load(case, engine.core)
         for _ in range(_SKIPPED_STEPS):

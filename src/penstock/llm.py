@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.engine.adapter_methods import list_of_adapters
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from penstock.engine.core.core_client import check_timeout
 from penstock.engine.inputs.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.pooling_prompts import refuse_generation
@@ -24,6 +23,7 @@ from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.engine.statistics.expert_load import sum_of_workers
 from penstock.engine.statistics.metrics import Metric
+from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import InvalidRequest, UnsupportedFeature
 from penstock.observability.logging import configure_logging
 from penstock.observability.progress_bar import progress_bar
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class LLM(PoolingMethods, RefusesMethods):
+class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
     """Offline engine: generates text with a model, or pools texts (embeddings, scores, classes).
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
@@ -241,26 +241,8 @@ class LLM(PoolingMethods, RefusesMethods):
         """
         return self._session.reset_prefix_cache(reset_running_requests)
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., _Result],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[_Result]:
-        """Call a method of every worker (or of its extension class), or a function of the worker, between two steps.
-
-        method: a name, or a function whose first argument is the worker; it is pickled for workers in other processes.
-        timeout: seconds to wait for workers in other processes; a worker in this process cannot be interrupted.
-        unique_reply_rank: rank whose result is returned alone. All ranks run the call, so that their state is equal.
-
-        Returns one result per worker. Raises ConfigError for an unknown method, UnsupportedFeature for one that is not
-        built yet, WorkerError with the method's name, the rank and the cause when it fails; Penstock's own errors are
-        raised unchanged; LifecycleError after `close`, as do the methods below.
-        """
-        check_timeout(timeout)
-        return self._session.collective_rpc(method, timeout, args, kwargs, unique_reply_rank)
+    def _call_workers(self, call: RpcCall) -> list[Any]:
+        return self._session.collective_rpc(call)
 
     def apply_model(self, func: Callable[[LanguageModel], _Result]) -> list[_Result]:
         """Call a function with each worker's model."""

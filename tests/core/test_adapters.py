@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.contract import RpcCall
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import InvalidRequest, WorkerError
@@ -65,7 +66,7 @@ def test_mixed_batches_give_the_tokens_and_log_probabilities_of_peft(
     if "kv_cache_memory_bytes" in options:
         # Requests that waited for their adapters would run one after another, and have room.
         for request in llama.requests[1:]:
-            core.collective_rpc("add_lora", args=(request,))
+            core.collective_rpc(RpcCall("add_lora", (request,)))
     results = run(core, llama)
     num_preemptions = core.scheduler.num_preemptions
     core.close()
@@ -97,7 +98,7 @@ def test_cached_prefixes_outlast_the_place_of_their_adapter_in_memory(llama: Ada
     assert [result.num_cached_tokens for result in found] == [0, 0, 0, 36, 36, 36]
     assert_same(found, [llama.expected(PROMPTS[1], number) for number in (1, 2, 3)] * 2)
     again = request_of(1, Path(llama.requests[1].lora_path), load_inplace=True)
-    core.collective_rpc("add_lora", args=(again,))
+    core.collective_rpc(RpcCall("add_lora", (again,)))
     assert run(core, llama, [PROMPTS[1]], [1])[0].num_cached_tokens == 0
     core.close()
 
@@ -120,7 +121,7 @@ def test_steps_are_one_call_and_loading_records_nothing_anew(llama: Adapted) -> 
     before = dict(programs._recorded)
     assert all(program is not None and program.num_segments == 1 for program in before.values())
     run(core, llama)
-    core.collective_rpc("add_lora", args=(request_of(2, Path(llama.requests[2].lora_path), load_inplace=True),))
+    core.collective_rpc(RpcCall("add_lora", (request_of(2, Path(llama.requests[2].lora_path), load_inplace=True),)))
     run(core, llama)
     assert programs._recorded == before
     core.close()
@@ -132,7 +133,7 @@ def test_adapters_in_memory_replace_one_another_between_two_steps(llama: Adapted
     results = []
     for folder in folders:
         adapter = in_memory(1, folder, load_inplace=True)
-        core.collective_rpc("add_lora", args=(adapter,))
+        core.collective_rpc(RpcCall("add_lora", (adapter,)))
         model = replace(llama, requests=[None, adapter])
         results += run(core, model, [PROMPTS[1]], [1])
     core.close()
@@ -145,7 +146,7 @@ def test_requests_go_on_with_weights_that_replace_their_adapter_in_place(llama: 
     first, second = (Path(llama.requests[number].lora_path) for number in (2, 3))
     results = run_until(core, request_of(1, first), num_tokens=3)
     other = LoRARequest("adapter1", 1, str(second), load_inplace=True)
-    core.collective_rpc("add_lora", args=(other,))
+    core.collective_rpc(RpcCall("add_lora", (other,)))
     add(core, "new", PROMPTS[1], greedy(6), parts=parts_of(other))
     finish(core, results)
     core.close()
@@ -161,18 +162,18 @@ def test_requests_keep_a_removed_adapter_whose_number_another_one_gets(llama: Ad
     core = make_core(llama.folder, **OPTIONS)
     first, second = (Path(llama.requests[number].lora_path) for number in (2, 3))
     adapter = in_memory(1, first) if is_in_memory else request_of(1, first)
-    core.collective_rpc("add_lora", args=(adapter,))
+    core.collective_rpc(RpcCall("add_lora", (adapter,)))
     results = run_until(core, adapter, num_tokens=3)
-    assert core.collective_rpc("remove_lora", args=(1,)) == [True]
+    assert core.collective_rpc(RpcCall("remove_lora", (1,))) == [True]
     other = LoRARequest("adapter1", 1, str(second))
-    assert core.collective_rpc("add_lora", args=(other,)) == [True]
+    assert core.collective_rpc(RpcCall("add_lora", (other,))) == [True]
     # The request gives up its slot, and takes one again.
     core.scheduler.preempt_all()
     add(core, "new", PROMPTS[1], greedy(6), parts=parts_of(other))
     finish(core, results)
     assert results["r"].tokens == llama.expected(PROMPTS[1], 2)[0][:6]
     assert results["new"].tokens == llama.expected(PROMPTS[1], 3)[0][:6]
-    assert [len(held) for held in core.collective_rpc("list_loras")] == [1]
+    assert [len(held) for held in core.collective_rpc(RpcCall("list_loras"))] == [1]
     core.close()
 
 
@@ -189,7 +190,7 @@ def test_a_request_whose_adapter_has_other_files_now_ends_with_an_error(llama: A
     finish(core, results)
     assert "has other files in" in (results["r"].error or "")
     again = request_of(1, tmp_path / "latest", load_inplace=True)
-    core.collective_rpc("add_lora", args=(again,))
+    core.collective_rpc(RpcCall("add_lora", (again,)))
     assert_same(run(core, replace(llama, requests=[None, again]), PROMPTS[:1], [1]), [llama.expected(PROMPTS[0], 3)])
     core.close()
 
@@ -210,8 +211,8 @@ def test_running_requests_keep_a_removed_adapter(llama: Adapted) -> None:
     adapter = llama.requests[2]
     assert adapter is not None
     results = run_until(core, adapter, num_tokens=3)
-    assert core.collective_rpc("remove_lora", args=(2,)) == [True]
-    assert core.collective_rpc("known_loras") == [[]]
+    assert core.collective_rpc(RpcCall("remove_lora", (2,))) == [True]
+    assert core.collective_rpc(RpcCall("known_loras")) == [[]]
     with pytest.raises(InvalidRequest, match="There is no adapter 'adapter2'"):
         add(core, "new", PROMPTS[1], greedy(6), parts=parts_of(adapter.reference))
     finish(core, results)
@@ -223,11 +224,11 @@ def test_running_requests_keep_a_removed_adapter(llama: Adapted) -> None:
 def test_offered_adapters_are_loaded_for_their_first_request_unless_removed(llama: Adapted) -> None:
     core = make_core(llama.folder, **OPTIONS)
     offered = [request for request in llama.requests[1:4] if request is not None]
-    core.collective_rpc("offer_loras", args=(offered,))
-    assert core.collective_rpc("list_loras") == [set()]
-    core.collective_rpc("remove_lora", args=(2,))
-    core.collective_rpc("offer_loras", args=(offered,))
-    (known,) = core.collective_rpc("known_loras")
+    core.collective_rpc(RpcCall("offer_loras", (offered,)))
+    assert core.collective_rpc(RpcCall("list_loras")) == [set()]
+    core.collective_rpc(RpcCall("remove_lora", (2,)))
+    core.collective_rpc(RpcCall("offer_loras", (offered,)))
+    (known,) = core.collective_rpc(RpcCall("known_loras"))
     assert [adapter.lora_int_id for adapter in known] == [1, 3]
     references = replace(llama, requests=[None, *(adapter.reference for adapter in offered)])
     results = run(core, references, PROMPTS[:2], [1, 3])
@@ -248,7 +249,7 @@ def test_ranks_share_adapters(
 
 def test_adapters_are_applied_to_quantised_layers(llama: Adapted, tmp_path: Path) -> None:
     core = make_core(llama.folder, **OPTIONS, quantization="int8", enable_prefix_caching=False)
-    (weights,) = core.collective_rpc(_dequantised)
+    (weights,) = core.collective_rpc(RpcCall(_dequantised))
     results = run(core, llama)
     core.close()
     model = tiny_model("llama")
@@ -377,7 +378,7 @@ def test_weights_that_cannot_be_written_fail_their_request_and_take_no_slot(
     with monkeypatch.context() as patched:
         patched.setattr(AdapterTables, "write", _write_a_part_once)
         with pytest.raises(WorkerError, match="cannot be written"):
-            core.collective_rpc("add_lora", args=(other,))
+            core.collective_rpc(RpcCall("add_lora", (other,)))
     assert_same(run(core, llama, PROMPTS[:1], [2]), [llama.expected(PROMPTS[0], 2)])
     core.close()
 
@@ -401,8 +402,8 @@ _WRITE, _FAILED = AdapterTables.write, list[int]()
 def test_new_workers_load_the_adapters_again(llama: Adapted) -> None:
     core = make_core(llama.folder, **OPTIONS)
     adapter = in_memory(1, Path(llama.requests[3].lora_path))
-    core.collective_rpc("add_lora", args=(adapter,))
-    core.collective_rpc("pin_lora", args=(1,))
+    core.collective_rpc(RpcCall("add_lora", (adapter,)))
+    core.collective_rpc(RpcCall("pin_lora", (1,)))
     numbers = [1, 2, 0]
     model = replace(llama, requests=[None, adapter, llama.requests[2]])
     for index, number in enumerate(numbers):

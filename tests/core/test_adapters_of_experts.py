@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.contract import RpcCall
 from penstock.errors import CheckpointError
 from support.adapted_models import OPTIONS, PROMPTS, Adapted, adapted, assert_same, run
 from support.adapters import request_of
@@ -112,7 +113,7 @@ def test_adapters_of_stacked_biases_are_refused_by_name(tmp_path: Path) -> None:
         core = make_core(model.folder, **OPTIONS)
         message = r"\['mlp\.experts\.gate_up_proj_bias'\].*\[5, 96\].*\[96, 64\] of gate_up_proj"
         with pytest.raises(CheckpointError, match=message):
-            core.collective_rpc("add_lora", args=(model.requests[1],))
+            core.collective_rpc(RpcCall("add_lora", (model.requests[1],)))
         core.close()
 
 
@@ -157,5 +158,5 @@ def test_matrices_of_other_experts_are_refused_by_name(qwen: Adapted, tmp_path: 
         with adapted(tmp_path / str(index), "qwen3_moe", _VARIANTS[:1], **options) as other:
             adapter = other.requests[1]
         with pytest.raises(CheckpointError, match=message):
-            core.collective_rpc("add_lora", args=(adapter,))
+            core.collective_rpc(RpcCall("add_lora", (adapter,)))
     core.close()

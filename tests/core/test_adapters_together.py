@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.contract.lora import LoRARequest
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
@@ -80,7 +81,7 @@ def test_reloaded_weights_keep_their_adapters(target: Adapted, tmp_path: Path) -
     save_checkpoint(other, tmp_path / "other")
     core = make_core(target.folder, **OPTIONS)
     run(core, target, PROMPTS[:2], [1, 0])
-    core.collective_rpc("reload_weights", args=(str(tmp_path / "other"),))
+    core.collective_rpc(RpcCall("reload_weights", (str(tmp_path / "other"),)))
     results = run(core, target, PROMPTS[:2], [1, 0])
     core.close()
     reloaded = Adapted(tmp_path / "other", other, target.requests)
@@ -136,8 +137,8 @@ def test_a_request_of_a_lost_core_goes_on_with_its_own_adapter_though_another_on
     first, second = (Path(target.requests[number].lora_path) for number in (1, 2))  # type: ignore[union-attr]
     core = make_core(target.folder, **OPTIONS)
     for folder in (first, second):
-        core.collective_rpc("remove_lora", args=(1,))
-        core.collective_rpc("add_lora", args=(LoRARequest("adapter1", 1, str(folder)),))
+        core.collective_rpc(RpcCall("remove_lora", (1,)))
+        core.collective_rpc(RpcCall("add_lora", (LoRARequest("adapter1", 1, str(folder)),)))
     so_far, _ = target.expected(PROMPTS[1], 1)
     add(
         core,
@@ -169,9 +170,9 @@ def test_adapters_are_loaded_again_in_the_core_that_replaces_a_killed_one(folder
         assert isinstance(core, CoreGroup)
         for adapter in (*adapters, request_of(3, folders[1]), request_of(4, folders[1])):
             if adapter is not None:
-                session.collective_rpc("add_lora", None, (adapter,), None)
-        session.collective_rpc("pin_lora", None, (2,), None)
-        session.collective_rpc("remove_lora", None, (3,), None)
+                session.collective_rpc(RpcCall("add_lora", (adapter,)))
+        session.collective_rpc(RpcCall("pin_lora", (2,)))
+        session.collective_rpc(RpcCall("remove_lora", (3,)))
         requests = [
             session.accept(prompt, params, lora_request=adapter and adapter.reference)
             for prompt, adapter in zip(prompts, adapters, strict=True)
@@ -183,7 +184,7 @@ def test_adapters_are_loaded_again_in_the_core_that_replaces_a_killed_one(folder
                 os.kill(core.process_ids[0], signal.SIGKILL)
             tokens[progress.req_id] = progress.output().outputs[0].token_ids
         assert len(pids | set(core.process_ids)) == 3
-        (known,) = session.collective_rpc("known_loras", None, (), None)
+        (known,) = session.collective_rpc(RpcCall("known_loras"))
         assert sorted(adapter.lora_int_id for adapter in known) == [1, 2, 4]
     assert [tokens[accepted.request.req_id] for accepted in requests] == expected
 

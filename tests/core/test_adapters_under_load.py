@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock import SamplingParams, StructuredOutputsParams
 from penstock.checkpoints.resolve import resolve_model_folder
+from penstock.contract import RpcCall
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
 from support.adapted_models import in_memory, masked_greedy
@@ -123,20 +124,20 @@ def test_requests_alone_have_the_tokens_of_peft(
 def change_adapters(core: EngineCore, folders: list[Path]) -> Iterator[None]:
     """Add, pin, replace by itself, remove and evict adapters, a change per step."""
     yield
-    core.collective_rpc("add_lora", args=(in_memory(4, folders[3]),))
+    core.collective_rpc(RpcCall("add_lora", (in_memory(4, folders[3]),)))
     yield
-    core.collective_rpc("add_lora", args=(request_of(1, folders[0], load_inplace=True),))
+    core.collective_rpc(RpcCall("add_lora", (request_of(1, folders[0], load_inplace=True),)))
     yield
-    core.collective_rpc("pin_lora", args=(1,))
+    core.collective_rpc(RpcCall("pin_lora", (1,)))
     yield
     # Its requests run, and wait.
-    assert core.collective_rpc("remove_lora", args=(2,))[0]
+    assert core.collective_rpc(RpcCall("remove_lora", (2,)))[0]
     yield
-    core.collective_rpc("remove_lora", args=(4,))
+    core.collective_rpc(RpcCall("remove_lora", (4,)))
     yield
-    core.collective_rpc("prefetch_lora", args=(request_of(5, folders[3]),))
+    core.collective_rpc(RpcCall("prefetch_lora", (request_of(5, folders[3]),)))
     yield
-    core.collective_rpc("remove_lora", args=(1,))
+    core.collective_rpc(RpcCall("remove_lora", (1,)))
 
 
 def nothing(core: EngineCore, folders: list[Path]) -> Iterator[None]:
@@ -188,7 +189,7 @@ def test_requests_that_wait_for_a_slot_outlive_the_removal_of_their_adapter(
     expected = {request.number: tokens for request, tokens in zip(asked(), alone, strict=True)}
     given = [None, adapters[1], adapters[2], in_memory(3, folders[2])]
     for adapter in given[1:]:
-        core.collective_rpc("add_lora", args=(adapter,))
+        core.collective_rpc(RpcCall("add_lora", (adapter,)))
     for number in (1, 2, 3):
         last = next(request for request in reversed(requests) if request.number == number)
         start(core, f"r{number}", last, given)
@@ -199,7 +200,7 @@ def test_requests_that_wait_for_a_slot_outlive_the_removal_of_their_adapter(
         core.wait_for_work()
     assert set(results) == {"r1"}
     for number in (1, 2, 3):
-        assert core.collective_rpc("remove_lora", args=(number,)) == [True]
+        assert core.collective_rpc(RpcCall("remove_lora", (number,))) == [True]
     finish(core, results)
     core.close()
     assert [results[f"r{number}"].tokens for number in (1, 2, 3)] == [expected[1], expected[2], expected[3]]
@@ -211,7 +212,7 @@ def test_priorities_order_the_adapters_that_wait_for_a_slot(
 ) -> None:
     core = make_core("demo", **{**DEMO, "max_loras": 1, "policy": "priority"})
     for adapter in adapters[1:4]:
-        core.collective_rpc("add_lora", args=(adapter,))
+        core.collective_rpc(RpcCall("add_lora", (adapter,)))
     requests, order = asked(), [3, 1, 2, 0]
     for index, request in enumerate(requests):
         start(core, f"r{index}", request, adapters, priority=order.index(request.number))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock import LLM
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.messages import EngineRequest
 from penstock.engine.processes.core_group import CoreGroup
@@ -42,10 +42,10 @@ def test_an_offline_engine_over_it_gives_the_same_texts_and_calls_its_workers(fo
     outputs = {progress.req_id: progress.output() for progress in session.run(requests) if progress.finished}
     for accepted, one in zip(requests, expected, strict=True):
         assert outputs[accepted.request.req_id].outputs == one.outputs
-    (tree,) = session.collective_rpc("get_model_inspection", None, (), None)
+    (tree,) = session.collective_rpc(RpcCall("get_model_inspection"))
     assert "Llama" in tree
     with pytest.raises(ConfigError, match="no method 'dance'"):
-        session.collective_rpc("dance", None, (), None)
+        session.collective_rpc(RpcCall("dance"))
     session.close()
 
 

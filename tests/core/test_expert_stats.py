@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.statistics.expert_load import sum_of_workers
 from penstock.errors import LifecycleError, UnsupportedFeature
@@ -50,17 +51,17 @@ def of_oracle(oracle: PreTrainedModel, results: list[Result]) -> dict[int, list[
 
 
 def read(core: EngineCore) -> dict[int, list[int]]:
-    return sum_of_workers(core.collective_rpc("get_expert_stats"))
+    return sum_of_workers(core.collective_rpc(RpcCall("get_expert_stats")))
 
 
 def count(folder: Path, **options: Any) -> tuple[list[Result], dict[int, list[int]]]:
     """Results of the prompts, and the tokens per expert, with dummy steps before and after."""
     core = make_core(folder, **{**OPTIONS, **options})
-    core.collective_rpc("start_expert_stats")
-    core.collective_rpc("execute_dummy_batch")
-    core.collective_rpc("measure_step_costs")
+    core.collective_rpc(RpcCall("start_expert_stats"))
+    core.collective_rpc(RpcCall("execute_dummy_batch"))
+    core.collective_rpc(RpcCall("measure_step_costs"))
     results = run(core, PROMPTS, greedy(NUM_TOKENS))
-    core.collective_rpc("execute_dummy_batch")
+    core.collective_rpc(RpcCall("execute_dummy_batch"))
     tokens = read(core)
     core.close()
     return results, tokens
@@ -89,15 +90,15 @@ def test_counting_begins_with_its_start_and_anew_with_another_one(folder: Path) 
     before = run(core, PROMPTS, greedy(NUM_TOKENS))
     with pytest.raises(LifecycleError, match="start_expert_stats must come first"):
         read(core)
-    core.collective_rpc("start_expert_stats")
+    core.collective_rpc(RpcCall("start_expert_stats"))
     assert read(core) == {layer: [0] * NUM_EXPERTS for layer in range(NUM_LAYERS)}
     after = run(core, PROMPTS, greedy(NUM_TOKENS))
     assert [one.tokens for one in after] == [one.tokens for one in before]
     once = read(core)
-    core.collective_rpc("reload_weights")
+    core.collective_rpc(RpcCall("reload_weights"))
     run(core, PROMPTS, greedy(NUM_TOKENS))
     assert read(core) == {layer: [2 * tokens for tokens in counts] for layer, counts in once.items()}
-    core.collective_rpc("start_expert_stats")
+    core.collective_rpc(RpcCall("start_expert_stats"))
     assert not any(map(sum, read(core).values()))
     core.close()
 
@@ -127,7 +128,7 @@ def test_a_model_without_native_experts_is_refused(folder: Path, tmp_path: Path)
     for model, options in ((tmp_path, {}), (folder, {"model_impl": "transformers"})):
         core = make_core(model, **options)
         with pytest.raises(UnsupportedFeature, match="has no layers with experts that count their tokens"):
-            core.collective_rpc("start_expert_stats")
+            core.collective_rpc(RpcCall("start_expert_stats"))
         core.close()
         with pytest.raises(UnsupportedFeature, match="expert_stats: .* has no layers with experts"):
             make_core(model, **options, expert_stats=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams, SchedulerOutput, decode, encode
+from penstock.contract import RpcCall, SamplingParams, SchedulerOutput, decode, encode
 from penstock.executor import UniProcExecutor
 from penstock.runner.build.frames import Frames
 from penstock.runner.execute.execution import EagerExecution
@@ -106,6 +106,6 @@ def test_without_fast_paths_nothing_is_recorded(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path)
     core = make_core(tmp_path, dtype="float32", fast_paths="off")
     run(core, PROMPTS[:2], greedy(4))
-    (execution,) = core.collective_rpc(lambda worker: worker.runner.execution)
+    (execution,) = core.collective_rpc(RpcCall(lambda worker: worker.runner.execution))
     assert isinstance(execution, EagerExecution)
     core.close()

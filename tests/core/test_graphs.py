@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.attention import StepGeometry
 from penstock.attention.select import BACKENDS
 from penstock.config import EngineConfig, GraphConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.device.base import PendingCopy
 from penstock.device.cpu import HostCopy
 from penstock.errors import ConfigError, UnsupportedFeature
@@ -115,7 +115,9 @@ def test_mixed_steps_run_as_whole_graphs(tmp_path: Path, device: RecordingDevice
     options = {"async_scheduling": async_scheduling, "max_num_batched_tokens": 16}
     core = make_core(folder, attention_backend=PaddedBackend.name, **options, cudagraph_mode="full")
     results = run(core, PROMPTS, PARAMS)
-    ((counts,), (inspected,)) = (core.collective_rpc(name) for name in ("get_graph_stats", "get_model_inspection"))
+    ((counts,), (inspected,)) = (
+        core.collective_rpc(RpcCall(name)) for name in ("get_graph_stats", "get_model_inspection")
+    )
     core.close()
     assert device.num_cuts == 0, "no pieces"
     assert counts[MIXED] > 5
@@ -130,7 +132,7 @@ def test_mixed_steps_run_as_whole_graphs(tmp_path: Path, device: RecordingDevice
 def test_steps_beyond_the_sizes_are_counted(tmp_path: Path, device: RecordingDevice) -> None:
     core = make_core(tiny_checkpoint(tmp_path).folder, attention_backend=PaddedBackend.name)
     run(core, PROMPTS[:1], greedy(6))
-    (counts,) = core.collective_rpc("get_graph_stats")
+    (counts,) = core.collective_rpc(RpcCall("get_graph_stats"))
     core.close()
     # The prefill fits no graph. The first decode compiles kernels, and the second one is captured and replayed.
     assert counts == {LAYERS: 1, FIRST_OF_SIZE: 1, UNIFORM: 4}
@@ -155,7 +157,7 @@ def test_memory_of_graphs_and_of_the_buffers_between_pieces_is_planned(
         assert ("- CUDA graphs" in core.memory_plan.table()) is (mode != "none")
         run(core, PROMPTS, PARAMS)
         ((inspected,), (runner,)) = (
-            core.collective_rpc(name) for name in ("get_model_inspection", lambda worker: worker.runner)
+            core.collective_rpc(RpcCall(name)) for name in ("get_model_inspection", lambda worker: worker.runner)
         )
         core.close()
     assert planned["none"] == 0 < 32 << 20 < planned["full_decode_only"]
@@ -303,7 +305,7 @@ def test_drafts_run_in_whole_graphs_of_mixed_steps_and_are_counted(drafters: Pat
     options = {**_drafting(drafters, "eagle3"), "max_num_batched_tokens": 24}
     core = make_core(drafters / "target", attention_backend=PaddedBackend.name, cudagraph_mode="full", **options)
     results = run(core, PROMPTS, PARAMS)
-    (counts,) = core.collective_rpc("get_graph_stats")
+    (counts,) = core.collective_rpc(RpcCall("get_graph_stats"))
     core.close()
     assert min(counts[kind] for kind in (UNIFORM, MIXED, DRAFTS, DRAFTER_PREFILL)) > 1
     expected = _serve(drafters / "target", PARAMS, **options, fast_paths="off")
@@ -349,7 +351,7 @@ def test_warm_up_by_requests_runs_drafts_and_sampling_and_changes_no_tokens(
     _use(_CompilingDevice(), monkeypatch)
     options = {**_drafting(drafters, "eagle3"), "async_scheduling": True}
     core = make_core(drafters / "target", attention_backend=PaddedBackend.name, **options)
-    (counts,) = core.collective_rpc("get_graph_stats")
+    (counts,) = core.collective_rpc(RpcCall("get_graph_stats"))
     results = run(core, PROMPTS, PARAMS)
     core.close()
     assert min(counts[kind] for kind in (FIRST_OF_SIZE, DRAFTER_PREFILL, DRAFTS)) > 0
@@ -409,7 +411,9 @@ def test_a_refused_capture_ends_the_graphs_of_its_own_shape_alone(
     core = make_core(tiny_checkpoint(tmp_path).folder, attention_backend=PaddedBackend.name)
     # One request decodes alone after two have decoded together, whose graph was refused.
     results = run(core, PROMPTS[:2], [greedy(8), greedy(16)])
-    ((counts,), (inspected,)) = (core.collective_rpc(name) for name in ("get_graph_stats", "get_model_inspection"))
+    ((counts,), (inspected,)) = (
+        core.collective_rpc(RpcCall(name)) for name in ("get_graph_stats", "get_model_inspection")
+    )
     core.close()
     assert device.num_captures == 1
     assert counts[UNIFORM] > 5
@@ -441,7 +445,7 @@ def test_new_weights_drop_graphs(tmp_path: Path, device: RecordingDevice) -> Non
     first, second = (tiny_checkpoint(tmp_path / str(seed), seed=seed).folder for seed in (0, 1))
     core = make_core(first, attention_backend=PaddedBackend.name)
     run(core, PROMPTS[:2], greedy(20))
-    core.collective_rpc("reload_weights", args=(str(second),))
+    core.collective_rpc(RpcCall("reload_weights", (str(second),)))
     core.reset_prefix_cache()
     results = run(core, PROMPTS[:2], greedy(20))
     core.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program_step import BoundChoices
@@ -138,7 +138,7 @@ def test_what_is_done_to_a_model_takes_effect_at_once(tmp_path: Path, at_once: l
         step(core, 10, results)
         assert at_once
         at_once.clear()
-        core.collective_rpc("apply_model", args=(lambda model: _make_constant(model, what),))
+        core.collective_rpc(RpcCall("apply_model", (lambda model: _make_constant(model, what),)))
         finish(core, results)
         assert len(set(results["a"].tokens[:10])) > 1
         assert set(results["a"].tokens[10:]) == {0 if what == "layer" else 17}
@@ -161,7 +161,7 @@ def test_hooks_are_called(tmp_path: Path, at_once: list[int], part: str) -> None
     core = make_core(tmp_path, dtype="float32")
     seen: list[nn.Module] = []
     try:
-        core.collective_rpc("apply_model", args=(lambda model: _watch(model.get_submodule(part), seen),))
+        core.collective_rpc(RpcCall("apply_model", (lambda model: _watch(model.get_submodule(part), seen),)))
         run(core, PROMPTS[:1], greedy(9))
         assert len(seen) == 9
         assert not at_once
@@ -185,7 +185,7 @@ def test_what_is_not_a_number_ends_the_request(tmp_path: Path, at_once: list[int
         add(core, "a", PROMPTS[1], greedy(40))
         results: dict[str, Result] = {}
         step(core, 10, results)
-        core.collective_rpc("apply_model", args=(_spoil,))
+        core.collective_rpc(RpcCall("apply_model", (_spoil,)))
         at_once.clear()
         finish(core, results)
         assert at_once == [1]

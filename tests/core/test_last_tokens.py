@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.kernels.native import NATIVE
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import Result, greedy, make_core, random_prompts, run, run_layer_by_layer
@@ -98,7 +98,7 @@ def test_other_rows_are_not_computed(tmp_path: Path, family: str, mlp: str) -> N
     core = make_core(tmp_path, **{**OPTIONS, "max_num_batched_tokens": 64})
     seen: dict[str, list[int]] = {"first": [], "last": []}
     try:
-        core.collective_rpc("apply_model", args=(lambda model: _watch(model, mlp, seen),))
+        core.collective_rpc(RpcCall("apply_model", (lambda model: _watch(model, mlp, seen),)))
         run(core, PROMPTS[1:4], greedy(1))
         assert seen == {"first": [50], "last": [3]}
         core.reset_prefix_cache()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, RpcCall, SchedulerOutput
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import EngineDead, WaitTimeout, WorkerError
 from penstock.worker.worker import Worker
@@ -112,7 +112,7 @@ def test_a_lost_device_is_known_without_asking_it(folder: Path, monkeypatch: pyt
         raise RuntimeError(ILLEGAL_ADDRESS)
 
     with pytest.raises(WorkerError, match="break_device"):
-        core.collective_rpc(break_device)
+        core.collective_rpc(RpcCall(break_device))
     with pytest.raises(WorkerError, match="has lost its device: RuntimeError in break_device: CUDA error"):
         core.check_health()
     assert LosingWorker.touched == ["check_health"]
@@ -134,7 +134,7 @@ def test_other_failures_are_mended_in_place(folder: Path, monkeypatch: pytest.Mo
 def test_health_waits_for_no_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(folder)
     run(core, [[1, 2]], greedy(2))
-    device_type = core.collective_rpc(lambda worker: type(worker.device))[0]
+    device_type = core.collective_rpc(RpcCall(lambda worker: type(worker.device)))[0]
 
     def hang(self: object) -> None:
         raise AssertionError("it would hang here")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jsonschema
 import pytest
 
-from penstock.contract import SamplingParams, SchedulerOutput, StructuredOutputsParams
+from penstock.contract import RpcCall, SamplingParams, SchedulerOutput, StructuredOutputsParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.scheduler.kv_cache_plan import bytes_per_block, bytes_to_serve
 from penstock.scheduler.outputs import FinishReason
@@ -159,9 +159,9 @@ def test_ties_an_expert_without_tokens_and_one_with_all(family: str, tmp_path: P
     save_checkpoint(oracle, tmp_path)
     prompts, params = random_prompts((5, 40, 1, 19), VOCAB_SIZE), greedy(8, logprobs=2)
     core = make_core(tmp_path, max_num_batched_tokens=16, enable_prefix_caching=False)
-    core.collective_rpc("start_expert_stats")
+    core.collective_rpc(RpcCall("start_expert_stats"))
     together = run(core, prompts, params)
-    (tokens,) = core.collective_rpc("get_expert_stats")
+    (tokens,) = core.collective_rpc(RpcCall("get_expert_stats"))
     alone = [run(core, [prompt], params)[0] for prompt in prompts]
     core.close()
     for counts in tokens.values():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from core.plugins import CIRCUMSTANCES, adapter, assert_equal, install_plugin, write_checkpoint
-from penstock.contract import Parts
+from penstock.contract import Parts, RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.worker.changes_model import keeps_model
 from penstock.worker.worker import Worker
@@ -102,15 +102,15 @@ def test_steps_stay_one_call_and_a_changed_table_records_nothing_anew(folder: Pa
     core = make_core(folder, **OPTIONS, enable_prefix_caching=False, worker_cls=f"{__name__}.AdaptedWorker")
     before = run(core, PROMPTS, ADAPTERS)
     without = run(core, PROMPTS, [0] * len(PROMPTS))
-    (programs,) = core.collective_rpc("segments")
+    (programs,) = core.collective_rpc(RpcCall("segments"))
     assert set(programs.values()) == {1}
-    core.collective_rpc("scale_adapters", args=(0.5,))
+    core.collective_rpc(RpcCall("scale_adapters", (0.5,)))
     changed = run(core, PROMPTS, ADAPTERS)
     assert changed[0].logprobs != before[0].logprobs
     assert changed[1].logprobs == without[1].logprobs
-    core.collective_rpc("scale_adapters", args=(2.0,))
+    core.collective_rpc(RpcCall("scale_adapters", (2.0,)))
     assert_equal(run(core, PROMPTS, ADAPTERS), before)
-    assert core.collective_rpc("segments") == [programs]
+    assert core.collective_rpc(RpcCall("segments")) == [programs]
     core.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from core.plugins import assert_equal, connector, write_checkpoint
 from core.plugins.connector import STORE, ConnectorScheduler
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
@@ -130,7 +131,7 @@ def test_a_hook_of_every_layer_is_a_cut_of_the_program(folder: Path, expected: l
         return {0 if found is None else found.num_segments for found in recorded}
 
     # First, since programs are forgotten after a function that workers do not know.
-    (text,) = core.collective_rpc("get_model_inspection")
+    (text,) = core.collective_rpc(RpcCall("get_model_inspection"))
     assert "  in segments: 3 at most" in text.splitlines()
-    assert core.collective_rpc(segments) == [{3}]
+    assert core.collective_rpc(RpcCall(segments)) == [{3}]
     core.close()

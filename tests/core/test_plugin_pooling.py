@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core.plugins import install_plugin, mean_pooling, write_checkpoint
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, ContextTooLong, UnsupportedFeature
 from penstock.llm import LLM
@@ -101,7 +101,7 @@ def test_each_attention_cuts_the_program(folder: Path) -> None:
         recorded = worker.runner.execution.programs._recorded.values()
         return {0 if found is None else found.num_segments for found in recorded}
 
-    assert core.collective_rpc(segments) == [{3}]
+    assert core.collective_rpc(RpcCall(segments)) == [{3}]
     core.close()
     plain.close()
 

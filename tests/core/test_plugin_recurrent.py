@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from core.plugins import CIRCUMSTANCES, assert_equal, install_plugin, running_sum, write_checkpoint
+from penstock.contract import RpcCall
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, greedy, make_core, random_prompts, run
@@ -64,7 +65,7 @@ def test_the_layer_cuts_a_program_in_two(folder: Path) -> None:
             0 if found is None else found.num_segments for found in worker.runner.execution.programs._recorded.values()
         }
 
-    assert core.collective_rpc(segments) == [{2}]
+    assert core.collective_rpc(RpcCall(segments)) == [{2}]
     core.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from penstock.contract import (
     FullAttentionSpec,
     GrammarOutput,
     PooledOutput,
+    RpcCall,
     SamplingParams,
     SchedulerOutput,
 )
@@ -57,21 +58,16 @@ class PoolingExecutor(Executor):
         self.num_steps = 0
         self.made.append(self)
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        if method == "get_kv_cache_spec":
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        if call.name == "get_kv_cache_spec":
             spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=1, head_size=4, dtype="float32")
             return [{"layer.0": spec}]
-        if method == "determine_available_memory":
+        if call.name == "determine_available_memory":
             sizes = dict.fromkeys(("process", "weights", "activations", "sampling", "runner_state"), 0)
             return [MemoryPlan(total=1 << 20, free_at_start=1 << 20, fraction=0.5, **sizes)]
-        assert method in ("initialize_from_config", "compile_or_warm_up_model")
+        if call.name == "features_of_model":
+            return [()]
+        assert call.name in ("initialize_from_config", "compile_or_warm_up_model")
         return [None]
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import PROGRAM_ROWS, NativeProgram
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def programs(core: EngineCore) -> list[NativeProgram]:
-    (found,) = core.collective_rpc(_recorded)
+    (found,) = core.collective_rpc(RpcCall(_recorded))
     return found
 
 
@@ -144,18 +144,18 @@ def test_hooks_are_seen(tmp_path: Path) -> None:
     core = make_core(tmp_path, dtype="float32")
     try:
         before = run(core, PROMPTS[:1], PARAMS)
-        core.collective_rpc("apply_model", args=(_double_the_norm,))
+        core.collective_rpc(RpcCall("apply_model", (_double_the_norm,)))
         core.reset_prefix_cache()
         after = run(core, PROMPTS[:1], PARAMS)
         assert before[0].logprobs != after[0].logprobs
         assert len(programs(core)) == 1
 
         seen: list[int] = []
-        core.collective_rpc("apply_model", args=(lambda model: _watch(model, seen),))
+        core.collective_rpc(RpcCall("apply_model", (lambda model: _watch(model, seen),)))
         run(core, PROMPTS[:1], PARAMS)
         assert seen
         assert not programs(core)
-        (text,) = core.collective_rpc("get_model_inspection")
+        (text,) = core.collective_rpc(RpcCall("get_model_inspection"))
         assert text.splitlines()[-1].startswith("Layer by layer (")
         assert "has a hook" in text.splitlines()[-1]
     finally:
@@ -196,13 +196,13 @@ def test_a_forward_of_another_class_is_what_runs(
     core = make_core(tmp_path, dtype="float32")
     try:
         (plain,) = run(core, PROMPTS[3:], PARAMS)
-        core.collective_rpc("apply_model", args=(lambda model: _replace(model, mlp),))
+        core.collective_rpc(RpcCall("apply_model", (lambda model: _replace(model, mlp),)))
         core.reset_prefix_cache()
         (changed,) = run(core, PROMPTS[3:], PARAMS)
         assert changed.logprobs != plain.logprobs
         assert len(programs(core)) == is_recorded
         run_layer_by_layer(monkeypatch)
-        core.collective_rpc("execute_dummy_batch")
+        core.collective_rpc(RpcCall("execute_dummy_batch"))
         core.reset_prefix_cache()
         (one_by_one,) = run(core, PROMPTS[3:], PARAMS)
         assert not programs(core)
@@ -220,7 +220,7 @@ def test_a_method_of_an_instance_is_called_in_every_step(tmp_path: Path) -> None
     core = make_core(tmp_path, dtype="float32")
     seen: list[int] = []
     try:
-        core.collective_rpc("apply_model", args=(lambda model: _wrap(model, seen),))
+        core.collective_rpc(RpcCall("apply_model", (lambda model: _wrap(model, seen),)))
         run(core, PROMPTS[:1], PARAMS)
         assert len(seen) == PARAMS.max_tokens
         assert not programs(core)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.contract import SchedulerOutput
+from penstock.contract import RpcCall, SchedulerOutput
 from penstock.runner.sampling import prompt_logprobs
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
@@ -146,7 +146,7 @@ def test_logits_are_held_a_few_rows_at_a_time(
     monkeypatch.setattr("penstock.config.sampling._MAX_LOGITS", {"cpu": 5 * VOCAB_SIZE})
     monkeypatch.setattr(prompt_logprobs, "_MAX_RESULTS", most_results)
     core = make_core(folder, max_num_batched_tokens=50)
-    language_model = core.collective_rpc("get_model")[0]
+    language_model = core.collective_rpc(RpcCall("get_model"))[0]
     rows: list[int] = []
     compute_logits = language_model.compute_logits
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from penstock.contract import GrammarOutput, ModelRunnerOutput, RpcCall, SamplingParams, SchedulerOutput
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineDead, GrammarError
@@ -190,7 +190,7 @@ def assert_nothing_is_half_launched(core: EngineCore) -> None:
     """Every step was executed, sampled and read, and no request holds a block."""
     core.step()
     core.step()
-    assert core.collective_rpc(lambda worker: worker.unsampled) == [set()]
+    assert core.collective_rpc(RpcCall(lambda worker: worker.unsampled)) == [set()]
     assert core.scheduler.num_in_flight_steps == 0
     assert core.scheduler.kv_cache.pool.num_used_blocks == 0
 
@@ -398,7 +398,7 @@ def test_calls_between_steps_find_every_executed_step_sampled(
     while core.has_unfinished_requests():
         for output in core.step():
             results.setdefault(output.req_id, Result()).take(output)
-        assert core.collective_rpc(lambda worker: worker.unsampled) == [set()]
+        assert core.collective_rpc(RpcCall(lambda worker: worker.unsampled)) == [set()]
         num_steps += 1
         if num_steps % 4 == 0:
             assert core.reset_prefix_cache(reset_running_requests=True)

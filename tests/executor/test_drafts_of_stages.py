@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import CheckpointError, UnsupportedArgument
 from penstock.executor import MultiprocessExecutor
@@ -150,7 +150,7 @@ def test_a_state_is_of_use_to_engines_whose_stages_have_the_same_parts(models: P
     expected, _ = results_of(drafting(models, "eagle", "target", (4,)))
     for method in ("eagle", "draft_model"):
         core = drafting(models, method, "target", (2, 2))
-        core.collective_rpc("save_sharded_state", args=(str(tmp_path / method),))
+        core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / method),)))
         core.close()
         found, _ = results_of(drafting(models, method, str(tmp_path / method), (2, 2), load_format="sharded_state"))
         assert tokens_of(found) == tokens_of(expected)

@@ -19,7 +19,7 @@ import pytest
 
 from penstock import AsyncEngine, SamplingParams
 from penstock.config import EngineConfig
-from penstock.contract import SchedulerOutput
+from penstock.contract import RpcCall, SchedulerOutput
 from penstock.engine.core import restarts, startup
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.processes.core_group import CoreGroup
@@ -82,7 +82,7 @@ def test_a_rank_that_sleeps_is_named_where_another_owes_the_result(
 ) -> None:
     core = make_core(folder, step_timeout_s=1.0, **TWO)
     (first, second), results = process_ids(core), some_steps(core)
-    core.collective_rpc(in_next_step, args=("sleep",))
+    core.collective_rpc(RpcCall(in_next_step, ("sleep",)))
     finish(core, results)
     core.close()
     assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
@@ -122,7 +122,7 @@ def test_what_ends_one_rank_in_a_step_leaves_nothing(
         core = make_core(folder, **TWO)
         results = some_steps(core)
         left.watch(process_ids(core))
-        core.collective_rpc(in_next_step, args=(what,))
+        core.collective_rpc(RpcCall(in_next_step, (what,)))
         finish(core, results)
         left.watch(process_ids(core))
         core.close()
@@ -193,7 +193,7 @@ def test_a_worker_that_dies_while_no_call_waits_is_replaced_before_the_next_step
     # A call finds fresh workers, too.
     os.kill(process_ids(core)[0], signal.SIGKILL)
     wait_until(core.has_unfinished_requests, "it is noticed")
-    assert core.collective_rpc("check_health") == [None]
+    assert core.collective_rpc(RpcCall("check_health")) == [None]
     found = run(core, PROMPTS, PARAMS)
     core.close()
     assert_same(found, undisturbed)
@@ -264,11 +264,11 @@ def test_an_idle_core_in_a_process_of_its_own_replaces_workers_by_itself(folder:
     config = EngineConfig.create(str(folder), **{**SMALL, "distributed_executor_backend": "mp", "max_model_len": 128})
     core = CoreGroup(config)
     try:
-        (worker,) = core.collective_rpc(pid_of)
+        (worker,) = core.collective_rpc(RpcCall(pid_of))
         os.kill(worker, signal.SIGKILL)
         process = psutil.Process(core.process_ids[0])
         wait_until(lambda: {child.pid for child in process.children()} - {worker}, "a new worker starts")
-        (other,) = core.collective_rpc(pid_of)
+        (other,) = core.collective_rpc(RpcCall(pid_of))
         assert other != worker
         core.check_health()
     finally:
@@ -425,9 +425,9 @@ def test_dummy_batches_of_several_ranks_touch_nothing(
     core = make_core(folder, num_threads=2, max_model_len=128, **arrangement)
     results = some_steps(core)
     for _ in range(3):
-        before = core.collective_rpc(contents_of_blocks)
-        core.collective_rpc("execute_dummy_batch")
-        assert core.collective_rpc(contents_of_blocks) == before
+        before = core.collective_rpc(RpcCall(contents_of_blocks))
+        core.collective_rpc(RpcCall("execute_dummy_batch"))
+        assert core.collective_rpc(RpcCall(contents_of_blocks)) == before
         for output in core.step():
             results.setdefault(output.req_id, Result()).take(output)
     finish(core, results)
@@ -437,13 +437,13 @@ def test_dummy_batches_of_several_ranks_touch_nothing(
 
 @pytest.mark.slow
 def test_one_rank_may_answer_for_all(alone: MultiprocessExecutor, folder: Path) -> None:
-    assert alone.collective_rpc(pid_of, unique_reply_rank=0) == alone.process_ids
+    assert alone.collective_rpc(RpcCall(pid_of, unique_reply_rank=0)) == alone.process_ids
     for wrong in (1, -1, True, "0"):
         with pytest.raises(ConfigError, match=f"unique_reply_rank={wrong!r} is not valid. Allowed: 0, or None"):
-            alone.collective_rpc(pid_of, unique_reply_rank=wrong)  # type: ignore[arg-type]
+            alone.collective_rpc(RpcCall(pid_of, unique_reply_rank=wrong))  # type: ignore[arg-type]
     core = make_core(folder)
     assert isinstance(core, EngineCore)
-    assert core.collective_rpc(pid_of, unique_reply_rank=0) == [os.getpid()]
+    assert core.collective_rpc(RpcCall(pid_of, unique_reply_rank=0)) == [os.getpid()]
     with pytest.raises(ConfigError, match="unique_reply_rank=1 is not valid. Allowed: 0, or None"):
-        core.collective_rpc(pid_of, unique_reply_rank=1)
+        core.collective_rpc(RpcCall(pid_of, unique_reply_rank=1))
     core.close()

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.errors import ConfigError, LifecycleError, ModelError, UnsupportedFeature, WaitTimeout, WorkerError
 from penstock.executor import MultiprocessExecutor, create_executor
 from penstock.executor import multiprocess as module
@@ -121,17 +122,17 @@ def children() -> set[int]:
 
 
 def test_every_worker_answers_in_the_ranks_order(shared: MultiprocessExecutor) -> None:
-    assert shared.collective_rpc(rank_of) == [0, 1]
-    assert shared.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
-    assert shared.collective_rpc(pid_of) == shared.process_ids
+    assert shared.collective_rpc(RpcCall(rank_of)) == [0, 1]
+    assert shared.collective_rpc(RpcCall(sum_of_ranks)) == [[0, 1], [0, 1]]
+    assert shared.collective_rpc(RpcCall(pid_of)) == shared.process_ids
     with pytest.raises(ConfigError, match="has no method 'dance'"):
-        shared.collective_rpc("dance")
+        shared.collective_rpc(RpcCall("dance"))
     with pytest.raises(UnsupportedFeature, match="sleep mode"):
-        shared.collective_rpc("sleep")
+        shared.collective_rpc(RpcCall("sleep"))
 
 
 def test_each_has_its_share_of_threads_before_torch_counts_them(shared: MultiprocessExecutor) -> None:
-    ranks = shared.collective_rpc(start_of_rank)
+    ranks = shared.collective_rpc(RpcCall(start_of_rank))
     assert [(variable, num_threads, size) for variable, num_threads, size, _ in ranks] == [("1", 1, 2)] * 2
     if len(os.sched_getaffinity(0)) >= 2:
         assert not set(ranks[0][3]) & set(ranks[1][3])
@@ -139,28 +140,28 @@ def test_each_has_its_share_of_threads_before_torch_counts_them(shared: Multipro
 
 def test_an_error_that_all_raise_keeps_its_type_and_harms_no_request(shared: MultiprocessExecutor) -> None:
     with pytest.raises(ModelError, match=r"^rank [01] says no$"):
-        shared.collective_rpc(failing)
+        shared.collective_rpc(RpcCall(failing))
     shared.check_health()
 
 
 def test_large_answers_and_calls_do_not_wait_for_each_other(shared: MultiprocessExecutor) -> None:
     data = bytes(range(256)) * 20_000
-    assert shared.collective_rpc(echo, args=(data,)) == [data, data]
-    assert shared.collective_rpc(rank_of) == [0, 1]
+    assert shared.collective_rpc(RpcCall(echo, (data,))) == [data, data]
+    assert shared.collective_rpc(RpcCall(rank_of)) == [0, 1]
 
 
 def test_a_function_of_no_module_is_sent_by_value_and_one_with_a_lock_is_refused(shared: MultiprocessExecutor) -> None:
     factor, lock = 10, threading.Lock()
-    assert shared.collective_rpc(lambda worker: worker.rank * factor) == [0, 10]
+    assert shared.collective_rpc(RpcCall(lambda worker: worker.rank * factor)) == [0, 10]
     with pytest.raises(ConfigError, match=r"<lambda> cannot be sent to another process: cannot pickle '_thread.lock'"):
-        shared.collective_rpc(lambda worker: lock)
+        shared.collective_rpc(RpcCall(lambda worker: lock))
 
 
 @pytest.mark.slow
 def test_workers_that_differ_after_a_call_must_be_replaced(start: Callable[[], MultiprocessExecutor]) -> None:
     executor = start()
     with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last: ZeroDivisionError: of all things"):
-        executor.collective_rpc(failing_on_last)
+        executor.collective_rpc(RpcCall(failing_on_last))
     with pytest.raises(WorkerError, match=r"Rank 1 failed in failing_on_last, and 1 of 2 ranks did not"):
         executor.check_health()
     assert executor.why_not_restart() is None
@@ -173,9 +174,9 @@ def test_a_worker_that_is_busy_reads_a_long_message_when_it_is_done(
     monkeypatch.setattr(module, "_MESSAGE_TIMEOUT_S", 1.0)
     executor, go_on = start(), tmp_path / "go on"
     with pytest.raises(WaitTimeout):
-        executor.collective_rpc(waiting_on_last, timeout_s=0.1, args=(go_on,))
+        executor.collective_rpc(RpcCall(waiting_on_last, (go_on,), timeout_s=0.1))
     threading.Timer(3.0, go_on.touch).start()
-    assert executor.collective_rpc(echo, args=(bytes(8 << 20),)) == [bytes(8 << 20)] * 2
+    assert executor.collective_rpc(RpcCall(echo, (bytes(8 << 20),))) == [bytes(8 << 20)] * 2
 
 
 @pytest.mark.slow
@@ -187,11 +188,11 @@ def test_workers_must_be_replaced_after_ctrl_c_in_a_call(
     timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        executor.collective_rpc(waiting_on_last, args=(tmp_path / "never",))
+        executor.collective_rpc(RpcCall(waiting_on_last, (tmp_path / "never",)))
     timer.join()
     assert executor.has_lost_workers
     with pytest.raises(WorkerError, match="KeyboardInterrupt came while workers were in waiting_on_last"):
-        executor.collective_rpc("check_health")
+        executor.collective_rpc(RpcCall("check_health"))
 
 
 @pytest.mark.slow
@@ -199,11 +200,11 @@ def test_who_has_not_answered_is_named_and_its_late_answer_goes_nowhere(
     start: Callable[[], MultiprocessExecutor], tmp_path: Path
 ) -> None:
     executor, go_on = start(), tmp_path / "go on"
-    executor.collective_rpc(rank_of)
+    executor.collective_rpc(RpcCall(rank_of))
     with pytest.raises(WaitTimeout, match=r"waited 3 s in waiting_on_last for rank 1 \(process \d+, \w+\)\.$"):
-        executor.collective_rpc(waiting_on_last, args=(go_on,), timeout_s=3)
+        executor.collective_rpc(RpcCall(waiting_on_last, (go_on,), timeout_s=3))
     go_on.touch()
-    assert executor.collective_rpc(rank_of, timeout_s=60) == [0, 1]
+    assert executor.collective_rpc(RpcCall(rank_of, timeout_s=60)) == [0, 1]
 
 
 def test_a_killed_worker_ends_the_wait(start: Callable[[], MultiprocessExecutor]) -> None:
@@ -211,7 +212,7 @@ def test_a_killed_worker_ends_the_wait(start: Callable[[], MultiprocessExecutor]
     victim = executor.process_ids[1]
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerError, match=rf"Rank 1, process {victim}, was killed by signal 9 \(SIGKILL\)") as caught:
-        executor.collective_rpc(sum_of_ranks)
+        executor.collective_rpc(RpcCall(sum_of_ranks))
     assert caught.value.rank == 1
     with pytest.raises(WorkerError, match="Rank 1"):
         executor.check_health()
@@ -254,7 +255,7 @@ def ends_of_processes(worker: WorkerBase) -> list[int]:
 def test_a_worker_cannot_be_asked_to_end_and_what_it_starts_can(shared: MultiprocessExecutor) -> None:
     for pid in shared.process_ids:
         os.kill(pid, signal.SIGTERM)
-    assert shared.collective_rpc(ends_of_processes) == [[-signal.SIGTERM] * 2] * 2
+    assert shared.collective_rpc(RpcCall(ends_of_processes)) == [[-signal.SIGTERM] * 2] * 2
     shared.check_health()
 
 
@@ -263,7 +264,7 @@ def test_health_tells_of_a_death_though_another_process_keeps_the_connection(
     start: Callable[[], MultiprocessExecutor],
 ) -> None:
     executor = start()
-    victim, forks = executor.process_ids[0], executor.collective_rpc(fork_in_c)
+    victim, forks = executor.process_ids[0], executor.collective_rpc(RpcCall(fork_in_c))
     try:
         os.kill(victim, signal.SIGKILL)
         os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
@@ -281,11 +282,11 @@ def test_a_stopped_worker_is_ended_too(
 ) -> None:
     monkeypatch.setattr(module, "GRACE_S", 0.5)
     executor = start()
-    executor.collective_rpc(rank_of)
+    executor.collective_rpc(RpcCall(rank_of))
     os.kill(executor.process_ids[1], signal.SIGSTOP)
     # A slow machine may need more than that for the other.
     with pytest.raises(WaitTimeout, match=r"in rank_of for .*rank 1 \(process \d+, stopped\)"):
-        executor.collective_rpc(rank_of, timeout_s=1)
+        executor.collective_rpc(RpcCall(rank_of, timeout_s=1))
     executor.shutdown()
 
 
@@ -300,7 +301,7 @@ def test_workers_outlive_the_thread_that_started_them_and_a_fork(config: EngineC
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    assert executor.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
+    assert executor.collective_rpc(RpcCall(sum_of_ranks)) == [[0, 1], [0, 1]]
     executor.shutdown()
 
 
@@ -330,12 +331,13 @@ def test_after_shutdown_calls_are_refused(start: Callable[[], MultiprocessExecut
     executor = start()
     executor.shutdown()
     with pytest.raises(LifecycleError, match="shut down"):
-        executor.collective_rpc(rank_of)
+        executor.collective_rpc(RpcCall(rank_of))
 
 
 PARENT = """
 import os, signal, sys, time
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.executor import create_executor
 
 def of_this_program(worker):
@@ -344,7 +346,7 @@ def of_this_program(worker):
 config = EngineConfig.create(FOLDER, tensor_parallel_size=2, device="cpu", num_threads=2)
 executor = create_executor(config)
 print(*executor.process_ids, flush=True)
-print(executor.collective_rpc(of_this_program), flush=True)
+print(executor.collective_rpc(RpcCall(of_this_program)), flush=True)
 if sys.argv[1] == "stopped":
     os.kill(executor.process_ids[1], signal.SIGSTOP)
 if sys.argv[1] == "exit":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.executor import MultiprocessExecutor
@@ -186,9 +187,9 @@ def test_ranks_of_a_stage_send_each_their_rows(
         tmp_path, (1, 1), 2, **(scattered if is_scattered else {"worker_cls": "support.gloo_worker.GlooWorker"})
     )
     try:
-        core.collective_rpc(noting_what_is_sent)
+        core.collective_rpc(RpcCall(noting_what_is_sent))
         found = run(core, prompts, params)
-        sent = core.collective_rpc(noted)
+        sent = core.collective_rpc(RpcCall(noted))
     finally:
         core.close()
     assert_same(found, expected)
@@ -252,8 +253,8 @@ def test_stages_reload_weights_and_write_their_own(tmp_path: Path) -> None:
     found = []
     for stages in ((LAYERS,), (2, 4)):
         core, saved = make(tmp_path / "0", stages), tmp_path / f"saved{len(stages)}"
-        core.collective_rpc("reload_weights", args=(str(tmp_path / "5"),))
-        core.collective_rpc("save_sharded_state", args=(str(saved),))
+        core.collective_rpc(RpcCall("reload_weights", (str(tmp_path / "5"),)))
+        core.collective_rpc(RpcCall("save_sharded_state", (str(saved),)))
         found += [tokens_of(core), tokens_of(make(saved, stages, load_format="sharded_state"))]
     found += [tokens_of(make(tmp_path / "5", (LAYERS,)))]
     assert all(tokens == found[0] for tokens in found)

@@ -16,6 +16,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, LifecycleError, ModelError, WaitTimeout, WorkerError
 from penstock.executor import create_executor
@@ -205,26 +206,26 @@ def test_workers_on_two_nodes_are_asked_and_fail_as_processes_do(
     executor = create_executor(config)
     assert isinstance(executor, RayExecutor)
     # On both nodes, each of which one has to itself, with as many threads as asked for.
-    assert executor.collective_rpc(place_of) == [(0, (0, 1), 2, 0), (1, (0, 1), 2, 0)]
-    assert executor.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
-    assert executor.collective_rpc(environment_of) == [("avx2", "2", None, None)] * 2
+    assert executor.collective_rpc(RpcCall(place_of)) == [(0, (0, 1), 2, 0), (1, (0, 1), 2, 0)]
+    assert executor.collective_rpc(RpcCall(sum_of_ranks)) == [[0, 1], [0, 1]]
+    assert executor.collective_rpc(RpcCall(environment_of)) == [("avx2", "2", None, None)] * 2
     with pytest.raises(ModelError, match=r"^rank [01] says no$"):
-        executor.collective_rpc(failing)
+        executor.collective_rpc(RpcCall(failing))
     with pytest.raises(ConfigError, match="has no method 'dance'"):
-        executor.collective_rpc("dance")
+        executor.collective_rpc(RpcCall("dance"))
     named = rf"waited 3 s in sleeping_on_last for rank 1 \(process {executor.process_ids[1]} on node [0-9.]+\)\.$"
     with pytest.raises(WaitTimeout, match=named):
-        executor.collective_rpc(sleeping_on_last, args=(6.0,), timeout_s=3)
-    assert executor.collective_rpc(sum_of_ranks) == [[0, 1], [0, 1]]
+        executor.collective_rpc(RpcCall(sleeping_on_last, (6.0,), timeout_s=3))
+    assert executor.collective_rpc(RpcCall(sum_of_ranks)) == [[0, 1], [0, 1]]
     executor.check_health()
     with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last: ZeroDivisionError: of all things"):
-        executor.collective_rpc(failing_on_last)
+        executor.collective_rpc(RpcCall(failing_on_last))
     with pytest.raises(WorkerError, match="Rank 1 failed in failing_on_last, and 1 of 2 ranks did not"):
         executor.check_health()
     assert executor.why_not_restart() is None
     executor.shutdown()
     with pytest.raises(LifecycleError, match="shut down"):
-        executor.collective_rpc(place_of)
+        executor.collective_rpc(RpcCall(place_of))
     assert_nothing_is_left(executor.process_ids)
 
 
@@ -264,7 +265,7 @@ def test_requests_go_on_when_an_actor_hangs_or_fails(
     if how == "stopped":
         os.kill(before[1], signal.SIGSTOP)
     else:
-        core.collective_rpc(failing_in_next_step)
+        core.collective_rpc(RpcCall(failing_in_next_step))
     finish(core, results)
     assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
     cause = (
@@ -282,13 +283,13 @@ def test_steps_may_take_longer_while_workers_compute_and_a_worker_that_others_wa
     core = make(2, 1, step_timeout_s=4.0)
     before = executor_of(core).process_ids
     results = some_steps(core)
-    core.collective_rpc(computing_in_next_step, args=(8.0,))
+    core.collective_rpc(RpcCall(computing_in_next_step, (8.0,)))
     # The result of a step is read behind the next one's start.
     for _ in range(3):
         for output in core.step():
             results.setdefault(output.req_id, Result()).take(output)
     assert executor_of(core).process_ids == before
-    core.collective_rpc(sleeping_in_next_step, args=(60.0,))
+    core.collective_rpc(RpcCall(sleeping_in_next_step, (60.0,)))
     finish(core, results)
     assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
     named = rf"waits in step \d+ for rank 1 \(process {before[1]} .* \(beside rank 0 .* make no progress for 4 s"
@@ -308,8 +309,8 @@ def test_more_arrangements_give_the_tokens_of_one_worker(
     start_cluster(*sizes)
     core = make(ranks, stages, num_threads=ranks * stages)
     assert_same(run(core, PROMPTS, PARAMS), undisturbed)
-    places = core.collective_rpc(place_of)
-    assert all(core.collective_rpc(sends_parts))
+    places = core.collective_rpc(RpcCall(place_of))
+    assert all(core.collective_rpc(RpcCall(sends_parts)))
     if sizes == (2, 2):
         assert [place for _, place, _, _ in places] == [(0, 2), (1, 2)] * 2
 

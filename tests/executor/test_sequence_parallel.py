@@ -8,6 +8,7 @@ import pytest
 from test_tensor_parallel import make
 from torch import Tensor
 
+from penstock.contract import RpcCall
 from penstock.errors import UnsupportedFeature
 from penstock.parallel.scattered_rows import ScatteredRows
 from penstock.worker import WorkerBase
@@ -48,9 +49,9 @@ def test_scattered_hidden_states_give_the_same_tokens(family: str, size: int, le
     for options in ({}, {"enable_sp": True, "sp_min_token_num": least}):
         core = make(tmp_path, size, **options)
         try:
-            core.collective_rpc(counting_scattered_steps)
+            core.collective_rpc(RpcCall(counting_scattered_steps))
             results.append(run(core, PROMPTS, PARAMS) + run(core, PROMPTS, PARAMS))
-            counts = core.collective_rpc(scattered_steps)
+            counts = core.collective_rpc(RpcCall(scattered_steps))
         finally:
             core.close()
         assert len(set(counts)) == 1

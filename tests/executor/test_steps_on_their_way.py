@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import EngineConfig
-from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, RpcCall, SamplingParams, SchedulerOutput
 from penstock.contract.codec import decode, encode
 from penstock.errors import LifecycleError, WorkerError
 from penstock.executor import MultiprocessExecutor
@@ -86,7 +86,7 @@ def test_steps_and_calls_come_to_all_workers_whole_and_in_order(executor: Multip
         executor.execute_unconstrained(step)
         handles.append(executor.sample_tokens(GrammarOutput(step_id=step.step_id)))
     executor.execute_model(steps[5])
-    heard = executor.collective_rpc("take_calls")
+    heard = executor.collective_rpc(RpcCall("take_calls"))
     before = [
         event
         for step in steps[:5]
@@ -94,7 +94,7 @@ def test_steps_and_calls_come_to_all_workers_whole_and_in_order(executor: Multip
     ]
     assert heard == [[*before, ("execute_model", steps[5])]] * 2
     handles.append(executor.sample_tokens(grammar))
-    assert executor.collective_rpc("take_calls") == [[("sample_tokens", grammar)]] * 2
+    assert executor.collective_rpc(RpcCall("take_calls")) == [[("sample_tokens", grammar)]] * 2
     for step, handle in zip(steps, handles, strict=True):
         result = handle.get_output()
         assert result.step_id == step.step_id
@@ -104,12 +104,12 @@ def test_steps_and_calls_come_to_all_workers_whole_and_in_order(executor: Multip
 
 def test_what_no_grammar_limits_is_sampled_without_another_word(executor: MultiprocessExecutor) -> None:
     executor.execute_unconstrained(decoding(0))
-    heard = executor.collective_rpc("take_calls")
+    heard = executor.collective_rpc(RpcCall("take_calls"))
     assert [[name for name, _ in of_rank] for of_rank in heard] == [["execute_model", "sample_tokens"]] * 2
     with pytest.raises(LifecycleError, match="Step 0 was executed without grammar constraints"):
         executor.sample_tokens(GrammarOutput(step_id=0, structured_output_request_ids=["r1"], num_words=1))
     assert executor.sample_tokens(GrammarOutput(step_id=0)).get_output().step_id == 0
-    assert executor.collective_rpc("take_calls") == [[], []]
+    assert executor.collective_rpc(RpcCall("take_calls")) == [[], []]
 
 
 def test_a_step_that_fails_is_not_sampled(config: EngineConfig) -> None:

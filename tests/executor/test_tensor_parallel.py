@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock import LLM
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import EngineDead, UnsupportedFeature, WaitTimeout
 from penstock.executor import MultiprocessExecutor
@@ -89,7 +89,7 @@ def test_programs_of_ranks_give_the_bits_of_layers(folder: Path) -> None:
         core = make(folder, 2, fast_paths=fast_paths)
         found = run(core, PROMPTS, PARAMS) + run(core, PROMPTS, greedy(12))
         # One to hidden states, and one to tokens.
-        assert core.collective_rpc(num_programs) == [expected] * 2
+        assert core.collective_rpc(RpcCall(num_programs)) == [expected] * 2
         core.close()
         results.append(found)
     assert results[0] == results[1]
@@ -133,7 +133,7 @@ def test_requests_go_on_with_their_tokens_when_a_rank_is_lost(
     if how == "killed":
         os.kill(before[1], signal.SIGKILL)
     else:
-        core.collective_rpc(failing_in_next_step)
+        core.collective_rpc(RpcCall(failing_in_next_step))
     finish(core, results)
     assert not set(before) & set(process_ids(core))
     assert_same([results[f"r{index}"] for index in range(len(PROMPTS))], undisturbed)
@@ -173,11 +173,11 @@ def test_what_workers_are_asked_for_works_with_several(folder: Path, tmp_path: P
     results = []
     for size in (1, 2):
         core = make(folder, size, profiler_dir=str(tmp_path / f"traces{size}"))
-        core.collective_rpc("profile", kwargs={"is_start": True})
+        core.collective_rpc(RpcCall("profile", kwargs={"is_start": True}))
         tokens = [result.tokens for result in run(core, PROMPTS[:2], greedy(8))]
-        assert len(set(core.collective_rpc("profile", kwargs={"is_start": False}))) == size
-        core.collective_rpc("save_sharded_state", args=(str(tmp_path / f"saved{size}"),))
-        core.collective_rpc("reload_weights", args=(str(other),))
+        assert len(set(core.collective_rpc(RpcCall("profile", kwargs={"is_start": False})))) == size
+        core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / f"saved{size}"),)))
+        core.collective_rpc(RpcCall("reload_weights", (str(other),)))
         tokens += [result.tokens for result in run(core, PROMPTS[:2], greedy(8))]
         core.close()
         core = make(tmp_path / f"saved{size}", size, load_format="sharded_state")
@@ -207,10 +207,10 @@ def test_workers_that_are_late_with_new_weights_are_replaced_by_some_with_the_ol
     core = make(folder, 2, worker_cls=f"{__name__}.SlowToReload")
     before = [result.tokens for result in run(core, PROMPTS[:2], greedy(8))]
     with pytest.raises(WaitTimeout, match="in reload_weights for rank"):
-        core.collective_rpc("reload_weights", timeout_s=0.5, args=(str(other),))
+        core.collective_rpc(RpcCall("reload_weights", (str(other),), timeout_s=0.5))
     go_on.touch()
     assert [result.tokens for result in run(core, PROMPTS[:2], greedy(8))] == before
-    core.collective_rpc("reload_weights", args=(str(other),))
+    core.collective_rpc(RpcCall("reload_weights", (str(other),)))
     assert [result.tokens for result in run(core, PROMPTS[:2], greedy(8))] != before
     core.close()
 

@@ -11,7 +11,7 @@ import torch
 
 from penstock.attention import LayerAttention
 from penstock.attention.torch_varlen import TorchVarlenBackend
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
 from support.engines import Result, add, assert_greedy_continuation, greedy, make_core, random_prompts, run
 
@@ -72,7 +72,7 @@ def test_decode_steps_run_as_graphs_at_batch_sizes_that_shrink(model: tuple[Any,
     params = [greedy(count) for count in (30, 11, 25, 40, 18, 22, 35)]
     for prompt, result in zip(prompts, run(core, prompts, params), strict=True):
         assert_greedy_continuation(oracle, prompt, result)
-    (execution,) = core.collective_rpc(lambda worker: worker.runner.execution)
+    (execution,) = core.collective_rpc(RpcCall(lambda worker: worker.runner.execution))
     assert execution.num_replays > 20, execution.refusals
     core.close()
 

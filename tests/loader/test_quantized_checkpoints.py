@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock import LLM
 from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import LoadConfig, ModelConfig
+from penstock.contract import RpcCall
 from penstock.errors import CheckpointError, ConfigError, ModelError, PenstockError, UnsupportedFeature
 from penstock.kernels.native import NATIVE
 from penstock.kernels.quantized import GROUP_MULTIPLE, quantize_rows
@@ -140,10 +141,10 @@ def test_an_engine_serves_it_and_reloads_it(tmp_path: Path, name: str) -> None:
     core = make_core(written.config.folder)
     prompts = random_prompts([3, 9, 20], 97)
     before = [result.tokens for result in run(core, prompts, greedy(6))]
-    core.collective_rpc("reload_weights")
+    core.collective_rpc(RpcCall("reload_weights"))
     assert [result.tokens for result in run(core, prompts, greedy(6))] == before
     with pytest.raises(UnsupportedFeature, match="save_sharded_state"):
-        core.collective_rpc("save_sharded_state", args=(str(tmp_path / "state"),))
+        core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "state"),)))
 
 
 def test_random_weights_are_rounded_to_as_many_bits(tmp_path: Path) -> None:

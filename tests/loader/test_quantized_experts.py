@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.config import ModelConfig
+from penstock.contract import RpcCall
 from penstock.engine.planning.plan import plan_engine
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.linear import LinearLayer, restore_weights, weights_size_bytes
@@ -92,7 +93,7 @@ def test_experts_run_within_programs(name: str, tmp_path: Path) -> None:
     written = write(tmp_path, "qwen3_moe", name)
     core = make_core(written.config.folder, dtype="float32")
     run(core, [TOKENS], greedy(3))
-    (num_segments,) = core.collective_rpc(_num_segments)
+    (num_segments,) = core.collective_rpc(RpcCall(_num_segments))
     core.close()
     assert set(num_segments) == {1}
 

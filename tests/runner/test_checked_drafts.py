@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import SamplingConfig
-from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, RpcCall, SamplingParams, SchedulerOutput
 from penstock.kernels import step_state
 from penstock.kernels.native import NATIVE
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
@@ -263,7 +263,7 @@ def test_what_rejected_drafts_left_in_the_cache_is_never_read(
 ) -> None:
     tiny_checkpoint(tmp_path, family)
     core = make_core(tmp_path, dtype="float32", block_size=4, max_model_len=40, **options)
-    (worker,) = core.collective_rpc(lambda worker: worker)
+    (worker,) = core.collective_rpc(RpcCall(lambda worker: worker))
     kinds = [{"temperature": 0.0, "logprobs": 2}, {**DRAWN, "logprobs": 2}, {"temperature": 0.0}, DRAWN]
 
     def make() -> ModelRunner:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.session import Session
@@ -386,7 +387,7 @@ def test_in_a_process_of_the_engines_nothing_is_for_the_program() -> None:
             assert bad.error is not None
             assert f"'quits' failed in apply: {kind}: enough" in bad.error
             with pytest.raises(RemoteError, match=f"{kind}: enough"):
-                session.collective_rpc(quit_with, None, (kind,), None)
+                session.collective_rpc(RpcCall(quit_with, (kind,)))
 
 
 def quit_with(_worker: Any, kind: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from penstock.config import EngineConfig
-from penstock.contract import LogprobsLists
+from penstock.contract import LogprobsLists, RpcCall
 from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.step_log import StepLog, StepRecord
 from penstock.engine.statistics.step_phases import PhaseTimer
@@ -100,16 +100,9 @@ class FakeCore:
         self.num_resets += 1
         return reset_running_requests or not self.running
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        assert callable(method), "a fake core has no workers with methods"
-        return [method(self, *args, **(kwargs or {}))]
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        assert callable(call.method), "a fake core has no workers with methods"
+        return [call.method(self, *call.args, **call.kwargs)]
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(num_running_reqs=len(self.running), num_waiting_reqs=0, num_blocks=8, num_used_blocks=2)

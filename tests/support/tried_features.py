@@ -23,6 +23,7 @@ from penstock import (
     StructuredOutputsParams,
 )
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.engine.output.outputs import Logprob
 from penstock.runner.sampling import LogitsProcessor, LogitsRows
 from penstock.worker import WorkerBase
@@ -250,9 +251,9 @@ def calls(engine: Engine) -> Any:
 
 
 def profiles(engine: Engine) -> Any:
-    engine.core.collective_rpc("profile", kwargs={"is_start": True})
+    engine.core.collective_rpc(RpcCall("profile", kwargs={"is_start": True}))
     found = engine.tokens(PROMPTS[:2], greedy(4))
-    traces = engine.core.collective_rpc("profile", kwargs={"is_start": False})
+    traces = engine.core.collective_rpc(RpcCall("profile", kwargs={"is_start": False}))
     assert len({*traces}) == len(engine.ranks)
     assert all(Path(trace).stat().st_size > 0 for trace in traces)
     return found
@@ -262,8 +263,8 @@ def sharded_state(engine: Engine) -> Any:
     """Written by this engine, and read by another one, which is arranged alike."""
     expected = engine.tokens(PROMPTS[:2], greedy(8))
     saved = engine.folder / "saved"
-    engine.core.collective_rpc("save_sharded_state", args=(str(saved),))
-    engine.core.collective_rpc(wait_for_all)
+    engine.core.collective_rpc(RpcCall("save_sharded_state", (str(saved),)))
+    engine.core.collective_rpc(RpcCall(wait_for_all))
     with started(saved, engine.folder, {**engine.options, "load_format": "sharded_state"}) as other:
         found = other.tokens(PROMPTS[:2], greedy(8))
     assert found == expected
@@ -273,9 +274,9 @@ def sharded_state(engine: Engine) -> Any:
 def new_weights(engine: Engine) -> Any:
     before = engine.tokens(PROMPTS[:2], greedy(8))
     other = write_model(engine.folder / f"other_{os.getpid()}", seed=5)
-    engine.core.collective_rpc("reload_weights", args=(str(other),))
+    engine.core.collective_rpc(RpcCall("reload_weights", (str(other),)))
     found = engine.tokens(PROMPTS[:2], greedy(8))
-    engine.core.collective_rpc("reload_weights", args=(str(engine.model),))
+    engine.core.collective_rpc(RpcCall("reload_weights", (str(engine.model),)))
     assert engine.tokens(PROMPTS[:2], greedy(8)) == before != found
     return found
 

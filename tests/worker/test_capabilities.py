@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock import AsyncEngine
 from penstock.config import EngineConfig
+from penstock.contract import RpcCall
 from penstock.engine.dispatcher import start_core
 from penstock.errors import UnsupportedArgument
 from penstock.worker.capabilities import ASYNC_REFUSALS, REFUSALS, Refusal, check_options
@@ -310,7 +311,7 @@ def try_alone(names: tuple[str, ...], folder: Path, arrangement: dict[str, Any])
     options = {name: value for one in names for name, value in WAYS[one].options(folder).items()}
     with started(model, folder, {**arranged(arrangement), "kv_cache_memory_bytes": "2MiB", **options}) as engine:
         if "speculative_config" in options:
-            assert max(engine.core.collective_rpc(drafts_of)) > 0
+            assert max(engine.core.collective_rpc(RpcCall(drafts_of))) > 0
         return continuations(engine)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockError, UnsupportedFeature, UnsupportedModel
@@ -141,7 +142,7 @@ def test_a_reload_of_the_target_keeps_the_drafter(tmp_path: Path, target: Path, 
     run(core, PROMPTS, greedy(5))
     worker = loaded_worker(core)
     drafter = worker.weights.drafter
-    core.collective_rpc("reload_weights", args=(str(new),))
+    core.collective_rpc(RpcCall("reload_weights", (str(new),)))
     assert core.reset_prefix_cache()
     assert [result.tokens for result in run(core, PROMPTS, greedy(20))] == expected
     assert worker.weights.drafter is drafter

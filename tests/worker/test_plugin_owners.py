@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.contract import NewRequestData, feature
+from penstock.contract import NewRequestData, RpcCall, feature
 from penstock.contract.feature import Feature, register_feature
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
@@ -61,7 +61,7 @@ def test_a_registered_owner_sees_requests_and_steps_and_changes_no_token(
 
     def serve() -> tuple[list[list[int]], int]:
         core = make_core(tmp_path, dtype="float32")
-        (plan,) = core.collective_rpc("determine_available_memory")
+        (plan,) = core.collective_rpc(RpcCall("determine_available_memory"))
         results: list[Any] = run(core, prompts, greedy(6))
         core.close()
         return [result.tokens for result in results], plan.runner_state

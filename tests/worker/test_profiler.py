@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import CachedRequestData, NewRequestData, RpcCall, SamplingParams, SchedulerOutput
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, LifecycleError
 from penstock.worker.profiler import step_label
@@ -34,11 +34,11 @@ def core(folder: Path, tmp_path: Path) -> Iterator[EngineCore]:
 
 
 def start(core: EngineCore, prefix: str | None = None) -> None:
-    core.collective_rpc("profile", kwargs={"is_start": True, "profile_prefix": prefix})
+    core.collective_rpc(RpcCall("profile", kwargs={"is_start": True, "profile_prefix": prefix}))
 
 
 def stop(core: EngineCore) -> Path:
-    (path,) = core.collective_rpc("profile", kwargs={"is_start": False})
+    (path,) = core.collective_rpc(RpcCall("profile", kwargs={"is_start": False}))
     return Path(path)
 
 
@@ -193,9 +193,9 @@ def test_the_cuda_profiler_records_steps_between_start_and_stop(folder: Path, mo
     monkeypatch.setattr("torch.cuda.nvtx.range_pop", lambda: calls.append("pop"))
     core = make_core(folder, profiler="cuda")
     run(core, [[5, 6, 7]], greedy(2))
-    core.collective_rpc("profile")
+    core.collective_rpc(RpcCall("profile"))
     run(core, [[5, 6, 7]], greedy(2))
-    assert core.collective_rpc("profile", kwargs={"is_start": False}) == [None]
+    assert core.collective_rpc(RpcCall("profile", kwargs={"is_start": False})) == [None]
     run(core, [[5, 6, 7]], greedy(2))
     core.close()
     assert calls[:3] == ["start", "execute_context_1(3)_generation_0(0)", "pop"]
@@ -208,7 +208,7 @@ def test_a_schedule_writes_a_trace_of_each_cycles_active_steps(folder: Path, tmp
     core = make_core(folder, profiler_dir=tmp_path, profiler_delay_iterations=1, profiler_repeat=2, **cycle)
     start(core)
     run(core, [[5, 6, 7]], greedy(3))
-    assert core.collective_rpc("profile", kwargs={"is_start": False}) == [None], "no step was active"
+    assert core.collective_rpc(RpcCall("profile", kwargs={"is_start": False})) == [None], "no step was active"
     start(core)
     # A delay, two cycles of four steps with two active ones each, and a step after them.
     for length in range(1, 6):
@@ -230,9 +230,9 @@ def test_the_cuda_profiler_follows_a_schedule(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr("torch.cuda.nvtx.range_push", calls.append)
     monkeypatch.setattr("torch.cuda.nvtx.range_pop", lambda: None)
     core = make_core(folder, profiler="cuda", profiler_active_iterations=2)
-    core.collective_rpc("profile")
+    core.collective_rpc(RpcCall("profile"))
     run(core, [[5, 6, 7]], greedy(6))
-    core.collective_rpc("profile", kwargs={"is_start": False})
+    core.collective_rpc(RpcCall("profile", kwargs={"is_start": False}))
     core.close()
     decode = "execute_context_0(0)_generation_1(1)"
     assert calls == ["start", decode, decode, "stop", "start", decode, decode, "stop"]
@@ -255,9 +255,9 @@ def test_the_cuda_profiler_needs_a_gpu_and_takes_no_folder(folder: Path, monkeyp
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     core = make_core(folder, profiler="cuda")
     with pytest.raises(ConfigError, match="profiler='cuda' needs a GPU"):
-        core.collective_rpc("profile")
+        core.collective_rpc(RpcCall("profile"))
     with pytest.raises(LifecycleError, match="No profile is running"):
-        core.collective_rpc("profile", kwargs={"is_start": False})
+        core.collective_rpc(RpcCall("profile", kwargs={"is_start": False}))
     core.close()
     with pytest.raises(ConfigError, match="not valid with profiler='cuda'"):
         make_core(folder, profiler="cuda", profiler_dir="traces")

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import CheckpointError, ModelError, ModelNotFound, OutOfMemory
 from penstock.models.causal_lm import CausalLM
@@ -60,7 +61,7 @@ def fresh_tokens(folder: Path, **options: Any) -> list[list[int]]:
 
 
 def reload(core: EngineCore, folder: Path | str | None = None) -> None:
-    core.collective_rpc("reload_weights", args=() if folder is None else (str(folder),))
+    core.collective_rpc(RpcCall("reload_weights", () if folder is None else (str(folder),)))
 
 
 def tokens(core: EngineCore) -> list[list[int]]:
@@ -241,7 +242,7 @@ def test_requests_aborted_right_after_a_reload_leave_nothing_behind(old: Path, n
     finish(core, {})
     while core.scheduler.has_work():
         core.step()
-    (num_reqs,) = core.collective_rpc(lambda worker: worker.runner.requests.num_reqs)
+    (num_reqs,) = core.collective_rpc(RpcCall(lambda worker: worker.runner.requests.num_reqs))
     assert num_reqs == 0
     assert core.scheduler.kv_cache.pool.num_used_blocks == 0
 
@@ -264,15 +265,15 @@ def test_a_worker_that_is_replaced_has_the_reloaded_weights(
     core: EngineCore, new: Path, tokens_of_new: list[list[int]]
 ) -> None:
     reload(core, new)
-    core.collective_rpc(_fail_next_step)
+    core.collective_rpc(RpcCall(_fail_next_step))
     assert tokens(core) == tokens_of_new
 
 
 def test_a_worker_that_is_replaced_before_the_reload_has_the_old_weights_and_the_new_options(
     core: EngineCore, new: Path, tokens_of_old: list[list[int]], tokens_of_new: list[list[int]]
 ) -> None:
-    core.collective_rpc("update_config", args=({"model_config": {"model": str(new)}},))
-    core.collective_rpc(_fail_next_step)
+    core.collective_rpc(RpcCall("update_config", ({"model_config": {"model": str(new)}},)))
+    core.collective_rpc(RpcCall(_fail_next_step))
     assert tokens(core) == tokens_of_old
     reload(core)
     assert tokens(core) == tokens_of_new
@@ -281,7 +282,7 @@ def test_a_worker_that_is_replaced_before_the_reload_has_the_old_weights_and_the
 def test_random_weights_become_those_of_a_checkpoint(new: Path, tokens_of_new: list[list[int]]) -> None:
     core = make_core(new, load_format="dummy")
     assert tokens(core) != tokens_of_new
-    core.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+    core.collective_rpc(RpcCall("update_config", ({"load_config": {"load_format": "auto"}},)))
     reload(core)
     assert tokens(core) == tokens_of_new
     core.close()
@@ -295,9 +296,9 @@ def test_a_saved_state_is_reloaded_as_one(
     tokens_of_new: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    core.collective_rpc("save_sharded_state", args=(str(tmp_path / "old"),), kwargs={"max_size": 40_000})
+    core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "old"),), {"max_size": 40_000}))
     reload(core, new)
-    core.collective_rpc("save_sharded_state", args=(str(tmp_path / "new"),), kwargs={"max_size": 40_000})
+    core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "new"),), {"max_size": 40_000}))
     saved = make_core(tmp_path / "old", load_format="sharded_state")
     assert tokens(saved) == tokens_of_old
     (tmp_path / "new" / "model-rank-0-part-1.safetensors").rename(tmp_path / "part")

@@ -102,6 +102,7 @@ def _measure(
     if workload == "startup":
         with progress_bar(num_runs) as bar:
             return [startup.measure(model, engine, prompts, settings, bar.update) for settings in sweep], {}
+    from penstock.contract import RpcCall
     from penstock.engine.session import Session
     from penstock.engine.statistics.expert_load import sum_of_workers
 
@@ -109,7 +110,7 @@ def _measure(
     with closing(Session(config)) as session:
         begin_collection()
         if counts_experts:
-            session.collective_rpc("start_expert_stats", None, (), None)
+            session.collective_rpc(RpcCall("start_expert_stats"))
         if workload == "long-context":
             num_runs *= len(long_context.cases(sweep[0], session.max_model_len))
         with progress_bar(num_runs) as bar:
@@ -119,7 +120,7 @@ def _measure(
                 ]
             else:
                 results = [offline.measure(session, prompts, settings, bar.update) for settings in sweep]
-        answers = session.collective_rpc("get_expert_stats", None, (), None) if counts_experts else []
+        answers = session.collective_rpc(RpcCall("get_expert_stats")) if counts_experts else []
         return results, sum_of_workers(answers)
 
 

@@ -165,12 +165,13 @@ def _run(
             writer = ResultWriter(sink, [item.format for item in work], hashes)
         session, requests = None, dict[int, "AcceptedRequest"]()
         if len(refused) + len(answered) < len(work):
+            from penstock.contract import RpcCall
             from penstock.engine.session import Session
 
             session = stack.enter_context(closing(Session(config)))
             begin_collection()
             if adapter is not None:
-                session.collective_rpc("add_lora", None, (adapter,), None)
+                session.collective_rpc(RpcCall("add_lora", (adapter,)))
             requests, refused = accept_all(session, work, answered, adapter)
             if is_strict:
                 raise_refusals(refused, len(work))

@@ -91,15 +91,16 @@ def profile_serve(
 def _run(config: EngineConfig, num_prompts: int, input_len: int, output_len: int, seed: int) -> list[str]:
     """Run prompts to warm up, and others in a profile; returns the paths of the traces."""
     from penstock.bench.runs import Prompts, run
+    from penstock.contract import RpcCall
     from penstock.engine.session import Session
 
     prompts = Prompts(config.model.vocab_size, seed)
     with closing(Session(config)) as session:
         begin_collection()
         run(session, prompts.many(num_prompts, input_len), output_len)
-        session.collective_rpc("profile", None, (), {"is_start": True})
+        session.collective_rpc(RpcCall("profile", kwargs={"is_start": True}))
         run(session, prompts.many(num_prompts, input_len), output_len)
-        answers = session.collective_rpc("profile", None, (), {"is_start": False})
+        answers = session.collective_rpc(RpcCall("profile", kwargs={"is_start": False}))
     return [path for path in answers if path is not None]
 
 

@@ -18,6 +18,7 @@ from penstock.contract.kv_cache import (
 )
 from penstock.contract.parts import Part, Parts, part_of, register_part
 from penstock.contract.pooling_params import POOLING_TASKS, PoolingParams
+from penstock.contract.rpc import RpcCall
 from penstock.contract.runner_output import (
     DraftTokenIds,
     LogprobsLists,
@@ -62,6 +63,7 @@ __all__ = [
     "PoolingParams",
     "RecurrentStateSpec",
     "RequestOutputKind",
+    "RpcCall",
     "SampledOutput",
     "SamplingParams",
     "SchedulerOutput",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, cast
 
 from penstock.config import EngineConfig
-from penstock.contract import Parts
+from penstock.contract import Parts, RpcCall
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.engine.inputs.prompts import Prompt, TextPair, as_list
 from penstock.engine.session import Session
+from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import InvalidParameter, InvalidRequest, ProcessLost, UnsupportedParameter
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class AdapterMethods:
         return _numbers(self._call("known_loras"), self._call("list_loras"))
 
     def _call(self, method: str, *arguments: LoRARequest | int) -> list[Any]:
-        return self._session.collective_rpc(method, None, arguments, None)
+        return self._session.collective_rpc(RpcCall(method, arguments))
 
     def _add_adapters(self, adapters: Sequence[LoRARequest | None]) -> None:
         """Load adapters before their requests, as many as host memory has room for, so that errors come at once."""
@@ -60,19 +60,8 @@ class AdapterMethods:
                 self.add_lora(adapter)
 
 
-class AsyncAdapterMethods(ABC):
+class AsyncAdapterMethods(WorkerCalls[Coroutine[Any, Any, list[Any]]]):
     """Loads, removes and lists adapters while requests run."""
-
-    @abstractmethod
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """As `AsyncEngine`."""
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLM.add_lora`, while requests run: folders are read in a thread, and steps go on.
@@ -92,7 +81,7 @@ class AsyncAdapterMethods(ABC):
                 while any(adapter.key in keys for keys in await self._repeated("loading_loras")):
                     await asyncio.sleep(_LOADING_POLL_S)
             try:
-                return any(await self.collective_rpc("add_lora", args=(lora_request,), kwargs=options))
+                return any(await self._call_workers(RpcCall("add_lora", (lora_request,), options)))
             except ProcessLost as error:
                 # It ends with EngineDead where cores are not replaced any more.
                 logger.warning("The adapter %s is loaded again: %s", lora_request.lora_name, error)
@@ -101,7 +90,7 @@ class AsyncAdapterMethods(ABC):
         """Call a method that may be called twice, again if the core or broker is lost before it answers."""
         while True:
             try:
-                return await self.collective_rpc(method, args=args)
+                return await self._call_workers(RpcCall(method, args))
             except ProcessLost as error:
                 logger.info("%s is called again: %s", method, error)
 

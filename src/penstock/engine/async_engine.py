@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.config.vllm import RefusesMethods, also_from_vllm
-from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
+from penstock.contract import PoolingParams, RequestOutputKind, RpcCall, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import check_member
 from penstock.engine.adapter_methods import AsyncAdapterMethods
-from penstock.engine.core.core_client import CoreClient, check_timeout
+from penstock.engine.core.core_client import CoreClient
 from penstock.engine.core.core_place import with_core_process
 from penstock.engine.core.core_thread import CoreThread
 from penstock.engine.dispatcher import input_processor_for, output_processor_for, start_core
@@ -283,19 +283,9 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         reset = self._dispatcher.core.reset_prefix_cache
         return await self._thread.call("reset_prefix_cache", lambda: reset(reset_running_requests))
 
-    @also_from_vllm
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker, or a function of the worker, between two steps; as `LLM.collective_rpc`."""
-        check_timeout(timeout)
-        call = self._dispatcher.core.collective_rpc
-        return await self._thread.call("collective_rpc", lambda: call(method, timeout, args, kwargs, unique_reply_rank))
+    async def _call_workers(self, call: RpcCall) -> list[Any]:
+        core = self._dispatcher.core
+        return await self._thread.call("collective_rpc", lambda: core.collective_rpc(call))
 
     async def get_metrics(self) -> list[Metric]:
         """Metrics of this engine since its start, read after the current step; see `LLM.get_metrics`."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, RpcCall, SchedulerOutput
 from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
 from penstock.contract.runner_output import SampledOutput
@@ -348,11 +348,11 @@ class _Replay:
         if entry.adapter is not None:
             self._add(entry.adapter)
         else:
-            self._executor.collective_rpc("remove_lora", args=(entry.adapter_id,))
+            self._executor.collective_rpc(RpcCall("remove_lora", (entry.adapter_id,)))
 
     def _add(self, adapter: LoRARequest) -> None:
         """Load an adapter from its folder as it is now, of which this machine may have a copy."""
-        self._executor.collective_rpc("add_lora", args=(msgspec.structs.replace(adapter, stamp=""),))
+        self._executor.collective_rpc(RpcCall("add_lora", (msgspec.structs.replace(adapter, stamp=""),)))
 
 
 def _with_id(grammar: GrammarOutput, step_id: int) -> GrammarOutput:

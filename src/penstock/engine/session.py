@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import PoolingParams, SamplingParams
+from penstock.contract import PoolingParams, RpcCall, SamplingParams
 from penstock.contract.lora import LoRARequest
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
@@ -142,18 +142,11 @@ class Session:
             self._check_open()
             return self._dispatcher.metrics()
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None,
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker between two steps; one result per rank, or that of `unique_reply_rank` only."""
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        """Call every worker between two steps; one result per rank, or that of `unique_reply_rank` only."""
         with self._lock:
             self._check_open()
-            return self._core.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
+            return self._core.collective_rpc(call)
 
     def close(self) -> None:
         """Free the model, its memory and its threads. A second call does nothing, nor does one in a fork."""

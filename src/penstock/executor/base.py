@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from penstock.contract import (
     KVCacheConfig,
     KVCacheSpec,
     ModelRunnerOutput,
+    RpcCall,
     SchedulerOutput,
 )
 from penstock.errors import ConfigError
@@ -94,19 +95,8 @@ class Executor(ABC):
         """Register a non-blocking callback for `has_lost_workers` becoming true between calls, run in any thread."""
 
     @abstractmethod
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """Call a method, or a function with the worker as its first argument, on every worker; return one answer each.
-
-        timeout_s: timeout for workers in other processes.
-        unique_reply_rank: the only rank that sends its answer; all ranks run the call, so that their states stay equal.
-        """
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        """Call every worker; return one answer each, or that of `unique_reply_rank` only."""
 
     @property
     @abstractmethod
@@ -119,23 +109,23 @@ class Executor(ABC):
         return 0
 
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
-        return self.collective_rpc("get_kv_cache_spec")
+        return self.collective_rpc(RpcCall("get_kv_cache_spec"))
 
     def determine_available_memory(self) -> list[MemoryPlan]:
         with self.startup_phase("memory"):
-            return self.collective_rpc("determine_available_memory")
+            return self.collective_rpc(RpcCall("determine_available_memory"))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         """Allocate the KV cache on every worker, then warm up."""
         with self.startup_phase("KV cache"):
-            self.collective_rpc("initialize_from_config", args=(kv_cache_config, max_model_len))
+            self.collective_rpc(RpcCall("initialize_from_config", (kv_cache_config, max_model_len)))
         with self.startup_phase("warm-up"):
-            self.collective_rpc("compile_or_warm_up_model")
+            self.collective_rpc(RpcCall("compile_or_warm_up_model"))
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         """Measured step times, agreed by all workers: (tokens, seconds), by rising number of tokens."""
         with self.startup_phase("step costs"):
-            costs: list[tuple[int, float]] = self.collective_rpc("measure_step_costs")[0]
+            costs: list[tuple[int, float]] = self.collective_rpc(RpcCall("measure_step_costs"))[0]
         return costs
 
     @abstractmethod
@@ -158,7 +148,7 @@ class Executor(ABC):
 
         None without draft tokens.
         """
-        (drafts,) = self.collective_rpc("take_draft_token_ids", timeout_s, unique_reply_rank=0)
+        (drafts,) = self.collective_rpc(RpcCall("take_draft_token_ids", timeout_s=timeout_s, unique_reply_rank=0))
         return drafts  # type: ignore[no-any-return]
 
     @abstractmethod

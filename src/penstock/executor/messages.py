@@ -41,14 +41,10 @@ class SampleStep(_Message, frozen=True, kw_only=True, tag="sample"):
 
 
 class CallWorker(_Message, frozen=True, kw_only=True, tag="call"):
-    """Call a worker's method. call: (method, args, kwargs), pickled.
-
-    unique_reply_rank: the only rank that sends its result; None for all.
-    """
+    """Call a worker. call: `RpcCall`, pickled."""
 
     call_id: int
     call: bytes
-    unique_reply_rank: int | None = None
 
 
 class CloseWorker(_Message, frozen=True, kw_only=True, tag="close"):

@@ -18,7 +18,7 @@ from typing import NoReturn
 import psutil
 
 from penstock.config import EngineConfig
-from penstock.contract import decode, encode
+from penstock.contract import RpcCall, decode, encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.executor.death_watch import DeathWatch, death_of
@@ -75,9 +75,9 @@ class MultiprocessExecutor(RanksExecutor):
                 self._wait_in_phase("start", self._not_started)
             logger.info("Workers: %d, in processes %s", len(self._ranks), ", ".join(map(str, self.process_ids)))
             with self.startup_phase("device"):
-                self.collective_rpc("init_device")
+                self.collective_rpc(RpcCall("init_device"))
             with self.startup_phase("model"):
-                self.collective_rpc("load_model")
+                self.collective_rpc(RpcCall("load_model"))
         except BaseException:
             self.shutdown()
             raise

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from penstock.config import EngineConfig
 from penstock.config.parallel import BUSY_FACTOR
-from penstock.contract import DraftTokenIds, GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import DraftTokenIds, GrammarOutput, ModelRunnerOutput, RpcCall, SchedulerOutput
 from penstock.errors import (
     KILLED,
     LifecycleError,
@@ -165,30 +165,23 @@ class RanksExecutor(Executor):
         """Process ids of the workers, by rank."""
         return [rank.process_id for rank in self._all_ranks]
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """Call every worker, and raise the exception of the first that failed. timeout_s: None waits for live workers.
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        """Call every worker, and raise the exception of the first that failed; without a timeout wait for live workers.
 
         Raises WaitTimeout, with the ranks that have not answered; their late answers are dropped. After another
         interruption, such as Ctrl-C, the workers must be replaced, since some may have run the call and others not.
         """
         ranks = self._all_ranks
-        check_reply_rank(unique_reply_rank, len(ranks))
-        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+        check_reply_rank(call.unique_reply_rank, len(ranks))
+        name = call.name
         self._check_usable()
-        call = dumps(name, (method, tuple(args), kwargs or {}))
+        data = dumps(name, call)
         self._num_calls += 1
         call_id = self._num_calls
         self._failed = []
         try:
-            self._send(CallWorker(call_id=call_id, call=call, unique_reply_rank=unique_reply_rank), name)
-            self._wait_for_answers(name, timeout_s, lambda: [] if self._failed else self._without_answer(call_id))
+            self._send(CallWorker(call_id=call_id, call=data), name)
+            self._wait_for_answers(name, call.timeout_s, lambda: [] if self._failed else self._without_answer(call_id))
         except PenstockError:
             raise
         except BaseException as error:  # such as Ctrl-C: some workers may run the call nevertheless
@@ -202,7 +195,7 @@ class RanksExecutor(Executor):
             raise
         if self._failed:
             self._raise_failed(name, call_id)
-        replying = ranks if unique_reply_rank is None else [ranks[unique_reply_rank]]
+        replying = ranks if call.unique_reply_rank is None else [ranks[call.unique_reply_rank]]
         return [loads(rank.answers[call_id].result) for rank in replying]
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:

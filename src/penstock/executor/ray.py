@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from penstock.config import EngineConfig
-from penstock.contract import decode, encode
+from penstock.contract import RpcCall, decode, encode
 from penstock.errors import ConfigError, WorkerError
 from penstock.executor.messages import (
     CallWorker,
@@ -95,9 +95,9 @@ class RayExecutor(RanksExecutor):
                 self._wait_in_phase("start", self._not_started)
             logger.info("Workers: %s, after %.1f s", ", ".join(map(str, self._ranks)), time.monotonic() - begin)
             with self.startup_phase("device"):
-                self.collective_rpc("init_device")
+                self.collective_rpc(RpcCall("init_device"))
             with self.startup_phase("model"):
-                self.collective_rpc("load_model")
+                self.collective_rpc(RpcCall("load_model"))
         except BaseException:
             self.shutdown()
             raise

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from penstock.contract import GrammarOutput, ModelRunnerOutput, RpcCall, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
 from penstock.parallel import ParallelState
 from penstock.runner.async_output import ReadyOutput
@@ -42,24 +41,17 @@ class UniProcExecutor(Executor):
         try:
             self._wrapper.init_worker(config, parallel)
             with self.startup_phase("device"):
-                self.collective_rpc("init_device")
+                self.collective_rpc(RpcCall("init_device"))
             with self.startup_phase("model"):
-                self.collective_rpc("load_model")
+                self.collective_rpc(RpcCall("load_model"))
             self._worker = self._wrapper.worker
         except BaseException:
             self.shutdown()
             raise
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        check_reply_rank(unique_reply_rank, 1)
-        return [self._wrapper.execute_method(method, *args, **(kwargs or {}))]
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        check_reply_rank(call.unique_reply_rank, 1)
+        return [self._wrapper.execute_method(call.method, *call.args, **call.kwargs)]
 
     @property
     def overlaps_with_host(self) -> bool:
@@ -85,7 +77,7 @@ class UniProcExecutor(Executor):
 
     def check_health(self) -> None:
         self._wrapper.check_device()
-        self.collective_rpc("check_health")
+        self.collective_rpc(RpcCall("check_health"))
 
     def why_not_restart(self) -> str | None:
         if self._wrapper.device_lost_by is None:

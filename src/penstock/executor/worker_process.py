@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.contract import GrammarOutput, decode, encode
+from penstock.contract import GrammarOutput, RpcCall, decode, encode
 from penstock.errors import error_as_data
 from penstock.executor.messages import (
     Answer,
@@ -147,10 +147,10 @@ class WorkerLoop:
 
     def _call(self, message: CallWorker) -> None:
         try:
-            method, args, kwargs = self._reporting("a call that was sent", lambda: loads(message.call))
-            result = self._wrapper.execute_method(method, *args, **kwargs)
+            call: RpcCall = self._reporting("a call that was sent", lambda: loads(message.call))
+            result = self._wrapper.execute_method(call.method, *call.args, **call.kwargs)
             answer = Answer(call_id=message.call_id)
-            if message.unique_reply_rank in (None, self._wrapper.rpc_rank):
+            if call.unique_reply_rank in (None, self._wrapper.rpc_rank):
                 data = self._reporting("its result", lambda: dumps("The result", result))
                 answer = Answer(call_id=message.call_id, result=data)
         except BaseException as error:

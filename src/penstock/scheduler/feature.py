@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.config import EngineConfig
-from penstock.contract import ModelRunnerOutput, Part, SchedulerOutput
+from penstock.contract import ModelRunnerOutput, Part, RpcCall, SchedulerOutput
 from penstock.scheduler.outputs import EngineCoreOutput
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
 class SchedulerServices(NamedTuple):
     """What an engine core gives to a feature.
 
-    scheduler: it, with its KV cache, is complete when a method of the feature is called. call_workers: calls a method
-    of every worker between two steps, (method, args) -> answers. tell_ends: sends the last outputs of requests that the
-    feature has ended. wake: ends the core's wait for work; from any thread.
+    scheduler: it, with its KV cache, is complete when a method of the feature is called. call_workers: calls every
+    worker between two steps. tell_ends: sends the last outputs of requests that the feature has ended. wake: ends the
+    core's wait for work; from any thread.
     """
 
     config: EngineConfig
     scheduler: Scheduler
-    call_workers: Callable[..., list[Any]]
+    call_workers: Callable[[RpcCall], list[Any]]
     tell_ends: Callable[[list[EngineCoreOutput]], None]
     wake: Callable[[], None]
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.contract import RpcCall
 from penstock.device.limits import MemoryLimit
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import (
@@ -101,8 +102,8 @@ def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: P
     save_checkpoint(tiny_model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 6}), tmp_path)
     options = {**PLANNED, "pipeline_layers": "4,2", "pipeline_parallel_size": 2, "tensor_parallel_size": ranks}
     plan, core = plan_engine(str(tmp_path), **options), make_core(tmp_path, **options)
-    memories, kv_cache = core.collective_rpc("determine_available_memory"), core.kv_cache_config
-    buffers = core.collective_rpc(receive_buffer_of)
+    memories, kv_cache = core.collective_rpc(RpcCall("determine_available_memory")), core.kv_cache_config
+    buffers = core.collective_rpc(RpcCall(receive_buffer_of))
     core.close()
     assert [memory.receive_buffer for memory in memories] == buffers
     assert [stage.memory.receive_buffer for stage in plan.stages] == buffers[::ranks]
@@ -134,8 +135,8 @@ def test_the_plan_of_stages_knows_which_of_them_drafts(method: str, num_received
     drafts = {"method": method, "model": str(head), "num_speculative_tokens": 3}
     options = {**PLANNED, "pipeline_parallel_size": 2, "speculative_config": drafts}
     plan, core = plan_engine(str(folder), **options), make_core(folder, **options)
-    memories, kv_cache = core.collective_rpc("determine_available_memory"), core.kv_cache_config
-    buffers = core.collective_rpc(receive_buffer_of)
+    memories, kv_cache = core.collective_rpc(RpcCall("determine_available_memory")), core.kv_cache_config
+    buffers = core.collective_rpc(RpcCall(receive_buffer_of))
     core.close()
     assert [memory.receive_buffer for memory in memories] == buffers
     assert [stage.memory.receive_buffer for stage in plan.stages] == buffers
@@ -156,7 +157,9 @@ def compare(folder: Path | str, **options: Any) -> None:
     core = make_core(folder, **options)
     memory, kv_cache = core.memory_plan, core.kv_cache_config
     (bytes_per_token,) = core.collective_rpc(
-        lambda worker: sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())
+        RpcCall(
+            lambda worker: sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())
+        )
     )
     max_model_len = core.max_model_len
     core.close()
@@ -271,7 +274,7 @@ def test_other_formats(tmp_path: Path) -> None:
     compare(tmp_path / "bin", **SMALL)
     compare(tmp_path / "a", **SMALL, load_format="dummy")
     core = make_core(tmp_path / "a")
-    core.collective_rpc("save_sharded_state", args=(str(tmp_path / "state"),), kwargs={"max_size": 40_000})
+    core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "state"),), {"max_size": 40_000}))
     core.close()
     assert config.folder != tmp_path / "state"
     compare(tmp_path / "state", **SMALL, load_format="sharded_state")

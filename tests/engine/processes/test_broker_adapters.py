@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams, part_of
+from penstock.contract import RpcCall, SamplingParams, part_of
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import EngineRequest
@@ -36,19 +36,12 @@ class AdaptedCore(FakeCore):
         self.tokens = lambda request, position: TOKENS[folder_of(request)]
         self.on_step = lambda step: time.sleep(0.02)
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        if method == "loading_loras":
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        if call.name == "loading_loras":
             return [set()]
-        assert method in ("add_lora", "prefetch_lora", "remove_lora")
-        (adapter,) = args
-        if method == "add_lora" and adapter.lora_path not in TOKENS:
+        assert call.name in ("add_lora", "prefetch_lora", "remove_lora")
+        (adapter,) = call.args
+        if call.name == "add_lora" and adapter.lora_path not in TOKENS:
             raise CheckpointError(f"There is no {adapter.lora_path}.")
         return [True]
 

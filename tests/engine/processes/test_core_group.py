@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.device.limits import MemoryLimit
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
@@ -193,7 +193,7 @@ def test_errors_that_no_message_can_hold_arrive_nevertheless(start: Callable[...
     core = start()
     first = core.process_ids
     with pytest.raises(OddError, match=r"no such file: \\udcff") as raised:
-        core.collective_rpc(raising_odd)
+        core.collective_rpc(RpcCall(raising_odd))
     assert (raised.value.name, raised.value.number) == ("\\udcff", str(1 << 70))
     assert core.process_ids == first
 
@@ -217,7 +217,7 @@ def test_others_do_not_wait_for_a_suspect_that_is_aborted(start: Callable[..., C
         core.step()
         # One that dies of them does not answer.
         with suppress(ProcessLost):
-            return core.collective_rpc(added) == [["poison"]]
+            return core.collective_rpc(RpcCall(added)) == [["poison"]]
         return False
 
     # Two cores die of the three; the next one has the first of them alone.
@@ -250,7 +250,7 @@ def test_who_had_no_turn_is_no_suspect(start: Callable[..., CoreGroup], tmp_path
     for _ in range(2):
         kill(core)
     # Three run at a time: one of these is tried, and the two others wait for that.
-    assert core.collective_rpc(added) == [["r0", "r3", "r4", "r5"]]
+    assert core.collective_rpc(RpcCall(added)) == [["r0", "r3", "r4", "r5"]]
     (tmp_path / "silence").unlink()
     assert all(len(tokens(outputs)) == 6 for outputs in finish(core).values())
 
@@ -293,7 +293,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
 def test_a_core_that_replaces_another_takes_the_memory_that_that_one_had(start: Callable[..., CoreGroup]) -> None:
     core = start()
     kill(core)
-    (config,) = core.collective_rpc(config_of)
+    (config,) = core.collective_rpc(RpcCall(config_of))
     assert (config.replaces_lost_core, config.cache.kv_cache_memory_bytes) == (True, 1 << 20)
 
 

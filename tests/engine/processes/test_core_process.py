@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams, SchedulerOutput
+from penstock.contract import RpcCall, SamplingParams, SchedulerOutput
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.messages import EngineRequest
@@ -242,9 +242,9 @@ def test_utility_calls_reach_it_between_steps(start: Callable[..., CoreGroup]) -
     assert core.reset_prefix_cache()
     core.add_request(request())
     assert not core.reset_prefix_cache()
-    assert core.collective_rpc(process_id) == core.process_ids
+    assert core.collective_rpc(RpcCall(process_id)) == core.process_ids
     with pytest.raises(RemoteError, match="ZeroDivisionError: division by zero"):
-        core.collective_rpc(by_zero, args=(1,))
+        core.collective_rpc(RpcCall(by_zero, (1,)))
     assert len(run(core)["a"]) == 6
 
 
@@ -326,8 +326,8 @@ def test_a_core_that_hangs_is_not_waited_for_forever(start: Callable[..., CoreGr
 def test_a_call_may_take_longer_than_a_step_unless_it_has_a_limit(start: Callable[..., CoreGroup]) -> None:
     core = start(step_timeout_s=0.5)
     with pytest.raises(WaitTimeout, match=r"waited 0.2 s in collective_rpc for the core"):
-        core.collective_rpc(sleeping, timeout_s=0.2)
-    assert core.collective_rpc(sleeping) == ["awake"]
+        core.collective_rpc(RpcCall(sleeping, timeout_s=0.2))
+    assert core.collective_rpc(RpcCall(sleeping)) == ["awake"]
 
 
 def test_what_a_core_that_stands_still_does_not_read_is_not_waited_for_forever(start: Callable[..., CoreGroup]) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core import restarts
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.messages import EngineRequest
@@ -228,7 +228,7 @@ def test_requests_go_on_when_their_core_is_killed(start: Callable[..., CoreGroup
     time.sleep(0.2)
     assert reader.finish().everything() == undisturbed()
     assert core.process_ids[0] != first
-    ((again, *_),) = [core.collective_rpc(added)]
+    ((again, *_),) = [core.collective_rpc(RpcCall(added))]
     assert [req_id for req_id, _ in again] == ["r0", "r1", "r2", "r3"]
     assert all(num_tokens >= 5 for _, num_tokens in again)
 
@@ -401,7 +401,7 @@ def test_a_call_whose_core_dies_raises_and_requests_continue(start: Callable[...
     core = start(slow)
     reader = Reader(core).until(3)
     with pytest.raises(ProcessLost, match=r"collective_rpc was not answered: The core, process \d+, was killed by"):
-        core.collective_rpc(kill_itself)
+        core.collective_rpc(RpcCall(kill_itself))
     assert core.reset_prefix_cache(reset_running_requests=True)
     assert reader.finish().everything() == undisturbed()
 

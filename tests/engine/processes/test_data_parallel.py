@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.config.parallel import ParallelConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import EngineRequest
 from penstock.engine.processes.core_group import CoreGroup
@@ -36,28 +36,22 @@ class ServedFake(FakeCore):
         self.weights = config.load.load_format
         self.updates: list[Any] = []
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
         assert self.config is not None
-        if method == "update_config":
-            self.updates += args
+        if call.name == "update_config":
+            self.updates += call.args
             return [None]
-        if method == "reload_weights":
-            if self.config.parallel.data_parallel_rank == 1 and args:
-                time.sleep(2 if args[0] == "and sleep" else 0)
+        if call.name == "reload_weights":
+            if self.config.parallel.data_parallel_rank == 1 and call.args:
+                time.sleep(2 if call.args[0] == "and sleep" else 0)
                 os._exit(3)
             self.weights, self.updates = "reloaded", []
             return [None]
-        if method == "save_sharded_state":
+        if call.name == "save_sharded_state":
             return [rank_of(self)]
-        if method == "get_config":
+        if call.name == "get_config":
             return [replace(self.config, load=replace(self.config.load, load_format="safetensors"))]
-        return super().collective_rpc(method, timeout_s, args, kwargs)
+        return super().collective_rpc(call)
 
 
 def load_served(config: EngineConfig) -> ServedFake:
@@ -150,7 +144,7 @@ def undisturbed(num_requests: int) -> dict[str, list[int]]:
 def test_requests_are_shared_and_all_are_answered(core: CoreGroup) -> None:
     for index in range(6):
         add(core, f"r{index}")
-    assert core.collective_rpc(requests_of) == [["r0", "r2", "r4"], ["r1", "r3", "r5"]]
+    assert core.collective_rpc(RpcCall(requests_of)) == [["r0", "r2", "r4"], ["r1", "r3", "r5"]]
     assert finish(core) == undisturbed(6)
 
 
@@ -167,7 +161,7 @@ def test_prompts_with_one_beginning_go_to_one_engine_until_it_has_too_many(core:
     add(core, "r0", [1, 2])
     for index in range(1, 8):
         add(core, f"r{index}", [9, 10, 11, index])
-    first, second = core.collective_rpc(requests_of)
+    first, second = core.collective_rpc(RpcCall(requests_of))
     # More than 1.5 times the one of the other engine, and 4.
     assert second == ["r1", "r2", "r3", "r4", "r5", "r6"]
     assert first == ["r0", "r7"]
@@ -175,22 +169,22 @@ def test_prompts_with_one_beginning_go_to_one_engine_until_it_has_too_many(core:
     # Blocks of a cleared cache attract no request.
     assert core.reset_prefix_cache()
     add(core, "r8", [9, 10, 11, 1])
-    assert core.collective_rpc(requests_of)[0][-1] == "r8"
+    assert core.collective_rpc(RpcCall(requests_of))[0][-1] == "r8"
 
 
 def test_all_engines_answer_in_their_order(core: CoreGroup) -> None:
-    assert core.collective_rpc(rank_of) == [0, 1]
+    assert core.collective_rpc(RpcCall(rank_of)) == [0, 1]
     core.check_health()
     add(core, "r0")
     assert not core.reset_prefix_cache()
     assert core.reset_prefix_cache(reset_running_requests=True)
-    assert core.collective_rpc(resets_of) == [2, 2]
+    assert core.collective_rpc(RpcCall(resets_of)) == [2, 2]
 
 
 def test_what_would_write_the_same_files_is_asked_of_one_engine(core: CoreGroup) -> None:
-    assert core.collective_rpc("save_sharded_state", args=("folder",)) == [0]
+    assert core.collective_rpc(RpcCall("save_sharded_state", ("folder",))) == [0]
     with pytest.raises(ConfigError, match="unique_reply_rank=1 is not valid. Allowed: 0"):
-        core.collective_rpc("save_sharded_state", unique_reply_rank=1)
+        core.collective_rpc(RpcCall("save_sharded_state", unique_reply_rank=1))
 
 
 def log_a_number(core: FakeCore) -> None:
@@ -198,7 +192,7 @@ def log_a_number(core: FakeCore) -> None:
 
 
 def test_log_lines_have_their_engine_numbers(core: CoreGroup, caplog: pytest.LogCaptureFixture) -> None:
-    core.collective_rpc(log_a_number)
+    core.collective_rpc(RpcCall(log_a_number))
     said = [record.getMessage() for record in caplog.records if record.name == "penstock.engine.talking"]
     assert sorted(said) == ["Engine 0: 3 of these", "Engine 1: 3 of these"]
 
@@ -242,32 +236,32 @@ def test_while_an_engine_is_lost_and_replaced_others_go_on(config: EngineConfig,
 
 
 def test_what_was_changed_about_the_weights_survives_cores(core: CoreGroup) -> None:
-    core.collective_rpc("update_config", args=({"a": 1},))
-    core.collective_rpc("update_config", args=({"b": 2},))
+    core.collective_rpc(RpcCall("update_config", ({"a": 1},)))
+    core.collective_rpc(RpcCall("update_config", ({"b": 2},)))
     for pid in core.process_ids:
         os.kill(pid, signal.SIGKILL)
     core.check_health()
-    assert core.collective_rpc(state_of) == [("auto", [{"a": 1}, {"b": 2}])] * 2
-    core.collective_rpc("reload_weights")
+    assert core.collective_rpc(RpcCall(state_of)) == [("auto", [{"a": 1}, {"b": 2}])] * 2
+    core.collective_rpc(RpcCall("reload_weights"))
     os.kill(core.process_ids[1], signal.SIGKILL)
     core.check_health()
-    assert core.collective_rpc(state_of)[1] == ("safetensors", [])
-    assert core.collective_rpc(rank_of) == [0, 1]
+    assert core.collective_rpc(RpcCall(state_of))[1] == ("safetensors", [])
+    assert core.collective_rpc(RpcCall(rank_of)) == [0, 1]
 
 
 def test_an_engine_that_is_lost_in_a_reload_loads_what_the_others_have(core: CoreGroup) -> None:
     with pytest.raises(ProcessLost, match=r"The core of engine 1, process \d+, ended with exit code 3"):
-        core.collective_rpc("reload_weights", args=("and die",))
+        core.collective_rpc(RpcCall("reload_weights", ("and die",)))
     core.check_health()
-    assert core.collective_rpc(state_of)[1] == ("safetensors", [])
+    assert core.collective_rpc(RpcCall(state_of))[1] == ("safetensors", [])
 
 
 def test_an_engine_that_takes_too_long_for_a_reload_loads_what_the_others_have(core: CoreGroup) -> None:
     first = core.process_ids
     with pytest.raises(WaitTimeout, match=r"waited 0.5 s in collective_rpc for the core of engine 1"):
-        core.collective_rpc("reload_weights", 0.5, ("and sleep",))
+        core.collective_rpc(RpcCall("reload_weights", ("and sleep",), timeout_s=0.5))
     core.check_health()
-    assert core.collective_rpc(state_of)[1] == ("safetensors", [])
+    assert core.collective_rpc(RpcCall(state_of))[1] == ("safetensors", [])
     assert core.process_ids[0] == first[0]
 
 

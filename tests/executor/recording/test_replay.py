@@ -18,7 +18,7 @@ import torch
 from benchmarks.replayed_load import DRAFTS, KINDS
 
 from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.engine.replay import ReplayReport, replay
 from penstock.errors import ConfigError, InvalidRecording
@@ -223,7 +223,7 @@ def test_a_call_that_gives_other_weights_cannot_be_replayed(tmp_path: Path) -> N
     tiny_checkpoint(tmp_path / "model", "llama", vocab_size=VOCAB_SIZE)
     file = tmp_path / "steps.rec"
     core = make_core(tmp_path / "model", record=str(file), record_prompts=True)
-    core.collective_rpc("reload_weights")
+    core.collective_rpc(RpcCall("reload_weights"))
     core.close()
     with pytest.raises(InvalidRecording, match="holds a call of reload_weights, whose weights are not recorded"):
         replay(file)
@@ -376,7 +376,7 @@ def recorded_adapters(tmp_path: Path, **options: Any) -> Path:
         limits = {"max_loras": 1, "max_cpu_loras": 2}
         core = make_core(model.folder, **{**OPTIONS, **limits}, record=str(file), **options)
         results = run_adapted(core, model, [PREFIX[: 9 + number] for number in range(len(adapters))], adapters)
-        core.collective_rpc("remove_lora", args=(1,))
+        core.collective_rpc(RpcCall("remove_lora", (1,)))
         results += run_adapted(core, model, [PREFIX[:9]], [1])
         core.close()
     assert [result.error for result in results] == [None] * len(results)

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from penstock.contract import Parts, part_of
+from penstock.contract import Parts, RpcCall, part_of
 from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest, stamp_of
 from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, InvalidRequest, ProcessLost
-
-# Methods of `AdapterList.call`, which callers reach through `collective_rpc`.
-LIST_METHODS = (
-    "add_lora",
-    "prefetch_lora",
-    "offer_loras",
-    "remove_lora",
-    "pin_lora",
-    "known_loras",
-    "take_lora_number",
-)
 
 
 class AdapterListState(msgspec.Struct, frozen=True):
@@ -57,7 +46,7 @@ class AdapterList:
 
     def __init__(
         self,
-        call: Callable[[str, LoRARequest], list[Any]],
+        call: Callable[[RpcCall], list[Any]],
         *,
         is_enabled: bool,
         stamps_files: bool = True,
@@ -100,8 +89,8 @@ class AdapterList:
         resolved = replace(part, identity=listed.identity, lora_path=listed.lora_path, stamp=listed.stamp)
         return replace(request, parts=Parts({**parts, part.feature: resolved}))
 
-    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Call one of `LIST_METHODS` by its name."""
+    def call(self, call: RpcCall) -> list[Any]:
+        """Answer a call of the adapters' methods."""
         self._require_enabled()
         functions: dict[str, Callable[..., list[Any]]] = {
             "add_lora": self._add,
@@ -112,16 +101,16 @@ class AdapterList:
             "known_loras": self._known,
             "take_lora_number": self._take_number,
         }
-        return functions[method](*args, **kwargs)
+        return functions[call.name](*call.args, **call.kwargs)
 
-    def calls_of_new_core(self) -> Iterator[tuple[str, LoRARequest]]:
+    def calls_of_new_core(self) -> Iterator[RpcCall]:
         """Calls that a replacement core needs; it reads other adapters when their requests need them."""
         for adapter in self._state.adapters:
             is_pinned = adapter.lora_int_id in self._state.pinned
             if adapter.tensors is not None or is_pinned:
-                yield "add_lora", adapter
+                yield RpcCall("add_lora", (adapter,))
             if is_pinned:
-                yield "pin_lora", adapter
+                yield RpcCall("pin_lora", (adapter,))
 
     def _add(self, lora_request: LoRARequest, *, owns_name: bool = False) -> list[bool]:
         """Load an adapter, and list it. owns_name: refuse a name that another number has."""
@@ -131,14 +120,14 @@ class AdapterList:
         ):
             loading = self._loading.pop(number, None)
             if loading is not None:
-                self._call("remove_lora", loading)
+                self._call(RpcCall("remove_lora", (loading,)))
             raise InvalidRequest(
                 f"There is an adapter {lora_request.lora_name!r} already. Remove it first, or choose another name."
             )
         adapter = self._identified(lora_request)
         is_new = number in self._loading
         try:
-            answers = self._call("add_lora", adapter)
+            answers = self._call(RpcCall("add_lora", (adapter,)))
         except ProcessLost:
             # The caller repeats the call, with the same identity.
             raise
@@ -154,7 +143,7 @@ class AdapterList:
     def _prefetch(self, lora_request: LoRARequest) -> list[LoRARequest]:
         """Start loading an adapter, which is listed once it is added. Returns it with its identity."""
         adapter = self._identified(lora_request)
-        self._call("prefetch_lora", adapter)
+        self._call(RpcCall("prefetch_lora", (adapter,)))
         return [_without_tensors(adapter)]
 
     def _offer(self, lora_requests: Sequence[LoRARequest]) -> list[None]:
@@ -175,7 +164,7 @@ class AdapterList:
             return [False]
         while True:
             try:
-                self._call("remove_lora", adapter)
+                self._call(RpcCall("remove_lora", (adapter,)))
                 break
             except ProcessLost:
                 # The core that replaces the lost one may have loaded it again.
@@ -186,7 +175,7 @@ class AdapterList:
 
     def _pin(self, lora_id: int) -> list[bool]:
         adapter = self._by_number(lora_id)
-        if adapter is None or not all(self._call("pin_lora", adapter)):
+        if adapter is None or not all(self._call(RpcCall("pin_lora", (adapter,)))):
             return [False]
         self._change(pinned=self._state.pinned | {lora_id})
         return [True]

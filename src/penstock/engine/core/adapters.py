@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.config import LoRAConfig
-from penstock.contract import Parts, part_of
+from penstock.contract import Parts, RpcCall, part_of
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
 from penstock.scheduler.adapters import AdapterLimit
@@ -53,7 +53,7 @@ class CoreAdapters:
         config: LoRAConfig,
         scheduler: Scheduler,
         limit: AdapterLimit | None,
-        call: Callable[..., list[Any]],
+        call: Callable[[RpcCall], list[Any]],
         tell_ends: Callable[[list[EngineCoreOutput]], None],
         *,
         loads_at_once: bool,
@@ -103,7 +103,7 @@ class CoreAdapters:
         if held.is_loaded:
             return True
         if self._loads_at_once:
-            self._call("add_lora", args=(held.request,))
+            self._call(RpcCall("add_lora", (held.request,)))
             held.is_loaded = True
             return True
         held.waiting.append(req_id)
@@ -151,14 +151,14 @@ class CoreAdapters:
 
     def _read_status(self) -> dict[int, list[object]]:
         """States of the adapters, of each rank."""
-        of_ranks = self._call("lora_status")
+        of_ranks = self._call(RpcCall("lora_status"))
         states: dict[int, list[object]] = {}
         for key, held in self._held.items():
             states[key] = [status.get(key, _GONE) for status in of_ranks]
             held.is_loaded = all(state is None for state in states[key])
         return states
 
-    def call(self, method: str, adapter: LoRARequest) -> list[Any]:
+    def call(self, call: RpcCall) -> list[Any]:
         """Call a method for an adapter that has its identity, for the owner of the `AdapterList`."""
         functions: dict[str, Callable[[LoRARequest], list[Any]]] = {
             "add_lora": self._add,
@@ -166,7 +166,7 @@ class CoreAdapters:
             "remove_lora": self._remove,
             "pin_lora": self._pin,
         }
-        return functions[method](adapter)
+        return functions[call.name](*call.args)
 
     def drop_removed(self) -> None:
         """Drop removed adapters which no request uses any more."""
@@ -183,12 +183,12 @@ class CoreAdapters:
             if held.request.tensors is not None or key in self._pinned:
                 self._begin(held)
         for key in sorted(self._pinned):
-            self._call("pin_lora", args=(key,))
+            self._call(RpcCall("pin_lora", (key,)))
 
     def _begin(self, held: _Held) -> None:
         """Start loading an adapter; again later, where adapters in use leave it no room."""
         try:
-            self._call("prefetch_lora", args=(held.request,))
+            self._call(RpcCall("prefetch_lora", (held.request,)))
         except InvalidRequest as error:
             logger.info("The adapter %s waits: %s", held.request.lora_name, error)
         else:
@@ -197,7 +197,7 @@ class CoreAdapters:
     def _add(self, adapter: LoRARequest) -> list[bool]:
         held = self._held.get(adapter.key)
         try:
-            answers: list[bool] = self._call("add_lora", args=(adapter,))
+            answers: list[bool] = self._call(RpcCall("add_lora", (adapter,)))
         except (ModelError, UnsupportedFeature, InvalidRequest):
             if held is None or not (held.is_loaded or held.waiting):
                 # Other ranks than the one that has failed may have it.
@@ -211,10 +211,10 @@ class CoreAdapters:
     def _prefetch(self, adapter: LoRARequest) -> list[None]:
         held = self._held.get(adapter.key)
         if held is not None and adapter.load_inplace:
-            return self._call("prefetch_lora", args=(adapter,))
+            return self._call(RpcCall("prefetch_lora", (adapter,)))
         held = held or self._note(adapter)
         self._begin(held)
-        return [None] if held.has_begun else self._call("prefetch_lora", args=(held.request,))
+        return [None] if held.has_begun else self._call(RpcCall("prefetch_lora", (held.request,)))
 
     def _remove(self, adapter: LoRARequest) -> list[None]:
         """Remove an adapter; requests that wait or run keep it until they end."""
@@ -225,7 +225,7 @@ class CoreAdapters:
     def _pin(self, adapter: LoRARequest) -> list[bool]:
         if self._limit is not None and adapter.key in self._held:
             self._limit.check_pin(adapter.key, adapter.lora_name)
-        answers: list[bool] = self._call("pin_lora", args=(adapter.key,))
+        answers: list[bool] = self._call(RpcCall("pin_lora", (adapter.key,)))
         if all(answers):
             self._pinned.add(adapter.key)
             self._tell_pinned()
@@ -251,7 +251,7 @@ class CoreAdapters:
 
     def _drop(self, key: int) -> None:
         """Forget an adapter, on all ranks."""
-        self._call("remove_lora", args=(key,))
+        self._call(RpcCall("remove_lora", (key,)))
         self._removed.discard(key)
         self._pinned.discard(key)
         self._held.pop(key, None)

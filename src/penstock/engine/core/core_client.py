@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from penstock.contract import RpcCall
 from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.step_log import StepRecord
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 
 # Timeouts of loading the model, and of a call or a step, recovery included.
 START_TIMEOUT_S = 7200.0
 CALL_TIMEOUT_S = 1800.0
-# Worker methods that must complete on all workers or none, since they decide which weights workers have.
-CHANGE_WEIGHTS = ("update_config", "reload_weights")
 
 
 class CoreClient(Protocol):
@@ -64,15 +63,8 @@ class CoreClient(Protocol):
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks."""
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker between two steps; one result per rank, or that of `unique_reply_rank` only."""
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        """Call every worker between two steps; one result per rank, or that of `unique_reply_rank` only."""
 
     def stats(self) -> SchedulerStats:
         """Current numbers of requests and KV-cache blocks, summed over all cores."""
@@ -91,9 +83,3 @@ class CoreClient(Protocol):
 
     def close(self) -> None:
         """Shut down the cores and free their memory; a second call does nothing."""
-
-
-def check_timeout(timeout: float | None) -> None:
-    """Raise ConfigError unless the timeout is positive or None."""
-    if timeout is not None and not timeout > 0:
-        raise ConfigError(f"timeout={timeout!r} is not valid. Allowed: a positive number of seconds, or None.")

@@ -6,23 +6,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, RpcCall, SchedulerOutput
 from penstock.contract.feature import Feature, features_of, make_side
-from penstock.engine.core.adapter_list import LIST_METHODS, AdapterList
+from penstock.contract.rpc import WeightChange
+from penstock.engine.core.adapter_list import AdapterList
 from penstock.engine.core.adapters import CoreAdapters
 from penstock.engine.core.constrained_requests import ConstrainedRequests
-from penstock.engine.core.core_client import CHANGE_WEIGHTS
 from penstock.engine.core.recovery import Recovery
 from penstock.engine.core.startup import StartedEngine, start_engine
 from penstock.engine.core.step_trace import StepTrace
 from penstock.engine.core.structured_grammar import Grammar, StructuredGrammar
+from penstock.engine.core.weight_changes import keep_weight_change
 from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.metrics import SpecDecodeLog
 from penstock.engine.statistics.step_log import StepLog, StepRecord
@@ -312,8 +313,8 @@ class EngineCore:
         features = features_of(self.config, engine.features_of_model)
         return [partial(make, feature) for feature in features if feature.scheduler_side is not None]
 
-    def _call_workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
-        return self._executor.collective_rpc(method, args=args)
+    def _call_workers(self, call: RpcCall) -> list[Any]:
+        return self._executor.collective_rpc(call)
 
     def _make_adapter_limit(self, scheduler: Scheduler) -> AdapterLimit:
         self._adapter_limit = AdapterLimit(scheduler, self.config.lora.max_loras)
@@ -375,42 +376,32 @@ class EngineCore:
         self._in_flight.append((output, handle))
         self._launched = None
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker between two steps; one result per rank, or that of `unique_reply_rank` only.
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        """Call every worker between two steps; one result per rank, or that of `unique_reply_rank` only.
 
-        Changes of the weights are kept for replacement workers. After a reload running requests are preempted and the
-        prefix cache is cleared. Workers that time out in such a call are replaced, with the previous weights.
+        Effects of the method beyond the workers are those of `call.effects`. Changes of the weights are kept for
+        replacement workers. After a reload running requests are preempted and the prefix cache is cleared. Workers that
+        time out in such a call are replaced, with the previous weights.
         """
         if self._has_lost_workers:
             self._recover_lost()
         engine = self._require_alive()
-        if method in LIST_METHODS:
+        effects = call.effects
+        if effects.feature is not None:
             if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
                 # Workers hold the adapters of requests until a step tells them that these have ended.
                 self._outputs += self.step()
-            if self._adapter_list is None:
-                return self._adapters.call(str(method), *args)
-            return self._adapter_list.call(str(method), args, kwargs or {})
+            return (self._adapter_list or self._adapters).call(call)
         try:
-            answers = engine.executor.collective_rpc(method, timeout_s, args, kwargs, unique_reply_rank)
+            answers = engine.executor.collective_rpc(call)
         except WaitTimeout as error:
-            if method in CHANGE_WEIGHTS:
-                self._interrupted = f"Some workers may still be running {method} after its timeout: {error}"
+            if effects.weights is not None:
+                self._interrupted = f"Some workers may still be running {call.name} after its timeout: {error}"
             raise
-        if method == "profile":
+        if effects.is_profile:
             answers = self._trace.after_call(answers)
-        if method == "update_config":
-            engine.config_updates += [*args, *(kwargs or {}).values()]
-        if method == "reload_weights":
-            (engine.config, *_) = engine.executor.collective_rpc("get_config")
-            engine.config_updates.clear()
+        keep_weight_change(call, [engine], lambda: engine.executor.collective_rpc(RpcCall("get_config"))[0])
+        if effects.weights is WeightChange.NOW:
             self.reset_prefix_cache(reset_running_requests=True)
         return answers
 

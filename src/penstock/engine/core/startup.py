@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
+from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec, RpcCall
 from penstock.engine.planning.kv_cache_size import (
     choose_max_model_len,
     size_kv_cache,
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 class StartedEngine:
     """Workers with their KV cache, and the plan by which they were started.
 
-    config: configuration with which the current weights were loaded. config_updates: changes for the next reload.
-    step_costs: measured (tokens, seconds) of steps; None without adaptive speculative decoding. features_of_model:
-    modules of the features that the model asks for.
+    config: configuration with which the current weights were loaded. weight_calls: calls since then that change the
+    next load. step_costs: measured (tokens, seconds) of steps; None without adaptive speculative decoding.
+    features_of_model: modules of the features that the model asks for.
     """
 
     config: EngineConfig
@@ -42,7 +41,7 @@ class StartedEngine:
     max_model_len: int
     step_costs: list[tuple[int, float]] | None = None
     features_of_model: Sequence[str] = ()
-    config_updates: list[Any] = field(default_factory=list)
+    weight_calls: list[RpcCall] = field(default_factory=list)
 
     @property
     def startup_times(self) -> list[PhaseTime]:
@@ -55,8 +54,8 @@ class StartedEngine:
         self.executor.shutdown()
         self.executor = create_executor(self.config)
         self.executor.initialize_from_config(self.kv_cache_config, self.max_model_len)
-        for overrides in self.config_updates:
-            self.executor.collective_rpc("update_config", args=(overrides,))
+        for call in self.weight_calls:
+            self.executor.collective_rpc(call)
         _log_times("Workers replaced", begin, self.executor, self.config)
 
 
@@ -80,7 +79,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         executor.initialize_from_config(kv_cache_config, max_model_len)
         is_adaptive = config.speculative.method is not None and config.speculative.adaptive
         step_costs = executor.measure_step_costs() if is_adaptive else None
-        (of_model,) = executor.collective_rpc("features_of_model", unique_reply_rank=0)
+        (of_model,) = executor.collective_rpc(RpcCall("features_of_model", unique_reply_rank=0))
     except BaseException:
         executor.shutdown()
         raise

@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
-from penstock.contract.lora import LoRARequest
-from penstock.engine.core.adapter_list import LIST_METHODS, AdapterList, AdapterListState
-from penstock.engine.core.core_client import CHANGE_WEIGHTS, START_TIMEOUT_S
+from penstock.contract import RpcCall
+from penstock.engine.core.adapter_list import AdapterList, AdapterListState
+from penstock.engine.core.core_client import START_TIMEOUT_S
+from penstock.engine.core.weight_changes import keep_weight_change
 from penstock.engine.guards import OwningProcess
 from penstock.engine.messages import BrokerStatus, CoreMessage, EngineRequest
 from penstock.engine.processes.child_process import CoreHandle, start_core
@@ -230,47 +231,39 @@ class CoreGroup:
                     self._router.forget(index)
             return are_reset
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout_s: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> list[Any]:
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
         """As `CoreClient`, on all cores: the results of engine 0's workers, then of engine 1's, and so on. On engine 0
         only where the others would write the same files.
 
-        unique_reply_rank: index in that order.
+        `unique_reply_rank` is an index in that order.
 
         Changes of the weights are kept for replacement cores. A core in which such a call failed or timed out while it
         succeeded in others is restarted with the weights of the others; after a timeout of all, with the previous ones.
 
         Raises ProcessLost when a core is lost during the call; its requests continue. WaitTimeout on a timeout.
         """
-        asked = self._engines[:1] if method == "save_sharded_state" else self._engines
+        effects = call.effects
+        asked = self._engines[:1] if effects.on_first_engine else self._engines
         num_ranks = sum(engine.config.parallel.world_size for engine in asked)
-        check_reply_rank(unique_reply_rank, num_ranks)
+        check_reply_rank(call.unique_reply_rank, num_ranks)
         with self._listening():
-            if self._adapters is not None and method in LIST_METHODS:
+            if self._adapters is not None and effects.feature is not None:
                 self._check_running()
-                return self._adapters.call(str(method), args, kwargs or {})
-            calls = self._call_all("collective_rpc", timeout_s, method, timeout_s, args, kwargs, asked=asked)
-            done = [index for index, call in enumerate(calls) if call.error is None]
+                return self._adapters.call(call)
+            calls = self._call_workers(call, asked)
+            done = [index for index, of_core in enumerate(calls) if of_core.error is None]
             # A core may complete the call after its timeout.
-            is_late = any(isinstance(call.error, WaitTimeout) for call in calls)
-            if done and method == "update_config":
-                for engine in self._engines:
-                    engine.config_updates += [*args, *(kwargs or {}).values()]
-            if done and method == "reload_weights":
-                self._adopt_config_of(self._engines[done[0]])
-            if (done or is_late) and method in CHANGE_WEIGHTS:
+            is_late = any(isinstance(of_core.error, WaitTimeout) for of_core in calls)
+            if done:
+                keep_weight_change(call, self._engines, lambda: self._config_of(self._engines[done[0]]))
+            if (done or is_late) and effects.weights is not None:
                 for index, engine in enumerate(self._engines):
                     if index not in done:
-                        why = f"others have done {method}, and it has not" if done else f"{method} took it too long"
+                        name = call.name
+                        why = f"others have done {name}, and it has not" if done else f"{name} took it too long"
                         engine.restart(f"is replaced, since {why}")
-            answers = [answer for call in calls for answer in _result_of(call)]
-        return answers if unique_reply_rank is None else [answers[unique_reply_rank]]
+            answers = _results_of(calls)
+        return answers if call.unique_reply_rank is None else [answers[call.unique_reply_rank]]
 
     def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
         self._admission_callback = callback
@@ -338,11 +331,6 @@ class CoreGroup:
             )
             self._engines.append(engine)
 
-    def _call_adapters(self, method: str, adapter: LoRARequest) -> list[Any]:
-        """Call a method for an adapter in all cores; its errors are those of `collective_rpc`."""
-        calls = self._call_all("collective_rpc", None, method, None, (adapter,), None)
-        return [answer for call in calls for answer in _result_of(call)]
-
     def _choose(self, request: EngineRequest) -> EngineSupervisor:
         responsive = [index for index, engine in enumerate(self._engines) if engine.is_responsive]
         loads = {index: len(self._engines[index].requests) for index in responsive or range(len(self._engines))}
@@ -351,14 +339,16 @@ class CoreGroup:
     def _are_running(self) -> bool:
         return all(engine.is_running for engine in self._engines)
 
-    def _adopt_config_of(self, engine: EngineSupervisor) -> None:
-        """Make replacement cores load the weights that this engine has loaded."""
-        call = engine.call("collective_rpc", "get_config")
+    def _config_of(self, engine: EngineSupervisor) -> EngineConfig:
+        """Configuration with which an engine has loaded its weights."""
+        call = engine.call("collective_rpc", RpcCall("get_config"))
         self._wait_until(lambda: call.is_over)
         config: EngineConfig = _result_of(call)[0]
-        for other in self._engines:
-            other.config = replace(config, parallel=other.config.parallel)
-            other.config_updates.clear()
+        return config
+
+    def _call_workers(self, call: RpcCall, asked: Sequence[EngineSupervisor]) -> list[Call]:
+        """Call the workers of cores, as `_call_all`."""
+        return self._call_all("collective_rpc", call.timeout_s, replace(call, unique_reply_rank=None), asked=asked)
 
     def _call_running(self, method: str, *args: Any) -> list[tuple[int, Call]]:
         """Call a method of all running cores and wait for the results. Returns pairs of engine index and call."""
@@ -494,15 +484,20 @@ def _deliver_to(
     return deliver
 
 
-def _call_adapters_of(group: weakref.ref[CoreGroup]) -> Callable[[str, LoRARequest], list[Any]]:
+def _call_adapters_of(group: weakref.ref[CoreGroup]) -> Callable[[RpcCall], list[Any]]:
     """Return the function by which a group's list of adapters calls its cores, as `_deliver_to`."""
 
-    def call(method: str, adapter: LoRARequest) -> list[Any]:
+    def call_cores(call: RpcCall) -> list[Any]:
         owner = group()
         assert owner is not None, "the group calls its list"
-        return owner._call_adapters(method, adapter)
+        return _results_of(owner._call_workers(call, owner._engines))
 
-    return call
+    return call_cores
+
+
+def _results_of(calls: Iterable[Call]) -> list[Any]:
+    """Results of the workers of all cores."""
+    return [answer for call in calls for answer in _result_of(call)]
 
 
 def _result_of(call: Call) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
-from penstock.contract import encode
+from penstock.contract import RpcCall, encode
 from penstock.engine.core.adapter_list import AdapterList
 from penstock.engine.core.restarts import FailureCount, Quarantine, restart_backoff_s
 from penstock.engine.messages import (
@@ -123,7 +123,7 @@ class EngineSupervisor:
     ) -> None:
         self.name = name
         self.config = config
-        self.config_updates: list[Any] = []
+        self.weight_calls: list[RpcCall] = []
         self._adapters = adapters
         self.requests: dict[str, ResumableRequest] = {}
         self._start_core = start
@@ -328,10 +328,9 @@ class EngineSupervisor:
             return
         self.num_restarts += 1
         logger.info("%s goes on with %d requests", self._label, len(self.requests))
-        for update in self.config_updates:
-            self.call("collective_rpc", "update_config", None, (update,), None).is_awaited = False
-        for method, adapter in self._adapters.calls_of_new_core() if self._adapters is not None else ():
-            self.call("collective_rpc", method, None, (adapter,), None).is_awaited = False
+        calls_of_adapters = () if self._adapters is None else self._adapters.calls_of_new_core()
+        for call in (*self.weight_calls, *calls_of_adapters):
+            self.call("collective_rpc", call).is_awaited = False
         for req_id, kept in self.requests.items():
             if req_id not in self._quarantined:
                 self._resume(kept)

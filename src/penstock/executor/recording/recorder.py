@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, SchedulerOutput
-from penstock.contract.lora import LoRARequest
+from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, RpcCall, SchedulerOutput
+from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import ConfigError, LifecycleError
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
 from penstock.executor.recording.entries import (
@@ -40,10 +40,6 @@ from penstock.executor.recording.redaction import (
 from penstock.worker.arithmetic import describe_arithmetic
 
 logger = logging.getLogger(__name__)
-_LOADS_ADAPTER = ("add_lora", "prefetch_lora")
-_REMOVES_ADAPTER = "remove_lora"
-# Calls that give the workers other weights.
-_CHANGES = ("reload_weights", "update_config")
 
 
 @dataclass(slots=True)
@@ -127,17 +123,18 @@ class Recorder:
             self._next.held.settle(step, result)
             self._begin_if_exact()
 
-    def called(self, method: str, args: Sequence[Any]) -> None:
+    def called(self, call: RpcCall) -> None:
         """Record a call that changed the workers' weights or adapters; others leave no entry."""
-        if method in _LOADS_ADAPTER and isinstance(args[0], LoRARequest):
-            request = args[0]
-            self._adapters[request.key] = msgspec.structs.replace(request, load_inplace=True)
-            self._write(Called(method=method, adapter=self._shown(request)))
-        elif method == _REMOVES_ADAPTER:
-            self._adapters.pop(args[0], None)
-            self._write(Called(method=method, adapter_id=args[0]))
-        elif method in _CHANGES:
-            self._write(Called(method=method))
+        if not call.effects.is_recorded:
+            return
+        adapter = call.args[0] if call.effects.feature == AdapterPart.feature else None
+        if isinstance(adapter, LoRARequest):
+            self._adapters[adapter.key] = msgspec.structs.replace(adapter, load_inplace=True)
+            self._write(Called(method=call.name, adapter=self._shown(adapter)))
+            return
+        if adapter is not None:
+            self._adapters.pop(adapter, None)
+        self._write(Called(method=call.name, adapter_id=adapter))
 
     def _shown(self, request: LoRARequest) -> LoRARequest | None:
         """Return the adapter of a folder; None for one in memory, which is too large for a recording."""
@@ -264,10 +261,10 @@ class RecordingExecutor:
             recorder.sampled(grammar, begin_s)
             return _RecordedHandle(handle, recorder)
 
-    def collective_rpc(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        answers = self._executor.collective_rpc(method, *args, **kwargs)
-        if self._recorder is not None and isinstance(method, str):
-            self._recorder.called(method, kwargs.get("args", ()))
+    def collective_rpc(self, call: RpcCall) -> list[Any]:
+        answers = self._executor.collective_rpc(call)
+        if self._recorder is not None:
+            self._recorder.called(call)
         return answers
 
     def shutdown(self) -> None:
@@ -290,4 +287,4 @@ class RecordingExecutor:
 
 def arithmetic_of(executor: Executor) -> str:
     """Arithmetic of the executor's workers; that of each kind of worker where they differ."""
-    return "; ".join(dict.fromkeys(executor.collective_rpc(describe_arithmetic)))
+    return "; ".join(dict.fromkeys(executor.collective_rpc(RpcCall(describe_arithmetic))))

@@ -1,0 +1,84 @@
+"""Calls of the workers between two steps, and what a method's name implies for the engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.contract.lora import AdapterPart
+from penstock.errors import ConfigError
+
+
+class WeightChange(enum.Enum):
+    """Change of the weights by a call, which all workers must complete or none.
+
+    NEXT_LOAD: options of the next load, which replacement workers get again.
+    NOW: other weights, for which cached blocks are void.
+    """
+
+    NEXT_LOAD = enum.auto()
+    NOW = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RpcEffects:
+    """Effects of a worker method on the engine that calls it; a method without an entry in `EFFECTS` has none.
+
+    weights: change of the weights. on_first_engine: whether engine 0 alone runs it, since the others would write the
+    same files. is_profile: whether it starts or ends a profile. feature: feature whose state in the engine answers the
+    call instead of the workers. is_recorded: whether a recording of steps has an entry of it.
+    """
+
+    weights: WeightChange | None = None
+    on_first_engine: bool = False
+    is_profile: bool = False
+    feature: str | None = None
+    is_recorded: bool = False
+
+
+_ADAPTERS = AdapterPart.feature
+EFFECTS: Mapping[str, RpcEffects] = {
+    "update_config": RpcEffects(weights=WeightChange.NEXT_LOAD, is_recorded=True),
+    "reload_weights": RpcEffects(weights=WeightChange.NOW, is_recorded=True),
+    "save_sharded_state": RpcEffects(on_first_engine=True),
+    "profile": RpcEffects(is_profile=True),
+    **dict.fromkeys(("add_lora", "prefetch_lora", "remove_lora"), RpcEffects(feature=_ADAPTERS, is_recorded=True)),
+    **dict.fromkeys(("offer_loras", "pin_lora", "known_loras", "take_lora_number"), RpcEffects(feature=_ADAPTERS)),
+}
+_NO_EFFECTS = RpcEffects()
+
+
+@dataclass(frozen=True, slots=True)
+class RpcCall:
+    """Call of a method of every worker, or of a function whose first argument is the worker.
+
+    method: name, or a function; pickled for workers in other processes. timeout_s: timeout for workers in other
+    processes; None for none. unique_reply_rank: the only rank that sends its result; all ranks run the call, so that
+    their states stay equal.
+
+    Raises ConfigError unless the timeout is positive or None.
+    """
+
+    method: str | Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
+    unique_reply_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(
+                f"timeout={self.timeout_s!r} is not valid. Allowed: a positive number of seconds, or None."
+            )
+
+    @property
+    def name(self) -> str:
+        """Name of the method, for errors."""
+        return self.method if isinstance(self.method, str) else getattr(self.method, "__name__", repr(self.method))
+
+    @property
+    def effects(self) -> RpcEffects:
+        """Effects of the method; none of a function."""
+        return EFFECTS.get(self.method, _NO_EFFECTS) if isinstance(self.method, str) else _NO_EFFECTS
