@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import LayerAttention
-from penstock.attention.whole_texts import attend_text
+from penstock.attention import AttentionStep, LastRows, LayerAttention, Projection, SequenceGeometry
+from penstock.attention.whole_texts import WholeTextsBackend, attend_text
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import HeadPreparation, HeadShape, StepRequests
-from penstock.kernels.rotary import apply_rotary, gather_rotation_reference
+from penstock.kernels.rotary import TableRotation, apply_rotary, gather_rotation_reference
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
 LENGTHS = (3, 1, 19, 42, 102, 7, 66)
@@ -48,9 +49,8 @@ def attend(case: Case, qkv_TX: Tensor, positions_T: Tensor, lengths: tuple[int, 
     window = None if case.window is None else case.window - 1
     scale = case.head_size**-0.5
     shape = HeadShape(case.num_heads, case.num_kv_heads, case.head_size, 1, scale, window, case.soft_cap)
-    positions_T = positions_T.contiguous()
-    preparation = HeadPreparation(positions_T, table_PR)
-    return NATIVE.attention.whole_texts(qkv_TX.clone(), positions_T, requests, shape, preparation)
+    preparation = HeadPreparation(positions_T.contiguous(), table_PR)
+    return NATIVE.attention.whole_texts(qkv_TX.clone(), requests, shape, preparation)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,3 +83,24 @@ def test_a_text_has_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
                 assert torch.equal(alone_TX, together_TX[begin:end])
     finally:
         torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_heads_a_projection_and_last_tokens_give_the_same_attention(case: Case) -> None:
+    qkv_TX, positions_T, table_PR = inputs(case)
+    starts = np.array([0, *itertools.accumulate(LENGTHS)])
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    sequences = SequenceGeometry(
+        torch.from_numpy(starts).int(), starts, lengths, len(qkv_TX), len(LENGTHS), max(LENGTHS)
+    )
+    heads = case.num_heads, case.num_kv_heads, case.head_size
+    layer = LayerAttention("layer", *heads, case.head_size**-0.5, case.window, case.soft_cap, is_causal=False)
+    backend = WholeTextsBackend()
+    projection = Projection(qkv_TX.clone(), None, TableRotation(table_PR, positions_T))
+    step = AttentionStep(layer, projection, torch.empty(0), backend.make_metadata(sequences))
+    found_TX = backend.run(step)
+    of_heads_THD = backend.run(step._replace(rows=projection._replace(qkv_TX=qkv_TX.clone()).heads(layer)))
+    torch.testing.assert_close(of_heads_THD.flatten(1), found_TX, atol=2e-5, rtol=1e-4)
+    rows_R = torch.from_numpy(starts[1:] - 1)
+    narrowed = step._replace(rows=projection._replace(qkv_TX=qkv_TX.clone()), last=LastRows(rows_R, None))
+    assert torch.equal(backend.run(narrowed), found_TX[rows_R])

@@ -35,6 +35,8 @@ class LayerAttention:
     al. 2022, https://arxiv.org/abs/2108.12409); None for none. Not together with a soft cap.
     cpu_arithmetic: "bfloat16" for products in bfloat16 arithmetic over a bfloat16 KV cache (`ModelConfig`).
     cache_scales: of an FP8 KV cache, from the checkpoint; None if it has none. They are constants of a recorded step.
+    is_causal: False for attention in both directions over whole texts, without a KV cache; `sliding_window` then counts
+    the visible positions on either side, the current one included.
     """
 
     name: str
@@ -51,6 +53,7 @@ class LayerAttention:
     chunk_size: int | None = None
     cache_scales: CacheScales | None = None
     alibi_slopes: tuple[float, ...] | None = None
+    is_causal: bool = True
 
     def scales_in(self, kv_cache: Tensor) -> CacheScales:
         """Return the scales of this cache's keys and values: 1 without scales, and in other dtypes than FP8."""

@@ -6,66 +6,74 @@ Suffixes: T tokens of the step, S tokens of one text, H query heads, K KV heads,
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.attention.context import ForwardContext
+from penstock.attention.base import SequenceGeometry
 from penstock.attention.cpu_native import head_preparation
-from penstock.attention.step import HeadNorm, LayerAttention, Projection
+from penstock.attention.step import AttentionStep, LayerAttention, Projection
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import HeadShape, StepRequests
-from penstock.kernels.native.tracing import TracedRequests
-from penstock.kernels.rotary import Rotation
 
 
-def attend_texts(
-    layer: LayerAttention,
-    qkv_TX: Tensor,
-    positions_T: Tensor,
-    norm: HeadNorm | None,
-    rotation: Rotation | None,
-    context: ForwardContext,
-) -> Tensor:
-    """Attention from the output of the QKV projection, [T, (H + 2 * K) * D], which may be overwritten: [T, H * D].
+@dataclass(frozen=True, slots=True)
+class WholeTextsMetadata:
+    """The step's texts, and the same as arguments of the C++ kernel."""
 
-    layer: its `sliding_window` counts visible positions, the current one included, on either side.
-    """
-    is_prepared = norm is None and rotation is None
-    preparation = None if is_prepared or rotation is None else head_preparation(Projection(qkv_TX, norm, rotation))
-    if NATIVE is not None and NATIVE.runs(qkv_TX) and (is_prepared or preparation is not None):
-        return NATIVE.attention.whole_texts(qkv_TX, positions_T, _requests(context), _shape(layer), preparation)
-    return _attend_reference(layer, qkv_TX, norm, rotation, context)
+    sequences: SequenceGeometry
+    requests: StepRequests
 
 
-def _requests(context: ForwardContext) -> StepRequests | TracedRequests:
-    """Requests of the step; while a program is recorded, the group after those of the KV cache."""
-    sequences = context.sequences
-    if sequences is None:
-        return TracedRequests(len(context.metadata))
-    return StepRequests.without_blocks(sequences.query_start_loc, sequences.seq_lens, sequences.num_actual_reqs)
+class WholeTextsBackend:
+    """Attention of layers that are not causal: to all tokens of a text, or to those in the window on either side."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, HeadShape] = {}
+
+    def make_metadata(self, sequences: SequenceGeometry) -> WholeTextsMetadata:
+        """Compute the step's metadata, once for all layers."""
+        requests = sequences.query_start_loc, sequences.seq_lens, sequences.num_actual_reqs
+        return WholeTextsMetadata(sequences, StepRequests.without_blocks(*requests))
+
+    def run(self, step: AttentionStep) -> Tensor:
+        """See `AttentionBackend.run`; there is no cache to write to, and all tokens attend. Padding rows are zero."""
+        mixed = self._attend(step)
+        return mixed if step.last is None else mixed.index_select(0, step.last.rows_R)
+
+    def _attend(self, step: AttentionStep) -> Tensor:
+        rows = step.rows
+        if NATIVE is not None and isinstance(rows, Projection) and NATIVE.runs(rows.qkv_TX):
+            is_prepared = rows.norm is None and rows.rotation is None
+            preparation = None if is_prepared else head_preparation(rows)
+            if is_prepared or preparation is not None:
+                shape = self._shape(step.layer)
+                return NATIVE.attention.whole_texts(rows.qkv_TX, step.metadata.requests, shape, preparation)
+        output_THD = _attend_reference(step)
+        return output_THD.flatten(1) if isinstance(rows, Projection) else output_THD
+
+    def _shape(self, layer: LayerAttention) -> HeadShape:
+        shape = self._shapes.get(layer.name)
+        if shape is None:
+            window = None if layer.sliding_window is None else layer.sliding_window - 1
+            assert window != 0, "a window of one position is no attention"
+            heads = layer.num_heads, layer.num_kv_heads, layer.head_size
+            shape = self._shapes[layer.name] = HeadShape(*heads, 1, layer.scale, window, layer.soft_cap)
+        return shape
 
 
-def _shape(layer: LayerAttention) -> HeadShape:
-    window = None if layer.sliding_window is None else layer.sliding_window - 1
-    assert window != 0, "a window of one position is no attention"
-    return HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_size, 1, layer.scale, window, layer.soft_cap)
-
-
-def _attend_reference(
-    layer: LayerAttention, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation | None, context: ForwardContext
-) -> Tensor:
-    """The specification, text by text."""
-    sequences = context.sequences
-    assert sequences is not None, "a step has its sequences"
-    query_THD, key_TKD, value_TKD = Projection(qkv_TX, norm, rotation).heads(layer)
+def _attend_reference(step: AttentionStep) -> Tensor:
+    """The specification, text by text: [T, H, D]."""
+    query_THD, key_TKD, value_TKD = step.heads()
+    sequences = step.metadata.sequences
     out_THD = torch.zeros_like(query_THD, memory_format=torch.contiguous_format)
     starts = sequences.query_start_loc_np[: sequences.num_actual_reqs + 1].tolist()
     for begin, end in itertools.pairwise(starts):
         rows = slice(begin, end)
-        out_THD[rows] = attend_text(layer, query_THD[rows], key_TKD[rows], value_TKD[rows])
-    return out_THD.flatten(1)
+        out_THD[rows] = attend_text(step.layer, query_THD[rows], key_TKD[rows], value_TKD[rows])
+    return out_THD
 
 
 def attend_text(layer: LayerAttention, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor) -> Tensor:

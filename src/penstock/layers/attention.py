@@ -36,7 +36,7 @@ class HeadSinks(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention, over the last `sliding_window` positions or those of a chunk if the layer has such."""
+    """Attention as its layer describes it: causal over a KV cache, or in both directions over whole texts."""
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         return context.attend(self.layer, Heads(query_THD, key_TKD, value_TKD))
 
     def from_projection(
-        self, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation, context: ForwardContext
+        self, qkv_TX: Tensor, norm: HeadNorm | None, rotation: Rotation | None, context: ForwardContext
     ) -> Tensor:
         """Attention from the output of the QKV projection, [T, (H + 2 * K) * D], which it overwrites: [T, H * D].
 

@@ -31,7 +31,9 @@ class KeepsCache(Protocol):
 
 
 def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
-    """Layers with pages in the KV cache by name, in execution order. A model may have none."""
+    """Layers that the runner binds to a backend by name, in execution order: those with pages in the KV cache, and
+    attention that is not causal, which has none. A model may have none.
+    """
     return {module.layer.name: module.layer for module in _modules(model)}
 
 
@@ -61,9 +63,17 @@ def modules_of_attention(model: nn.Module) -> dict[int, Attention]:
     }
 
 
+def attend_in_both_directions(model: nn.Module) -> None:
+    """Make a decoder's attention layers see all of a text, as an encoder's."""
+    for module in _modules(model):
+        if isinstance(module.layer, LayerAttention):
+            module.layer = dataclasses.replace(module.layer, is_causal=False)
+
+
 def attention_layers(model: nn.Module) -> dict[str, LayerAttention]:
-    """Attention layers by name, in execution order."""
-    return {name: layer for name, layer in cache_layers(model).items() if isinstance(layer, LayerAttention)}
+    """Attention layers over a KV cache by name, in execution order."""
+    layers = cache_layers(model).items()
+    return {name: layer for name, layer in layers if isinstance(layer, LayerAttention) and layer.is_causal}
 
 
 def most_query_heads(layers: Mapping[str, CacheLayer]) -> int:
@@ -73,7 +83,11 @@ def most_query_heads(layers: Mapping[str, CacheLayer]) -> int:
 
 def kv_cache_specs(model: nn.Module, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
     """KV cache specs by layer name. dtype: of the cache, by name."""
-    return {module.layer.name: module.get_kv_cache_spec(block_size, dtype) for module in _modules(model)}
+    return {
+        module.layer.name: module.get_kv_cache_spec(block_size, dtype)
+        for module in _modules(model)
+        if not isinstance(module.layer, LayerAttention) or module.layer.is_causal
+    }
 
 
 def _modules(model: nn.Module) -> list[KeepsCache]:

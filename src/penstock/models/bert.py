@@ -17,8 +17,8 @@ from penstock.checkpoints.architectures import Architecture
 from penstock.config import ModelConfig
 from penstock.kernels.activation import ACTIVATIONS
 from penstock.kernels.rows import sum_rows
+from penstock.layers.attention import Attention
 from penstock.layers.embedding import VocabEmbedding
-from penstock.layers.encoder_attention import EncoderAttention
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
@@ -98,13 +98,14 @@ class BertLayer(nn.Module):
         self.qkv_proj = QKVParallelLinear(
             size, num_heads=heads, num_kv_heads=heads, head_size=config.head_size, bias=True, parallel=parallel
         )
-        self.attention = EncoderAttention(
+        self.attention = Attention(
             LayerAttention(
                 f"encoder.layer.{layer}.attention.self",
                 num_heads=self.qkv_proj.num_heads,
                 num_kv_heads=self.qkv_proj.num_kv_heads,
                 head_size=config.head_size,
                 scale=config.head_size**-0.5,
+                is_causal=False,
             )
         )
         self.o_proj = RowParallelLinear(size, size, bias=True, parallel=parallel)
@@ -112,8 +113,8 @@ class BertLayer(nn.Module):
         self.mlp = PlainMLP(size, config.intermediate_size, activation=config.activation, bias=True, parallel=parallel)
         self.mlp_norm = LayerNorm(size, config.norm_eps)
 
-    def forward(self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        mixed_TD = self.o_proj(self.attention(self.qkv_proj(hidden_TD), positions_T, context))
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        mixed_TD = self.o_proj(self.attention.from_projection(self.qkv_proj(hidden_TD), None, None, context))
         hidden_TD, _ = self.attention_norm.add_and_norm(mixed_TD, context.asked_for(hidden_TD))
         hidden_TD, _ = self.mlp_norm.add_and_norm(self.mlp(hidden_TD), hidden_TD)
         return hidden_TD
@@ -151,7 +152,7 @@ class BertEncoder(CausalLM):
         words_TD = sum_rows(self.word_embeddings(input_ids_T), self.position_embeddings(position_ids_T))
         hidden_TD, _ = self.norm.add_and_norm(words_TD, self.token_type_embeddings(types_T))
         for layer, of_layer in zip(self.layers, context.by_layer(len(self.layers)), strict=True):
-            hidden_TD = layer(hidden_TD, positions_T, of_layer)
+            hidden_TD = layer(hidden_TD, of_layer)
         return hidden_TD
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from penstock.checkpoints.architectures import Architecture
 from penstock.config import ModelConfig
 from penstock.kernels.activation import GATED_ACTIVATIONS
 from penstock.kernels.rotary import Rotation
+from penstock.layers.attention import Attention
 from penstock.layers.embedding import VocabEmbedding
-from penstock.layers.encoder_attention import EncoderAttention
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import LayerNorm, NoNorm
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
@@ -130,13 +130,14 @@ class ModernBertLayer(nn.Module):
             bias=config.attention_bias,
             parallel=parallel,
         )
-        self.attention = EncoderAttention(
+        self.attention = Attention(
             LayerAttention(
                 f"layers.{layer}.attn",
                 num_heads=self.qkv_proj.num_heads,
                 num_kv_heads=self.qkv_proj.num_kv_heads,
                 head_size=config.head_size,
                 scale=config.head_size**-0.5,
+                is_causal=False,
                 sliding_window=config.windows[layer],
             )
         )

@@ -17,11 +17,13 @@ from penstock.attention import (
     CacheLayer,
     ForwardContext,
     LastTokens,
+    LayerAttention,
     SequenceGeometry,
     StepGeometry,
 )
 from penstock.attention.context import BoundLayer
 from penstock.attention.select import select_cache_backend
+from penstock.attention.whole_texts import WholeTextsBackend
 from penstock.contract import KVCacheConfig
 from penstock.device import Device
 from penstock.step.batch import InputBatch
@@ -72,6 +74,11 @@ class PagedKVCache:
             self._pages_of_group.append([pages_of[name] for name in group.layer_names])
             for name in group.layer_names:
                 self.layers[name] = BoundLayer(index, backend, backend.view_pages(pages_of[name], group.spec))
+        # Attention without a KV cache is a group of its own, behind those of the cache.
+        texts = [layer for layer in layers.values() if isinstance(layer, LayerAttention) and not layer.is_causal]
+        self._texts = WholeTextsBackend() if texts else None
+        for layer in texts:
+            self.layers[layer.name] = BoundLayer(len(config.groups), self._texts, torch.empty(0))
 
         # Whether a batch's forward context stays valid while its tensors take the next step's values.
         self.keeps_metadata = all(group.backend.keeps_metadata for group in self.groups)
@@ -84,7 +91,7 @@ class PagedKVCache:
 
     def context(self, sequences: SequenceGeometry, geometry: Sequence[StepGeometry]) -> ForwardContext:
         """Build the forward context of a step from its sequences and its geometry by group."""
-        return ForwardContext(self.layers, self._metadata(geometry), sequences=sequences)
+        return ForwardContext(self.layers, self._metadata(sequences, geometry), sequences=sequences)
 
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
         """Narrow the batch's context to the hidden states of the requests' last tokens."""
@@ -106,11 +113,13 @@ class PagedKVCache:
         sequences, geometry: those of these tokens alone (`SequenceGeometry.of_last_tokens`).
         """
         starts, seq_lens = sequences.query_start_loc, sequences.seq_lens
-        return replace(context, last=LastTokens(rows, positions, starts, seq_lens, self._metadata(geometry)))
+        metadata = self._metadata(sequences, geometry)
+        return replace(context, last=LastTokens(rows, positions, starts, seq_lens, metadata))
 
-    def _metadata(self, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:
+    def _metadata(self, sequences: SequenceGeometry, geometry: Sequence[StepGeometry]) -> list[AttentionMetadata]:
         pairs = zip((group.backend for group in self.groups), geometry, strict=True)
-        return [backend.make_metadata(backend.place(of_group)) for backend, of_group in pairs]
+        metadata = [backend.make_metadata(backend.place(of_group)) for backend, of_group in pairs]
+        return metadata if self._texts is None else [*metadata, self._texts.make_metadata(sequences)]
 
     def layer_memory(self, name: str) -> Tensor:
         """KV cache of one layer, in its backend's layout."""

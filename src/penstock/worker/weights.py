@@ -71,12 +71,12 @@ class Weights:
 
     @property
     def layers(self) -> Mapping[str, CacheLayer]:
-        """Layers with a KV cache, of model and drafter."""
+        """Layers that are bound to a backend, of model and drafter."""
         return {**cache_layers(self.model), **self.speculator.cache_layers()}
 
     @property
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache specs of these layers, by name."""
+        """KV cache specs of those with pages, by name."""
         return drafted_specs(self.model, self.drafter, self._block_size, self._kv_cache_dtype)
 
     def describe_arithmetic(self) -> str:
@@ -86,7 +86,8 @@ class Weights:
 
     def _log_cache_scales(self) -> None:
         """Log which layers have scales of an FP8 KV cache, where the cache or the checkpoint is of that kind."""
-        layers = [layer for layer in self.layers.values() if isinstance(layer, LayerAttention)]
+        attention = (layer for layer in self.layers.values() if isinstance(layer, LayerAttention))
+        layers = [layer for layer in attention if layer.is_causal]
         num_scaled = sum(layer.cache_scales is not None for layer in layers)
         if self._kv_cache_dtype == "fp8" and layers:
             logger.info(

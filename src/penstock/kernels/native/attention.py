@@ -249,41 +249,42 @@ class NativeAttention:
     def whole_texts(
         self,
         qkv_TX: Tensor,
-        positions_T: Tensor,
         requests: StepRequests | TracedRequests,
         shape: HeadShape,
         preparation: HeadPreparation | None,
     ) -> Tensor:
         """Attention in both directions over each request's tokens, without a cache: [T, H * D].
 
-        qkv_TX: as in `from_projection`. positions_T: int64, contiguous. shape: its `window` counts the visible
-        positions on either side. preparation: None for none. A traced projection is recorded.
+        qkv_TX: as in `from_projection`. shape: its `window` counts the visible positions on either side. preparation:
+        None for none. A traced projection is recorded.
         """
         width = shape.num_heads * shape.head_size
-        arguments = _AS_THEY_ARE if preparation is None else preparation.arguments
         if isinstance(requests, TracedRequests):
             if not isinstance(qkv_TX, TracedTensor):
                 raise Untraceable("attention reads something else than projections of the step's tokens")
-            constants = *_NO_CACHE, *shape.arguments, *arguments, *shape.ranks
+            prepared = _AS_THEY_ARE if preparation is None else preparation.arguments
+            positions_T = None if preparation is None else preparation.positions_T
+            constants = *_NO_CACHE, *shape.arguments, *prepared, *shape.ranks
             return qkv_TX.origin.attend_texts(qkv_TX, width, requests, positions_T, constants)
         out_TX = torch.empty(qkv_TX.shape[0], width)
-        heads = *_heads_side_by_side(qkv_TX, shape), (out_TX, width)
-        self._run(*heads, None, requests, shape, arguments, positions_T, _WHOLE_TEXTS)
+        self._run_projection(qkv_TX, out_TX, None, requests, shape, preparation, _WHOLE_TEXTS)
         return out_TX
 
     def _run_projection(
         self,
         qkv_TX: Tensor,
         out_TX: Tensor | None,
-        kv_cache: Tensor,
+        kv_cache: Tensor | None,
         requests: StepRequests,
         shape: HeadShape,
-        preparation: HeadPreparation,
+        preparation: HeadPreparation | None,
         phase: int,
     ) -> None:
         """Run a phase on the heads of a projection. out_TX: contiguous; None where nothing attends."""
         heads = *_heads_side_by_side(qkv_TX, shape), _NOTHING if out_TX is None else _rows_of(out_TX)
-        self._run(*heads, kv_cache, requests, shape, preparation.arguments, preparation.positions_T, phase)
+        prepared = _AS_THEY_ARE if preparation is None else preparation.arguments
+        positions_T = None if preparation is None else preparation.positions_T
+        self._run(*heads, kv_cache, requests, shape, prepared, positions_T, phase)
 
     def _run(
         self,

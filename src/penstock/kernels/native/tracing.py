@@ -281,14 +281,17 @@ class Trace:
         qkv_TX: TracedTensor,
         width: int,
         requests: TracedRequests,
-        positions_T: Tensor,
+        positions_T: Tensor | None,
         arguments: Sequence[Argument],
     ) -> TracedTensor:
-        """Record attention over whole texts from the output of the QKV projection, which it overwrites."""
+        """Record attention over whole texts from the output of the QKV projection, which it overwrites.
+
+        positions_T: None without rotary embedding.
+        """
         if self._is_last:
             raise Untraceable("an attention follows the one that leaves last tokens")
         type_ = self.types["encoder_attention"]
-        number = self._input_of(positions_T, type_)
+        number = -1 if positions_T is None else self._input_of(positions_T, type_)
         cell, out = self._cell(qkv_TX), Cell(width)
         qkv_TX.cell = None
         self._record(type_, (cell, None, out), (requests.group, False, *arguments), input=number)

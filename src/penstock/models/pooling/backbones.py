@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from penstock.checkpoints.architectures import MODERN_BERT, Architecture
 from penstock.config import ModelConfig
-from penstock.layers.encoder_attention import attend_in_both_directions
+from penstock.models.attention_layers import attend_in_both_directions
 from penstock.models.weights import elsewhere
 from penstock.parallel import ParallelState
 

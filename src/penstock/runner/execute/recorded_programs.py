@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import AuxHiddenStates, BoundLayer, ForwardContext, LastTokens, SequenceGeometry
+from penstock.attention import AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.attention import NO_REQUESTS, StepRequests
+from penstock.kernels.native.attention import NO_REQUESTS
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
@@ -204,13 +204,6 @@ def _shapes(named: Mapping[str, Tensor]) -> tuple[_Shape, ...]:
     )
 
 
-def _texts(sequences: SequenceGeometry | None) -> StepRequests:
-    """Requests of attention over whole texts, whose group follows those of the KV cache."""
-    if sequences is None:
-        return NO_REQUESTS
-    return StepRequests.without_blocks(sequences.query_start_loc, sequences.seq_lens, sequences.num_actual_reqs)
-
-
 def _with_inputs(context: ForwardContext, inputs: ModelInputs) -> ForwardContext:
     return replace(context, inputs=inputs.named) if inputs.named else context
 
@@ -233,6 +226,6 @@ def _step_tokens(named: Mapping[str, Tensor], context: ForwardContext) -> StepTo
         named,
         num_rows,
         num_rows if context.sequences is None else context.sequences.num_actual_tokens,
-        [*(getattr(group, "requests", NO_REQUESTS) for group in metadata), _texts(context.sequences)],
+        [getattr(group, "requests", NO_REQUESTS) for group in metadata],
         None if last is None else (last.rows, last.positions, last.query_start_loc, last.seq_lens),
     )
