@@ -1,13 +1,15 @@
-"""Waiting queue and running list: order of service under both policies."""
+"""Waiting queue and running list: order of service under both policies, and the version of the lists."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import make_request
+from scheduler_fakes import cache_config
 
-from penstock.scheduler.request import Request
-from penstock.scheduler.request_lists import WaitingQueue
+from penstock.scheduler.kv_cache_manager import KVCacheManager
+from penstock.scheduler.request import Request, RequestStatus
+from penstock.scheduler.request_lists import RequestLists, WaitingQueue
 
 
 def requests(*keys: tuple[int, float]) -> list[Request]:
@@ -85,6 +87,38 @@ def test_an_id_may_wait_again_after_it_was_removed() -> None:
 
     assert queue.peek() is new
     assert len(queue) == 1
+
+
+def test_a_version_never_comes_back_even_if_as_many_requests_run_as_before() -> None:
+    kv_cache = KVCacheManager(cache_config(20), enable_prefix_caching=False, max_num_batched_tokens=16)
+    lists = RequestLists("fcfs", kv_cache)
+    versions = [lists.version]
+
+    def admit() -> None:
+        request = lists.waiting.peek()
+        assert request is not None
+        assert kv_cache.allocate_slots(request, 1, kv_cache.get_computed_blocks(request)) is not None
+        lists.waiting.admit(lists.running)
+        request.status = RequestStatus.RUNNING
+
+    first, second, third = requests((0, 0.0), (0, 0.0), (0, 0.0))
+    for change in (
+        lambda: lists.add(first),
+        admit,
+        lambda: lists.preempt(first),
+        admit,
+        lambda: lists.add(second),
+        lambda: lists.finish(first),
+        admit,
+        lambda: lists.break_off(second, ValueError("planted")),
+        lambda: lists.add(third),
+        lambda: lists.wait_for(third.req_id, "its grammar", is_there=False),
+        lambda: lists.finish(third),
+    ):
+        change()
+        versions.append(lists.version)
+
+    assert len(set(versions)) == len(versions)
 
 
 @settings(max_examples=100, deadline=None)

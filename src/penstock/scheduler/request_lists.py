@@ -10,7 +10,6 @@ from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.results import make_output
-from penstock.scheduler.step import DecodeSteps
 
 logger = logging.getLogger(__name__)
 # Requests that sort first run first; the last ones are preempted first.
@@ -25,12 +24,15 @@ class WaitingQueue:
     """Waiting requests in the order of a `SchedulerConfig.policy`, at most one per req_id.
 
     Requests that are not ready are skipped, and keep their place in the order.
+
+    num_changes: requests that came or left, so far.
     """
 
     def __init__(self, policy: str) -> None:
         self._order = _ORDERS[policy]
         self._ready: list[Request] = []
         self._not_ready: set[Request] = set()
+        self.num_changes = 0
 
     def __len__(self) -> int:
         """Number of waiting requests, ready or not."""
@@ -38,6 +40,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Add a new or preempted request."""
+        self.num_changes += 1
         if request.waits_for:
             self._not_ready.add(request)
         else:
@@ -49,6 +52,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
+        self.num_changes += 1
         if request in self._not_ready:
             self._not_ready.remove(request)
             return
@@ -58,6 +62,7 @@ class WaitingQueue:
 
     def admit(self, running: list[Request]) -> None:
         """Move the first ready request into `running`, which is in the same order."""
+        self.num_changes += 1
         bisect.insort(running, self._ready[0], key=self._order)
         del self._ready[0]
 
@@ -67,8 +72,6 @@ class RequestLists:
 
     running: in service order; preempted from the end.
     finished_req_ids: ended requests that the worker still holds; the next step names them.
-    decodes: decode steps that can be repeated, one per microbatch, in round-robin order; any change of a request clears
-        them.
     """
 
     def __init__(self, policy: str, kv_cache: KVCacheManager) -> None:
@@ -76,33 +79,20 @@ class RequestLists:
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()
-        self.decodes: list[DecodeSteps] = []
         self.num_preemptions = 0
         self._kv_cache = kv_cache
         self._num_added = 0
 
-    def next_decodes(self) -> DecodeSteps | None:
-        """Return the next decode steps to repeat; None if they do not cover all running requests."""
-        num_requests = 0
-        for decodes in self.decodes:
-            num_requests += len(decodes.step.requests)
-        return self.decodes[0] if num_requests == len(self.running) > 0 else None
+    @property
+    def version(self) -> tuple[int, int]:
+        """Version of the lists: equal at two times only if no request came, ended or was preempted in between.
 
-    def end_turn(self) -> None:
-        """Move the current decode steps to the end of the round."""
-        if len(self.decodes) > 1:
-            self.decodes.append(self.decodes.pop(0))
-
-    def take_turns(self, decodes: DecodeSteps) -> None:
-        """Add decode steps to the round; replaces earlier ones with any of the same requests."""
-        if len(self.decodes) > 0:
-            now = set(decodes.step.requests)
-            self.decodes[:] = [before for before in self.decodes if now.isdisjoint(before.step.requests)]
-        self.decodes.append(decodes)
+        Requests join `running` only from `waiting`, which counts that.
+        """
+        return self.waiting.num_changes, len(self.running)
 
     def add(self, request: Request) -> None:
         """Add a new waiting request."""
-        self.decodes.clear()
         request.order = self._num_added
         self._num_added += 1
         self.waiting.add(request)
@@ -113,7 +103,6 @@ class RequestLists:
         request = self.by_id.get(req_id)
         if request is None:
             return
-        self.decodes.clear()
         is_waiting = request.status is not RequestStatus.RUNNING
         if is_waiting:
             self.waiting.remove(request)
@@ -126,7 +115,6 @@ class RequestLists:
 
     def preempt(self, request: Request) -> None:
         """Preempt a running request and free its blocks."""
-        self.decodes.clear()
         self.running.remove(request)
         self._kv_cache.free(request)
         request.spec_token_ids = []
@@ -147,7 +135,6 @@ class RequestLists:
         """End a request, waiting or running; idempotent."""
         if request.status is RequestStatus.FINISHED:
             return
-        self.decodes.clear()
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._kv_cache.free(request)
@@ -169,7 +156,6 @@ class RequestLists:
 
     def _remove(self, request: Request) -> None:
         """End a request in the middle of its admission or results, when its status may not say where it is."""
-        self.decodes.clear()
         self._kv_cache.take_back(request)
         (self.running if request in self.running else self.waiting).remove(request)
         if request.status is RequestStatus.RUNNING:

@@ -16,11 +16,12 @@ from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
 from penstock.scheduler.feature import SchedulerFeatureFactory
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
+from penstock.scheduler.repetition import RepeatedSteps
 from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.request_limits import check_chunks, check_fits, check_prompt, check_unfinished
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
-from penstock.scheduler.step import DecodeSteps, NewBlockIds, Step, StepBuilder
+from penstock.scheduler.step import Step, StepBuilder
 from penstock.scheduler.step_times import StepTimes
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
@@ -83,7 +84,6 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens
         # Whether requests verify draft tokens that only the device knows.
         self._has_placeholders = async_scheduling and num_speculative_tokens > 0
-        self._repeats_steps = config.fast_paths != "off"
         self.kv_cache = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
@@ -93,12 +93,21 @@ class Scheduler:
         )
         self._requests = RequestLists(config.policy, self.kv_cache)
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
-        self._last_draft_step_id = -1
         self._next_step_id = 0
         self._num_computed_tokens = 0
         self._features = [make_feature(self) for make_feature in features]
         self._admission = Admission(
             config, self._requests, self._in_flight, self.kv_cache, self._features, self._break_off
+        )
+        self._repetition = RepeatedSteps(
+            config,
+            self._requests,
+            self._in_flight,
+            self.kv_cache,
+            self._draft_budget,
+            self._break_off,
+            runs_ahead=async_scheduling,
+            num_microbatches=max_concurrent_steps,
         )
 
     @property
@@ -248,16 +257,17 @@ class Scheduler:
                 most = self._draft_budget.num_for(request) if self._num_speculative_tokens else None
                 request.spec_token_ids = list(token_ids[:most])
                 if request.spec_token_ids:
-                    self._requests.decodes.clear()
+                    self._repetition.end()
                     self._draft_budget.note_drafts()
 
     def schedule(self) -> SchedulerOutput:
         """Build the next step. It may have no tokens, when all requests wait for results or for blocks."""
         step_id = self._next_step_id
         self._next_step_id += 1
-        step = self._repeat_step(step_id) or self._new_step(step_id)
+        step = self._repetition.next_step(step_id) or self._new_step(step_id)
         if self._features:
             step = self._with_parts(step)
+        step = self._repetition.note(step)
         if step.requests:
             self._in_flight.launch(step)
             self._last_turns.append(step)
@@ -289,7 +299,6 @@ class Scheduler:
 
         Tokens in flight are lost and will be sampled again.
         """
-        self._requests.decodes.clear()
         self._last_turns.clear()
         self._requests.finished_req_ids = set()
         self._in_flight.rewind_all(self._next_step_id)
@@ -323,24 +332,6 @@ class Scheduler:
         """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
         return self.kv_cache.reset_prefix_cache()
 
-    def _repeat_step(self, step_id: int) -> Step | None:
-        """Repeat the last decode step of the next microbatch; None if a new step must be built."""
-        decodes = self._requests.next_decodes()
-        if decodes is None or decodes.num_left <= 0:
-            return None
-        if not decodes.runs_ahead and decodes.step.step_id in self._in_flight.steps:
-            return None
-        new_block_ids: NewBlockIds = []
-        rows = decodes.due.get(decodes.num_left)
-        if rows is not None:
-            if (allocated := self._allocate_for(decodes.step, rows)) is None:
-                return None
-            new_block_ids = allocated
-        step = decodes.step.repeated(step_id, new_block_ids, self._in_flight.had_nan)
-        decodes.advance(step)
-        self._requests.end_turn()
-        return step
-
     def _new_step(self, step_id: int) -> Step:
         """Build a step request by request."""
         builder = StepBuilder(step_id, self._max_num_batched_tokens, self._share_of_requests())
@@ -358,29 +349,14 @@ class Scheduler:
             num_drafts_wanted = self._draft_budget.plan(step_id, self._requests.running)
         finished_req_ids, self._requests.finished_req_ids = self._requests.finished_req_ids, set()
         step = builder.build(finished_req_ids, num_drafts_wanted, clears_blocks=self._in_flight.had_nan)
-        if step.message.scheduled_spec_decode_tokens:
-            self._last_draft_step_id = step_id
         if self._has_placeholders and num_drafts_wanted:
             self._expect_drafts(step)
-        if self._can_be_repeated(step, is_all_decodes=builder.is_all_decodes):
-            runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in step.requests)
-            num_steps = self._draft_budget.num_steps_planned - 1
-            self._requests.take_turns(DecodeSteps(step, runs_ahead=runs_ahead, num_steps=num_steps))
-        else:
-            self._requests.decodes.clear()
         return step
 
     def _with_parts(self, step: Step) -> Step:
         """Add the features' parts to the message of a step."""
         parts = Parts.of(part for feature in self._features if (part := feature.part_of_step(step.message)) is not None)
-        if not parts:
-            return step
-        message = replace(step.message, parts=parts)
-        if not parts.may_repeat:
-            # This step repeats none, and none repeats it.
-            message = replace(message, repeats_step_id=None)
-            self._requests.decodes.clear()
-        return replace(step, message=message)
+        return replace(step, message=replace(step.message, parts=parts)) if parts else step
 
     def _share_of_requests(self) -> int:
         """Return the maximum number of requests of a step, so that each concurrent step gets some."""
@@ -469,34 +445,3 @@ class Scheduler:
             if max_new_tokens > 0 and not request.needs_tokens_on_host:
                 request.spec_token_ids = [-1] * self._draft_budget.num_for(request)
                 self._draft_budget.note_drafts()
-
-    def _can_be_repeated(self, step: Step, *, is_all_decodes: bool) -> bool:
-        """Whether the step can be repeated: its requests can only decode again."""
-        # Steps with draft tokens differ in their numbers of tokens.
-        if not self._repeats_steps or (self._has_placeholders and step.message.num_drafts_wanted):
-            return False
-        if self._last_draft_step_id in self._in_flight.steps:
-            return False
-        num_running = len(self._requests.running)
-        runs_all = len(step.requests) == num_running or self._max_concurrent_steps > 1
-        can_admit = num_running < self._max_num_seqs and self._requests.waiting.peek() is not None
-        if not (runs_all and step.requests and is_all_decodes) or can_admit:
-            return False
-        return all(request.may_repeat for request in step.requests)
-
-    def _allocate_for(self, step: Step, rows: list[int]) -> NewBlockIds | None:
-        """Allocate a block of each group for these rows of a step; None if that needed a preemption."""
-        if len(rows) * len(self.kv_cache.groups) > self.kv_cache.pool.num_free_blocks:
-            return None
-        new_block_ids: NewBlockIds = [None] * len(step.requests)
-        for row in rows:
-            request = step.requests[row]
-            try:
-                new_block_ids[row] = self.kv_cache.allocate_slots(request, 1)
-            except Exception as error:
-                self._break_off(request, error)
-                # No message will have the new blocks of the rows before it.
-                for named in rows[: rows.index(row)]:
-                    self._in_flight.rewind_between_steps(step.requests[named])
-                return None
-        return new_block_ids

@@ -1,9 +1,8 @@
-"""Steps: a step in flight as parallel lists, its builder, and decode steps that repeat one another."""
+"""Steps: a step in flight as parallel lists, and its builder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from operator import sub
 from types import MappingProxyType
 from typing import TypeAlias
@@ -24,7 +23,7 @@ _NO_BLOCKS: Mapping[int, Sequence[KVCacheBlock]] = MappingProxyType({})
 class Step(msgspec.Struct, gc=False):
     """Step with tokens, from launch to results: parallel lists of its requests, in scheduling order.
 
-    Repeated steps and messages share equal lists: no list changes after the launch.
+    Steps that repeat one another, and their messages, share equal lists: no list changes after the launch.
 
     num_computed_tokens: per request, positions whose KV is in the cache after the step; an upper bound with draft
         tokens in this step or an earlier one in flight.
@@ -32,6 +31,8 @@ class Step(msgspec.Struct, gc=False):
         for pooling.
     found, shared: by row, blocks of the request's prefix-cache hit, and blocks cached when this step was scheduled.
     void_rows: rows that read blocks which a failed request did not fill; their results are dropped.
+    goes_on_at: of a step that repeats another, the version of the request lists for which only a token of
+        `end_token_ids` ends one of its requests; None if lengths may end them.
     """
 
     message: SchedulerOutput
@@ -42,31 +43,33 @@ class Step(msgspec.Struct, gc=False):
     found: Mapping[int, Sequence[KVCacheBlock]] = _NO_BLOCKS
     shared: Mapping[int, Sequence[KVCacheBlock]] = _NO_BLOCKS
     void_rows: frozenset[int] = frozenset()
+    goes_on_at: tuple[int, int] | None = None
+    end_token_ids: frozenset[int] = frozenset()
 
     @property
     def step_id(self) -> int:
         """Step id of the message."""
         return self.message.step_id
 
-    def repeated(self, step_id: int, new_block_ids: NewBlockIds, clears_blocks: bool) -> Step:
-        """Return the next decode step of the same requests.
+    @property
+    def is_all_decodes(self) -> bool:
+        """Whether the step has requests, and each decodes one token."""
+        num_reqs = len(self.requests)
+        return self.message.total_num_scheduled_tokens == num_reqs > 0 and self.max_new_tokens.count(1) == num_reqs
 
-        Its message refers to this step, unless some requests were new to the worker.
+    def ends_none(self, version: tuple[int, int], token_ids: Sequence[list[int]]) -> bool:
+        """Whether each request got one token and goes on after it, as far as repetition alone can tell.
+
+        version: of the request lists now.
         """
-        message, req_ids, num_computed_tokens = self.message, self.req_ids, self.num_computed_tokens
-        repeats_step_id = None if message.scheduled_new_reqs else message.step_id
-        if message.repeats_step_id is None:
-            message = replace(message, scheduled_new_reqs=[], finished_req_ids=set(), preempted_req_ids=set())
-        message = replace(
-            message,
-            step_id=step_id,
-            scheduled_cached_reqs=CachedRequestData(
-                req_ids=req_ids, new_block_ids=new_block_ids, num_computed_tokens=num_computed_tokens
-            ),
-            repeats_step_id=repeats_step_id,
-            clears_blocks=clears_blocks,
-        )
-        return Step(message, self.requests, req_ids, [count + 1 for count in num_computed_tokens], self.max_new_tokens)
+        if version != self.goes_on_at:
+            return False
+        try:
+            all_token_ids = [token_id for (token_id,) in token_ids]
+        except ValueError:
+            # A request got several tokens, or none.
+            return False
+        return self.end_token_ids.isdisjoint(all_token_ids)
 
     def reordered(self, rows: Sequence[int]) -> Step:
         """Return the step with its rows in the order of its results."""
@@ -82,56 +85,10 @@ class Step(msgspec.Struct, gc=False):
         )
 
 
-class DecodeSteps:
-    """Decode steps of the same requests, one token each, scheduled by repeating the last one.
-
-    Its requests are all that run, or one microbatch of several. The step may be repeated `num_left` times: until a
-    request reaches its length limit. A request that comes, ends or is preempted ends the repetition.
-
-    step: the last one. runs_ahead: whether it may be repeated before its results are there.
-    end_token_ids: of all requests.
-    due: rows that need a block for the next step, by the value of `num_left` at that time.
-    """
-
-    __slots__ = ("due", "end_token_ids", "num_left", "runs_ahead", "step")
-
-    def __init__(self, step: Step, *, runs_ahead: bool, num_steps: int) -> None:
-        """num_steps: steps until the draft budget decides again."""
-        self.step = step
-        self.runs_ahead = runs_ahead
-        self.end_token_ids = frozenset().union(*{request.end_token_ids for request in step.requests})
-        rows = zip(step.requests, step.num_computed_tokens, strict=True)
-        self.num_left = min(num_steps, *(request.length_limit - 1 - num_tokens for request, num_tokens in rows))
-        self.due: dict[int, list[int]] = {}
-        self._note_capacity(range(len(step.requests)))
-
-    def advance(self, step: Step) -> None:
-        """Note the step that repeats the last one."""
-        self.step = step
-        rows = self.due.pop(self.num_left, None)
-        self.num_left -= 1
-        if rows is not None:
-            self._note_capacity(rows)
-
-    def go_on_after(self, step: Step, token_ids: Sequence[list[int]]) -> bool:
-        """Whether a step is one of these repetitions, and its tokens, one of each request, end no request."""
-        if step.requests is not self.step.requests or step.message.repeats_step_id is None or self.num_left <= 0:
-            return False
-        all_token_ids = list(chain.from_iterable(token_ids))
-        has_one_each = len(all_token_ids) == len(step.requests) and all(token_ids)
-        return has_one_each and self.end_token_ids.isdisjoint(all_token_ids)
-
-    def _note_capacity(self, rows: Iterable[int]) -> None:
-        requests, num_computed_tokens, num_left = self.step.requests, self.step.num_computed_tokens, self.num_left
-        for row in rows:
-            num_steps = requests[row].kv_capacity - num_computed_tokens[row]
-            self.due.setdefault(num_left - num_steps, []).append(row)
-
-
 class StepBuilder:
     """Builder of one step within the token budget: requests that the worker holds, then new ones.
 
-    max_num_reqs: limit of requests. is_all_decodes: whether every row so far is a decode of a single token.
+    max_num_reqs: limit of requests.
     waits_for_blocks: whether a request was left out until steps in flight free its blocks; later ones must not take
         them.
     """
@@ -147,7 +104,6 @@ class StepBuilder:
         "_shared",
         "_step_id",
         "_token_budget",
-        "is_all_decodes",
         "max_num_reqs",
         "preempted_req_ids",
         "requests",
@@ -159,7 +115,6 @@ class StepBuilder:
         self._step_id = step_id
         self.max_num_reqs = max_num_reqs
         self.token_budget = self._token_budget = token_budget
-        self.is_all_decodes = True
         self.waits_for_blocks = False
         self.preempted_req_ids: set[str] = set()
         self.requests: list[Request] = []
@@ -258,7 +213,6 @@ class StepBuilder:
         num_computed_tokens += num_tokens
         max_new_tokens = num_computed_tokens + 1 - len(request.all_token_ids) - request.num_output_placeholders
         if num_tokens != 1 or max_new_tokens != 1 or request.pools:
-            self.is_all_decodes = False
             if max_new_tokens > 1:
                 self._drafts[request.req_id] = request.spec_token_ids[: max_new_tokens - 1]
             elif max_new_tokens < 1 or request.pools:

@@ -70,43 +70,19 @@ class StepsInFlight:
             self._void_lost_blocks(step, results)
         if results.req_ids != step.req_ids:
             step = step.reordered(_rows_in_order(step, results.req_ids))
-        token_ids: Sequence[list[int]]
-        first_rows: Sequence[int]
-        if (
-            isinstance(results, SampledOutput)
-            and len(results.sampled_token_ids) == len(step.requests)
-            and results.logprobs is None
-            and not (results.prompt_logprobs or results.errors or step.void_rows)
-        ):
-            token_ids, first_rows = results.sampled_token_ids, ()
-            if any(decodes.go_on_after(step, token_ids) for decodes in self._requests.decodes):
-                return self._append_tokens(step, token_ids)
-        else:
-            token_ids, first_rows = [[]] * len(step.requests), _first_logprobs_rows(results)
+        plain, first_rows = self._plain_outputs(step, results), _first_logprobs_rows(results)
         outputs: list[EngineCoreOutput] = []
-        rows = range(len(step.requests))
         # The keyword `strict` takes as long as ten requests.
-        for row, request, max_new_tokens, new_token_ids in zip(  # noqa: B905
-            rows, step.requests, step.max_new_tokens, token_ids
-        ):
+        for row, request, output in zip(range(len(plain)), step.requests, plain):  # noqa: B905
             try:
                 known_token_ids = request.all_token_ids
-                if (
-                    max_new_tokens == 1
-                    and len(new_token_ids) == 1
-                    and request.status is _RUNNING
-                    and new_token_ids[0] not in request.end_token_ids
-                    and len(known_token_ids) + 1 < request.length_limit
-                    and not request.has_news
-                ):
-                    request.num_output_placeholders -= 1
-                    output = EngineCoreOutput(request.req_id, new_token_ids)
-                else:
-                    settled = self._settle_row(step, row, results, first_rows)
-                    if settled is None:
+                if output is None:
+                    output = self._settle_row(step, row, results, first_rows)
+                    if output is None:
                         continue
-                    output, new_token_ids = settled, settled.new_token_ids
-                known_token_ids += new_token_ids
+                else:
+                    request.num_output_placeholders -= 1
+                known_token_ids += output.new_token_ids
                 # All known tokens but the last are computed.
                 if len(known_token_ids) > request.next_cache_at:
                     self._kv_cache.cache_blocks(request, len(known_token_ids) - 1)
@@ -117,19 +93,34 @@ class StepsInFlight:
             outputs.append(output)
         return outputs
 
-    def _append_tokens(self, step: Step, token_ids: Sequence[list[int]]) -> list[EngineCoreOutput]:
-        """Take in one token per request of a step that ends none of them."""
-        outputs = list(map(EngineCoreOutput, step.req_ids, token_ids))
-        for row, request, new_token_ids in zip(range(len(outputs)), step.requests, token_ids):  # noqa: B905
-            known_token_ids = request.all_token_ids
-            known_token_ids += new_token_ids
-            request.num_output_placeholders -= 1
-            if len(known_token_ids) > request.next_cache_at:
-                try:
-                    self._kv_cache.cache_blocks(request, len(known_token_ids) - 1)
-                except Exception as error:
-                    outputs[row] = self._requests.break_off(request, error)
-        return outputs
+    def _plain_outputs(self, step: Step, results: ModelRunnerOutput) -> Sequence[EngineCoreOutput | None]:
+        """Outputs of rows with one token that ends nothing; None for all other rows.
+
+        Repetition vouches for all rows at once.
+        """
+        if (
+            not isinstance(results, SampledOutput)
+            or len(results.sampled_token_ids) != len(step.requests)
+            or results.logprobs is not None
+            or results.prompt_logprobs
+            or results.errors
+            or step.void_rows
+        ):
+            return [None] * len(step.requests)
+        token_ids = results.sampled_token_ids
+        if step.ends_none(self._requests.version, token_ids):
+            return list(map(EngineCoreOutput, step.req_ids, token_ids))
+        return [
+            EngineCoreOutput(request.req_id, new_token_ids)
+            if max_new_tokens == 1
+            and len(new_token_ids) == 1
+            and request.status is _RUNNING
+            and new_token_ids[0] not in request.end_token_ids
+            and len(request.all_token_ids) + 1 < request.length_limit
+            and not request.has_news
+            else None
+            for request, max_new_tokens, new_token_ids in zip(step.requests, step.max_new_tokens, token_ids)  # noqa: B905
+        ]
 
     def rewind(self, request: Request) -> None:
         """Preempt a running request, which restarts with its known tokens. The step must name it to the worker."""
