@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 
 import msgspec
 
@@ -43,14 +43,12 @@ class ConstrainedRequests:
             for req_id in self._grammar.take_ready():
                 self._scheduler.ready(req_id, _GRAMMAR)
         except GrammarError as error:
-            self._end(error, ())
+            self._end(error, set())
 
-    def any_of(self, req_ids: Set[str]) -> bool:
-        """Whether one of these requests is constrained."""
-        return self._grammar.constrains_any(req_ids)
-
-    def among(self, req_ids: Iterable[str]) -> list[str]:
-        """Return the constrained ones of these requests."""
+    def among(self, req_ids: Set[str]) -> list[str]:
+        """Return the constrained ones of these requests, in their order."""
+        if not self._grammar.constrains_any(req_ids):
+            return []
         return [req_id for req_id in req_ids if self._grammar.constrains(req_id)]
 
     def accept(self, outputs: Sequence[EngineCoreOutput]) -> None:
@@ -58,7 +56,7 @@ class ConstrainedRequests:
         try:
             self._grammar.accept(outputs)
         except Exception as error:
-            self._end(error, [output.req_id for output in outputs])
+            self._end(error, {output.req_id: None for output in outputs}.keys())
 
     def forget(self, ended: Sequence[EngineCoreOutput]) -> None:
         """Forget requests that ended without the result of a step."""
@@ -70,13 +68,13 @@ class ConstrainedRequests:
             try:
                 return self._grammar.bitmask(output)
             except Exception as error:
-                self._end(error, output.num_scheduled_tokens)
+                self._end(error, output.num_scheduled_tokens.keys())
 
     def close(self) -> None:
         """Stop the compiler's threads."""
         self._grammar.close()
 
-    def _end(self, error: Exception, req_ids: Iterable[str]) -> None:
+    def _end(self, error: Exception, req_ids: Set[str]) -> None:
         """End the requests of a grammar failure: those that the error names, else the constrained ones of `req_ids`.
 
         Re-raises the error when that leaves no request.

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -245,14 +245,14 @@ class EngineCore:
         """
         begin = time.perf_counter()
         self.phases.begin()
-        executed = self._execute_next()
+        executed, constrained = self._execute_next()
         # With no step in flight either, all requests wait for a grammar or another external event.
         self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
         if self._in_flight and (executed is None or len(self._in_flight) >= self._max_in_flight):
             self._read_oldest()
         if executed is not None:
-            self._read_constrained_steps(executed)
-            bitmask = self._constrained.bitmask(self._with_drafts(executed))
+            self._read_steps_of(constrained)
+            bitmask = self._constrained.bitmask(self._with_drafts(executed, constrained))
             self.phases.end(StepPhase.GRAMMAR)
             self._sample(executed, bitmask)
             self.phases.end(StepPhase.SAMPLE)
@@ -263,27 +263,30 @@ class EngineCore:
                         self._take_drafts()
                     self.scheduler.note_time(executed, time.perf_counter() - begin)
 
-    def _execute_next(self) -> SchedulerOutput | None:
-        """Launch the forward pass of the next step, if it has tokens to run or requests to remove."""
+    def _execute_next(self) -> tuple[SchedulerOutput | None, Sequence[str]]:
+        """Launch the forward pass of the next step, if it has tokens to run or requests to remove.
+
+        Returns the step with its constrained requests. Without any, workers sample as soon as the forward pass is done.
+        """
         self._constrained.take_ready()
         self._adapters.take_ready()
         if not self.scheduler.has_work():
-            return None
+            return None, ()
         output = self.scheduler.schedule()
         self.phases.end(StepPhase.SCHEDULE)
         if not output.num_scheduled_tokens and output.is_empty:
-            return None
+            return None, ()
         self._launched = output
         self.step_log.note(output)
+        constrained = self._constrained.among(output.num_scheduled_tokens.keys())
         try:
-            is_constrained = self._constrained.any_of(output.num_scheduled_tokens.keys())
             executor = self._executor
-            (executor.execute_model if is_constrained else executor.execute_unconstrained)(output)
+            (executor.execute_model if constrained else executor.execute_unconstrained)(output)
             self.phases.end(StepPhase.EXECUTE)
         except WorkerError:
             logger.error("The failed step was %s", output.anon_repr())
             raise
-        return output
+        return output, constrained
 
     def _make_scheduler(self, engine: StartedEngine) -> Scheduler:
         config = self.config
@@ -320,12 +323,9 @@ class EngineCore:
         self._adapter_limit = AdapterLimit(scheduler, self.config.lora.max_loras)
         return self._adapter_limit
 
-    def _read_constrained_steps(self, executed: SchedulerOutput) -> None:
-        """Read the steps in flight up to the last one that shares a constrained request with an executed step."""
-        if self._max_in_flight == 1:
-            return
-        constrained = self._constrained.among(executed.num_scheduled_tokens)
-        while any(not step.num_scheduled_tokens.keys().isdisjoint(constrained) for step, _ in self._in_flight):
+    def _read_steps_of(self, req_ids: Sequence[str]) -> None:
+        """Read the steps in flight up to the last one that has one of these requests."""
+        while any(not step.num_scheduled_tokens.keys().isdisjoint(req_ids) for step, _ in self._in_flight):
             self._read_oldest()
 
     def _read_oldest(self) -> None:
@@ -347,14 +347,14 @@ class EngineCore:
         if drafts is not None:
             self.scheduler.update_draft_token_ids(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
 
-    def _with_drafts(self, output: SchedulerOutput) -> SchedulerOutput:
+    def _with_drafts(self, output: SchedulerOutput, constrained: Sequence[str]) -> SchedulerOutput:
         """Return an executed step with the draft tokens of its constrained requests copied from the device.
 
         They were drafted after the previous step, which has been read, so the grammar can give a bitmask row after
         each. -1 stays where there is no draft.
         """
         scheduled = output.scheduled_spec_decode_tokens
-        if not self._runs_ahead or not self._constrained.any_of(scheduled.keys()):
+        if not self._runs_ahead or scheduled.keys().isdisjoint(constrained):
             return output
         drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is None:
