@@ -6,20 +6,21 @@ import pytest
 
 from penstock.contract import RpcCall
 from penstock.contract.rpc import EFFECTS, RpcEffects, WeightChange
-from penstock.engine.core.adapter_list import AdapterList
 from penstock.errors import ConfigError
+from penstock.features.lora import FEATURE
+from penstock.features.lora.worker import LoRAWorker
 from penstock.worker.worker import Worker
 
 
-def test_each_method_with_effects_is_one_of_the_worker_or_of_the_list_of_adapters() -> None:
-    adapters = AdapterList(lambda call: [True], is_enabled=True)
-    for name, effects in EFFECTS.items():
-        if effects.feature is None:
-            assert callable(getattr(Worker, name)), name
-        else:
-            # A method that the list does not know would be a KeyError.
-            with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-                adapters.call(RpcCall(name, kwargs={"nonsense": 1}))
+def test_each_method_with_effects_is_one_of_the_worker_or_of_a_feature() -> None:
+    of_feature = {*FEATURE.worker_methods, *FEATURE.deployment_methods}
+    for name in EFFECTS:
+        assert name in of_feature or callable(getattr(Worker, name)), name
+
+
+def test_methods_of_features_are_those_of_their_sides() -> None:
+    for name in FEATURE.worker_methods:
+        assert callable(getattr(LoRAWorker, name)), name
 
 
 def test_a_function_has_no_effects_whatever_its_name() -> None:

@@ -47,7 +47,7 @@ def store() -> Iterator[None]:
 
 
 def side_of(core: EngineCore) -> ConnectorScheduler:
-    return next(found for found in core.scheduler._features if isinstance(found, ConnectorScheduler))
+    return next(found for found in core.scheduler.features if isinstance(found, ConnectorScheduler))
 
 
 def fill(folder: Path) -> None:

@@ -14,8 +14,16 @@ from penstock.config import SchedulerConfig
 from penstock.contract import Parts, SampledOutput, SchedulerOutput
 from penstock.contract.lora import AdapterPart
 from penstock.errors import InvalidRequest
-from penstock.scheduler.adapters import AdapterLimit
+from penstock.features.lora.adapter_limit import AdapterLimit
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.scheduler import Scheduler
+
+
+class Limited(SchedulerFeature):
+    """A feature that has the limit alone."""
+
+    def __init__(self, limit: AdapterLimit) -> None:
+        self.request_added, self.begin_admission, self.skips = limit.check, limit.begin_admission, limit.skips  # type: ignore[method-assign]
 
 
 class Loop:
@@ -23,6 +31,7 @@ class Loop:
 
     def __init__(self, max_loras: int = 2, max_num_seqs: int = 8) -> None:
         self.limit: AdapterLimit | None = None
+        self.pinned: set[int] = set()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
             cache_config(200),
@@ -35,9 +44,9 @@ class Loop:
         self.max_loras = max_loras
         self.ended: list[str] = []
 
-    def _make(self, scheduler: Scheduler, max_loras: int) -> AdapterLimit:
-        self.limit = AdapterLimit(scheduler, max_loras)
-        return self.limit
+    def _make(self, scheduler: Scheduler, max_loras: int) -> SchedulerFeature:
+        self.limit = AdapterLimit(scheduler, max_loras, self.pinned)
+        return Limited(self.limit)
 
     def add(self, name: str, adapter: int, num_tokens: int = 4) -> None:
         part = AdapterPart(lora_int_id=adapter, lora_name=str(adapter), lora_path="x")
@@ -95,11 +104,11 @@ def test_it_is_not_starved_by_requests_that_keep_coming() -> None:
 def test_pinned_adapters_keep_their_slots() -> None:
     loop = Loop()
     assert loop.limit is not None
-    loop.limit.set_pinned({7})
+    loop.pinned.add(7)
     loop.add("a", 1)
     loop.add("b", 2)
     assert list(loop.step().num_scheduled_tokens) == ["a"]
-    loop.limit.set_pinned({7, 8})
+    loop.pinned.add(8)
     with pytest.raises(InvalidRequest, match="max_loras=2"):
         loop.add("c", 3)
 
@@ -110,7 +119,7 @@ def test_a_pinned_adapter_without_a_slot_waits_for_one() -> None:
     loop.add("a", 1, 3)
     loop.add("b", 2, 9)
     loop.step()
-    loop.limit.set_pinned({7})
+    loop.pinned.add(7)
     loop.add("pinned", 7)
     steps = [set(loop.step().num_scheduled_tokens) for _ in range(3)]
     assert steps == [{"a", "b"}, {"a", "b"}, {"b", "pinned"}]

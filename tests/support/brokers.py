@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.messages import AdaptersChanged, BrokerStatus, CoreMessage
+from penstock.engine.messages import BrokerStatus, CoreMessage, FeaturesChanged
 from penstock.engine.processes.broker import BrokerArguments, serve_fronts
 from penstock.engine.processes.broker_connection import BrokerConnection, BrokerState
 from penstock.engine.processes.child_process import ChildProcess
@@ -45,7 +45,7 @@ class BrokerUnderTest:
         self._listener.listen()
         self._starter = ProcessStarter()
         self._arguments = BrokerArguments(config, limits or QueueLimits(), self._listener.fileno(), load_core)
-        self._adapters: bytes | None = None
+        self._features: bytes | None = None
         self.process = SupervisedProcess(
             "the broker",
             self._start,
@@ -73,7 +73,7 @@ class BrokerUnderTest:
     def _start(self, deliver: Deliver) -> ChildProcess:
         return ChildProcess(
             serve_fronts,
-            replace(self._arguments, adapters=self._adapters),
+            replace(self._arguments, features=self._features),
             self._starter,
             deliver,
             role="broker",
@@ -84,8 +84,8 @@ class BrokerUnderTest:
     def _note(self, message: CoreMessage) -> None:
         if isinstance(message, BrokerStatus):
             self.statuses.append(message)
-        elif isinstance(message, AdaptersChanged):
-            self._adapters = message.state
+        elif isinstance(message, FeaturesChanged):
+            self._features = message.states
 
     def _fail(self, error: PenstockError) -> None:
         self.failures.append(error)

@@ -2,9 +2,9 @@
 
     register_feature(Feature(name="tone", parts=(TonePart,), worker_side=make_tones))
 
-A feature has sides, one for each place that it works in: the scheduler's (`scheduler.feature.SchedulerFeature`), the
-worker's (`worker.feature`), and output heads. Each side is a function or class of a module, or its name as
-"module:name", which is imported where the side is made: the scheduler's process needs no torch.
+A feature has sides, one for each place that it works in: the deployment's (`features.deployment`), the scheduler's
+(`scheduler.feature`), the worker's (`worker.feature`), and output heads. Each side is a function or class of a module,
+or its name as "module:name", which is imported where the side is made: the scheduler's process needs no torch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,33 @@ def _always(_: EngineConfig) -> bool:
 class Feature:
     """Registration of a feature.
 
-    name: unique. is_on: whether an engine with this configuration has the feature. parts: types of its message parts.
-    scheduler_side: (SchedulerServices) -> SchedulerFeature. worker_side: (WorkerServices) -> WorkerFeature, or a
-    SlotOwner for a feature that has nothing else there. output_heads: (HeadParts) -> OutputHead by name, for the option
-    `output_head`. memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run
-    leaves out then.
-    worker_methods: methods of the worker's side that `collective_rpc` reaches by their names.
-    how_to_turn_on: sentence for errors of calls to an engine without the feature.
+    name: unique, in the plural. is_on: whether an engine with this configuration has the feature. parts: types of its
+    message parts. how_to_turn_on: sentence for errors of requests and calls to an engine without the feature.
+
+    Sides: deployment_side: (DeploymentServices) -> DeploymentFeature. scheduler_side: (SchedulerServices) ->
+    SchedulerFeature. worker_side: (WorkerServices) -> WorkerFeature, or a SlotOwner for a feature that has nothing else
+    there. output_heads: (HeadParts) -> OutputHead by name, for the option `output_head`.
+
+    memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run leaves out then.
+    deployment_methods, worker_methods: methods of these sides that `collective_rpc` reaches by their names.
     """
 
     name: str
     is_on: Callable[[EngineConfig], bool] = _always
     parts: tuple[type[Part], ...] = ()
+    deployment_side: Side = None
     scheduler_side: Side = None
     worker_side: Side = None
     output_heads: Mapping[str, Side] = field(default_factory=dict)
     memory: Side = None
+    deployment_methods: Sequence[str] = ()
     worker_methods: Sequence[str] = ()
     how_to_turn_on: str = ""
+
+    @property
+    def why_off(self) -> str:
+        """Error text of a request or call that needs this feature in an engine without it."""
+        return f"{self.name} are not enabled in this engine. {self.how_to_turn_on}".strip()
 
     def __post_init__(self) -> None:
         for side in _sides(self):
@@ -98,16 +107,23 @@ def make_side(side: Side, *arguments: Any) -> Any:
     return side(*arguments)
 
 
-def why_no_method(name: str) -> str | None:
-    """Why a worker has no method of this name, if a feature would have it."""
+def why_no_method(name: str, *, of_deployment: bool = False) -> str | None:
+    """Why there is no method of this name, if a feature would have it. of_deployment: of deployment sides."""
     for feature in _registered.values():
-        if name in feature.worker_methods:
-            return f"{name} needs {feature.name}, which this engine does not have. {feature.how_to_turn_on}"
+        if name in (feature.deployment_methods if of_deployment else feature.worker_methods):
+            return f"{name}: {feature.why_off}"
     return None
 
 
+def feature_of_part(name: str) -> Feature | None:
+    """The feature that has a message part of this name."""
+    of_name = (one for one in _registered.values() if any(part.feature == name for part in one.parts))
+    return next(of_name, None)
+
+
 def _sides(feature: Feature) -> list[Callable[..., Any] | str]:
-    sides = feature.scheduler_side, feature.worker_side, feature.memory, *feature.output_heads.values()
+    named = feature.deployment_side, feature.scheduler_side, feature.worker_side, feature.memory
+    sides = *named, *feature.output_heads.values()
     return [side for side in sides if side is not None]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.contract.lora import AdapterPart
 from penstock.errors import ConfigError
 
 
@@ -27,25 +26,22 @@ class RpcEffects:
     """Effects of a worker method on the engine that calls it; a method without an entry in `EFFECTS` has none.
 
     weights: change of the weights. on_first_engine: whether engine 0 alone runs it, since the others would write the
-    same files. is_profile: whether it starts or ends a profile. feature: feature whose state in the engine answers the
-    call instead of the workers. is_recorded: whether a recording of steps has an entry of it.
+    same files. is_profile: whether it starts or ends a profile. is_recorded: whether a recording of steps has an entry
+    of it.
     """
 
     weights: WeightChange | None = None
     on_first_engine: bool = False
     is_profile: bool = False
-    feature: str | None = None
     is_recorded: bool = False
 
 
-_ADAPTERS = AdapterPart.feature
 EFFECTS: Mapping[str, RpcEffects] = {
     "update_config": RpcEffects(weights=WeightChange.NEXT_LOAD, is_recorded=True),
     "reload_weights": RpcEffects(weights=WeightChange.NOW, is_recorded=True),
     "save_sharded_state": RpcEffects(on_first_engine=True),
     "profile": RpcEffects(is_profile=True),
-    **dict.fromkeys(("add_lora", "prefetch_lora", "remove_lora"), RpcEffects(feature=_ADAPTERS, is_recorded=True)),
-    **dict.fromkeys(("offer_loras", "pin_lora", "known_loras", "take_lora_number"), RpcEffects(feature=_ADAPTERS)),
+    **dict.fromkeys(("add_lora", "prefetch_lora", "remove_lora"), RpcEffects(is_recorded=True)),
 }
 _NO_EFFECTS = RpcEffects()
 

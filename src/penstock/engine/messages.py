@@ -170,10 +170,10 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     recent_steps: list[list[StepRecord]] = []
 
 
-class AdaptersChanged(_Message, frozen=True, kw_only=True, tag="adapters"):
-    """The broker's list of adapters after a change, for the broker that replaces it. state: pickled."""
+class FeaturesChanged(_Message, frozen=True, kw_only=True, tag="features"):
+    """States of features in the broker after a change, for the broker that replaces it. states: by feature, pickled."""
 
-    state: bytes
+    states: bytes
 
 
 class CoreLog(_Message, frozen=True, kw_only=True, tag="log"):
@@ -210,7 +210,7 @@ CoreMessage: TypeAlias = (
     | Answer
     | CoreEnded
     | BrokerStatus
-    | AdaptersChanged
+    | FeaturesChanged
 )
 
 

@@ -19,7 +19,7 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
     """Scheduler side of a feature. All methods are optional."""
 
     def request_added(self, request: Request) -> None:  # noqa: B027
-        """Note a new waiting request; the feature may call `wait_for` on it."""
+        """Note a new waiting request; the feature may change its parts, and call `wait_for` on it."""
 
     def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
         """Whether the feature's budget admits a waiting request to a step with these requests so far.
@@ -46,7 +46,25 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """Take in the parts of a step's results, before its tokens."""
 
     def workers_replaced(self) -> None:  # noqa: B027
-        """Note that workers were replaced: results of earlier steps and the KV cache are lost."""
+        """Note that workers are to be replaced: results of earlier steps and the KV cache are lost."""
+
+    def workers_ready(self) -> None:  # noqa: B027
+        """Bring back the state of replaced workers, before their first step."""
+
+    def before_step(self) -> None:  # noqa: B027
+        """Change requests before a step is scheduled; called for every turn of the core, between two steps."""
+
+    def after_step(self) -> None:  # noqa: B027
+        """Note the end of a turn of the core, when the results that it has read are taken in."""
+
+    @property
+    def is_polled(self) -> bool:
+        """Whether `before_step` is to be called soon, though all requests wait."""
+        return False
+
+    def call(self, call: RpcCall) -> list[Any]:
+        """Answer a call of the feature's deployment side, between two steps."""
+        raise NotImplementedError(f"{type(self).__name__} has no method {call.name!r}")
 
 
 class SchedulerServices(NamedTuple):

@@ -95,9 +95,9 @@ class Scheduler:
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._next_step_id = 0
         self._num_computed_tokens = 0
-        self._features = [make_feature(self) for make_feature in features]
+        self.features = [make_feature(self) for make_feature in features]
         self._admission = Admission(
-            config, self._requests, self._in_flight, self.kv_cache, self._features, self._break_off
+            config, self._requests, self._in_flight, self.kv_cache, self.features, self._break_off
         )
         self._repetition = RepeatedSteps(
             config,
@@ -178,7 +178,7 @@ class Scheduler:
             )
         self._requests.add(request)
         try:
-            for feature in self._features:
+            for feature in self.features:
                 feature.request_added(request)
         except BaseException:
             self._requests.finish(request)
@@ -265,7 +265,7 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         step = self._repetition.next_step(step_id) or self._new_step(step_id)
-        if self._features:
+        if self.features:
             step = self._with_parts(step)
         step = self._repetition.note(step)
         if step.requests:
@@ -281,7 +281,7 @@ class Scheduler:
         Ignores results of steps before `reset_for_recovery`. Raises LifecycleError for results of another step, of an
         unknown request, or out of order.
         """
-        for feature in self._features:
+        for feature in self.features:
             feature.take_results(scheduler_output, model_runner_output)
         self._num_computed_tokens += scheduler_output.total_num_scheduled_tokens
         return self._in_flight.settle(scheduler_output, model_runner_output)
@@ -303,7 +303,7 @@ class Scheduler:
         self._requests.finished_req_ids = set()
         self._in_flight.rewind_all(self._next_step_id)
         self.kv_cache.start_over()
-        for feature in self._features:
+        for feature in self.features:
             feature.workers_replaced()
 
     def preempt_all(self) -> None:
@@ -355,7 +355,7 @@ class Scheduler:
 
     def _with_parts(self, step: Step) -> Step:
         """Add the features' parts to the message of a step."""
-        parts = Parts.of(part for feature in self._features if (part := feature.part_of_step(step.message)) is not None)
+        parts = Parts.of(part for feature in self.features if (part := feature.part_of_step(step.message)) is not None)
         return replace(step, message=replace(step.message, parts=parts)) if parts else step
 
     def _share_of_requests(self) -> int:

@@ -16,8 +16,6 @@ from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, RpcCall, SchedulerOutput
 from penstock.contract.feature import Feature, features_of, make_side
 from penstock.contract.rpc import WeightChange
-from penstock.engine.core.adapter_list import AdapterList
-from penstock.engine.core.adapters import CoreAdapters
 from penstock.engine.core.constrained_requests import ConstrainedRequests
 from penstock.engine.core.recovery import Recovery
 from penstock.engine.core.startup import StartedEngine, start_engine
@@ -30,7 +28,7 @@ from penstock.engine.statistics.step_log import StepLog, StepRecord
 from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import Executor, StepHandle
-from penstock.scheduler.adapters import AdapterLimit
+from penstock.features.deployment import DeploymentFeatures
 from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 from penstock.scheduler.request import Request
@@ -42,8 +40,8 @@ from penstock.worker.plugins import load_plugins
 logger = logging.getLogger(__name__)
 # Poll interval of a core whose requests all wait, in case a wake-up is missed.
 _LONGEST_WAIT_S = 0.1
-# Poll interval while adapters are loaded.
-_ADAPTER_WAIT_S = 0.002
+# Poll interval while a feature waits for something without a wake-up, such as the loading of an adapter.
+_POLL_S = 0.002
 
 
 class EngineCore:
@@ -52,10 +50,10 @@ class EngineCore:
     Failed workers are replaced and running requests continue (`Recovery`). When restarts do not help, `step` raises
     EngineDead with the cause.
 
-    owns_adapters: False where the core's client owns the list of adapters.
+    owns_deployment: False where the core's client owns the deployment sides of features.
     """
 
-    def __init__(self, config: EngineConfig, grammar: Grammar | None = None, *, owns_adapters: bool = True) -> None:
+    def __init__(self, config: EngineConfig, grammar: Grammar | None = None, *, owns_deployment: bool = True) -> None:
         # Plugins register message parts and scheduler features, so the core's process loads them as well.
         load_plugins()
         self.config = config
@@ -94,24 +92,11 @@ class EngineCore:
         # Notifies the driver of the core that workers were lost.
         self._loss_callback: Callable[[], None] = lambda: None
         self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
-        self._adapter_limit: AdapterLimit | None = None
+        # Scheduler sides of features, by the methods of their deployment sides.
+        self._features_by_method: dict[str, SchedulerFeature] = {}
         self.scheduler = self._make_scheduler(engine)
         self._constrained = ConstrainedRequests(grammar, self.scheduler, self._take_ends)
-        self._adapters = CoreAdapters(
-            config.lora,
-            self.scheduler,
-            self._adapter_limit,
-            self._call_workers,
-            self._take_ends,
-            loads_at_once=config.parallel.must_agree_on_time,
-        )
-        self._adapter_list: AdapterList | None = None
-        if owns_adapters:
-            self._adapter_list = AdapterList(
-                self._adapters.call,
-                is_enabled=config.lora.enable_lora,
-                stamps_files=config.parallel.executor in ("uni", "mp"),
-            )
+        self._deployment = DeploymentFeatures(config, self._call_feature) if owns_deployment else None
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
@@ -124,9 +109,8 @@ class EngineCore:
         Raises ContextTooLong when it can never fit, InvalidRequest when its id is in use.
         """
         self._require_alive()
-        if self._adapter_list is not None:
-            request = self._adapter_list.resolve(request)
-        parts = self._adapters.with_version(request.parts)
+        if self._deployment is not None:
+            request = self._deployment.resolve(request)
         self._recovery.note_request()
         self.scheduler.add_request(
             Request(
@@ -137,7 +121,7 @@ class EngineCore:
                 arrival_time=request.arrival_time,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                parts=parts,
+                parts=request.parts,
                 pooling_params=request.pooling_params,
                 output_token_ids=request.output_token_ids,
                 needs_tokens_on_host=request.needs_tokens_on_host,
@@ -146,7 +130,6 @@ class EngineCore:
         )
         try:
             self._constrained.add(request)
-            self._adapters.add(request.req_id, parts)
         except Exception:
             # The caller gets the error as a refusal, so the request must not run.
             self.abort_requests([request.req_id])
@@ -217,7 +200,8 @@ class EngineCore:
             self._recover_lost()
         try:
             self._turn()
-            self._adapters.drop_removed()
+            for feature in self.scheduler.features:
+                feature.after_step()
         except (WorkerError, WaitTimeout) as error:
             self._recovery.note_failure(error)
             self._recover(error)
@@ -230,7 +214,8 @@ class EngineCore:
     def wait_for_work(self) -> None:
         """Wait for `wake` if the last step had nothing to run, 0.1 s at most; otherwise return at once."""
         # An earlier `wake` is handled by the next step.
-        wait_s = _ADAPTER_WAIT_S if self._adapters.are_loading else _LONGEST_WAIT_S
+        is_polled = any(feature.is_polled for feature in self.scheduler.features)
+        wait_s = _POLL_S if is_polled else _LONGEST_WAIT_S
         if self._has_to_wait and self._woken.wait(wait_s):
             self._woken.clear()
 
@@ -269,7 +254,8 @@ class EngineCore:
         Returns the step with its constrained requests. Without any, workers sample as soon as the forward pass is done.
         """
         self._constrained.take_ready()
-        self._adapters.take_ready()
+        for feature in self.scheduler.features:
+            feature.before_step()
         if not self.scheduler.has_work():
             return None, ()
         output = self.scheduler.schedule()
@@ -302,7 +288,7 @@ class EngineCore:
             step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
             max_concurrent_steps=self._max_in_flight,
             tell_ends=self._take_ends,
-            features=[*self._factories(engine), *([self._make_adapter_limit] if config.lora.enable_lora else [])],
+            features=self._factories(engine),
         )
 
     def _factories(self, engine: StartedEngine) -> list[Callable[[Scheduler], SchedulerFeature]]:
@@ -311,6 +297,7 @@ class EngineCore:
         def make(feature: Feature, scheduler: Scheduler) -> SchedulerFeature:
             services = SchedulerServices(self.config, scheduler, self._call_workers, self._take_ends, self.wake)
             side: SchedulerFeature = make_side(feature.scheduler_side, services)
+            self._features_by_method.update(dict.fromkeys(feature.deployment_methods, side))
             return side
 
         features = features_of(self.config, engine.features_of_model)
@@ -319,9 +306,8 @@ class EngineCore:
     def _call_workers(self, call: RpcCall) -> list[Any]:
         return self._executor.collective_rpc(call)
 
-    def _make_adapter_limit(self, scheduler: Scheduler) -> AdapterLimit:
-        self._adapter_limit = AdapterLimit(scheduler, self.config.lora.max_loras)
-        return self._adapter_limit
+    def _call_feature(self, call: RpcCall) -> list[Any]:
+        return self._features_by_method[call.name].call(call)
 
     def _read_steps_of(self, req_ids: Sequence[str]) -> None:
         """Read the steps in flight up to the last one that has one of these requests."""
@@ -386,12 +372,13 @@ class EngineCore:
         if self._has_lost_workers:
             self._recover_lost()
         engine = self._require_alive()
-        effects = call.effects
-        if effects.feature is not None:
+        effects, by_method = call.effects, self._features_by_method
+        feature = by_method.get(call.name) if self._deployment is None else self._deployment.side_of(call)
+        if feature is not None:
             if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
-                # Workers hold the adapters of requests until a step tells them that these have ended.
+                # Workers hold the state of requests until a step tells them that these have ended.
                 self._outputs += self.step()
-            return (self._adapter_list or self._adapters).call(call)
+            return feature.call(call)
         try:
             answers = engine.executor.collective_rpc(call)
         except WaitTimeout as error:
@@ -502,7 +489,8 @@ class EngineCore:
             self.close()
             raise
         engine.executor.on_loss(self._note_loss)
-        self._adapters.workers_replaced()
+        for feature in self.scheduler.features:
+            feature.workers_ready()
 
     @property
     def _executor(self) -> Executor:

@@ -10,25 +10,25 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 from msgspec.structs import replace
 
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.contract import decode, encode
-from penstock.engine.core.adapter_list import AdapterListState
 from penstock.engine.messages import (
     AbortRequests,
-    AdaptersChanged,
     AddRequest,
     Answer,
     BrokerStatus,
     CloseCore,
     CoreMessage,
     CoreStarted,
+    FeaturesChanged,
     FromCore,
     StepOutputs,
     ToCore,
@@ -61,14 +61,14 @@ class BrokerArguments:
     """Arguments of a broker's process.
 
     descriptor: of the Unix socket, listening, to which front ends connect. load_core: loads a core in its process.
-    adapters: state of the last `AdaptersChanged` of the broker before; None for the first one.
+    features: state of the last `FeaturesChanged` of the broker before; None for the first one.
     """
 
     config: EngineConfig
     limits: QueueLimits
     descriptor: int
     load_core: Callable[[EngineConfig], ServedCore] = load_engine_core
-    adapters: bytes | None = None
+    features: bytes | None = None
 
 
 def serve_fronts(arguments: BrokerArguments, parent: ParentConnection) -> None:
@@ -166,8 +166,8 @@ class Broker:
             config,
             arguments.load_core,
             while_waiting=self._while_waiting,
-            adapters=None if arguments.adapters is None else loads(arguments.adapters),
-            on_adapters=self._keep_adapters,
+            features=None if arguments.features is None else loads(arguments.features),
+            on_features=self._keep_features,
         )
         self._engines = self._group.engines
         self._wake = self._group.wake
@@ -195,9 +195,9 @@ class Broker:
         """Close the cores."""
         self._group.close()
 
-    def _keep_adapters(self, state: AdapterListState) -> None:
-        """Let the parent keep the list of adapters; a front end gets its answer after that."""
-        self._parent.send(AdaptersChanged(state=dumps("The list of adapters", state)))
+    def _keep_features(self, states: Mapping[str, Any]) -> None:
+        """Let the parent keep the features' states; a front end gets its answer after that."""
+        self._parent.send(FeaturesChanged(states=dumps("The states of features", states)))
 
     def _while_waiting(self) -> None:
         """Send heartbeats while the cores start; deliver outputs too during a long call of a front end.

@@ -8,14 +8,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.contract import RpcCall
-from penstock.engine.core.adapter_list import AdapterList, AdapterListState
 from penstock.engine.core.core_client import START_TIMEOUT_S
 from penstock.engine.core.weight_changes import keep_weight_change
 from penstock.engine.guards import OwningProcess
@@ -30,6 +29,7 @@ from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
 from penstock.executor.base import check_reply_rank
 from penstock.executor.processes import ProcessStarter
+from penstock.features.deployment import DeploymentFeatures
 from penstock.observability.standard_streams import occupy_standard_descriptors
 from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, SchedulerStats, summed_stats
 
@@ -41,7 +41,7 @@ def load_engine_core(config: EngineConfig) -> ServedCore:
     """Load the engine core of this configuration; raises what loading the model raises."""
     from penstock.engine.core.engine_core import EngineCore
 
-    return EngineCore(config, owns_adapters=False)
+    return EngineCore(config, owns_deployment=False)
 
 
 # Callback for a core's messages, and the end of its connection (None).
@@ -59,8 +59,8 @@ class CoreGroup:
         messages.
     meanwhile: called while the cores start; an exception of it aborts the start.
     while_waiting: called several times a second while the cores start, or a call waits for its answer.
-    adapters: LoRA adapters of an earlier client, whose place this one takes. on_adapters: called after each change of
-        them. A client that connects to a broker leaves them to it.
+    features: states of the deployment sides of an earlier client, whose place this one takes, by feature. on_features:
+        called after each change of them. A client that connects to a broker leaves them to it.
 
     Raises what `load_core` raises; EngineDead when a process dies during its start, WaitTimeout when it times out.
     """
@@ -74,8 +74,8 @@ class CoreGroup:
         start_timeout_s: float = START_TIMEOUT_S,
         meanwhile: Callable[[], object] = lambda: None,
         while_waiting: Callable[[], None] = lambda: None,
-        adapters: AdapterListState | None = None,
-        on_adapters: Callable[[AdapterListState], None] = lambda _: None,
+        features: Mapping[str, Any] | None = None,
+        on_features: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
         occupy_standard_descriptors()
         self._owner = OwningProcess()
@@ -89,15 +89,9 @@ class CoreGroup:
         self._ended_by: PenstockError | None = None
         self._loss_callback: Callable[[], None] = lambda: None
         self._waiting_callback = while_waiting
-        self._adapters: AdapterList | None = None
+        self._deployment: DeploymentFeatures | None = None
         if connect is None:
-            self._adapters = AdapterList(
-                _call_adapters_of(weakref.ref(self)),
-                is_enabled=config.lora.enable_lora,
-                stamps_files=config.parallel.executor in ("uni", "mp"),
-                state=adapters,
-                on_change=on_adapters,
-            )
+            self._deployment = DeploymentFeatures(config, _call_cores_of(weakref.ref(self)), features, on_features)
         parallel, cache = config.parallel, config.cache
         num_engines = parallel.num_engines_here if connect is None else 1
         block_size = cache.block_size * parallel.decode_context_parallel_size
@@ -150,8 +144,8 @@ class CoreGroup:
                     f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own "
                     "id."
                 )
-            if self._adapters is not None:
-                request = self._adapters.resolve(request)
+            if self._deployment is not None:
+                request = self._deployment.resolve(request)
             engine = self._choose(request)
             call = engine.add(request)
             if call is None:
@@ -247,9 +241,10 @@ class CoreGroup:
         num_ranks = sum(engine.config.parallel.world_size for engine in asked)
         check_reply_rank(call.unique_reply_rank, num_ranks)
         with self._listening():
-            if self._adapters is not None and effects.feature is not None:
+            feature = None if self._deployment is None else self._deployment.side_of(call)
+            if feature is not None:
                 self._check_running()
-                return self._adapters.call(call)
+                return feature.call(call)
             calls = self._call_workers(call, asked)
             done = [index for index, of_core in enumerate(calls) if of_core.error is None]
             # A core may complete the call after its timeout.
@@ -326,7 +321,7 @@ class CoreGroup:
                 own,
                 start,
                 blames_requests=not is_broker,
-                adapters=self._adapters,
+                deployment=self._deployment,
                 start_timeout_s=start_timeout_s,
             )
             self._engines.append(engine)
@@ -484,12 +479,12 @@ def _deliver_to(
     return deliver
 
 
-def _call_adapters_of(group: weakref.ref[CoreGroup]) -> Callable[[RpcCall], list[Any]]:
-    """Return the function by which a group's list of adapters calls its cores, as `_deliver_to`."""
+def _call_cores_of(group: weakref.ref[CoreGroup]) -> Callable[[RpcCall], list[Any]]:
+    """Return the function by which a group's deployment sides call its cores, as `_deliver_to`."""
 
     def call_cores(call: RpcCall) -> list[Any]:
         owner = group()
-        assert owner is not None, "the group calls its list"
+        assert owner is not None, "the group calls its features"
         return _results_of(owner._call_workers(call, owner._engines))
 
     return call_cores

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.contract import RpcCall, encode
-from penstock.engine.core.adapter_list import AdapterList
 from penstock.engine.core.restarts import FailureCount, Quarantine, restart_backoff_s
 from penstock.engine.messages import (
     AbortRequests,
@@ -45,6 +44,7 @@ from penstock.errors import (
 )
 from penstock.executor.processes import describe_end, was_killed, where_to_look
 from penstock.executor.serialization import dumps
+from penstock.features.deployment import DeploymentFeatures
 from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, FinishReason
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,8 @@ class EngineSupervisor:
     num_restarts: replaced processes so far. num_worker_restarts: replacements of the workers by all its processes.
     name: name of the core in errors and logs.
     start: starts a process with the core of a configuration; the process delivers its messages in a reader thread.
-    blames_requests: whether a request may be the cause of a loss. adapters: list of the adapters, if this process owns
-        it.
+    blames_requests: whether a request may be the cause of a loss. deployment: deployment sides of
+        features, if this process owns them.
 
     Methods raise EngineDead, or the start error of the first core, when restarts are exhausted.
     """
@@ -118,13 +118,13 @@ class EngineSupervisor:
         start: StartCore,
         *,
         blames_requests: bool = True,
-        adapters: AdapterList | None = None,
+        deployment: DeploymentFeatures | None = None,
         start_timeout_s: float,
     ) -> None:
         self.name = name
         self.config = config
         self.weight_calls: list[RpcCall] = []
-        self._adapters = adapters
+        self._deployment = deployment
         self.requests: dict[str, ResumableRequest] = {}
         self._start_core = start
         self._blames_requests = blames_requests
@@ -328,17 +328,17 @@ class EngineSupervisor:
             return
         self.num_restarts += 1
         logger.info("%s goes on with %d requests", self._label, len(self.requests))
-        calls_of_adapters = () if self._adapters is None else self._adapters.calls_of_new_core()
-        for call in (*self.weight_calls, *calls_of_adapters):
+        calls_of_features = () if self._deployment is None else self._deployment.calls_of_new_core()
+        for call in (*self.weight_calls, *calls_of_features):
             self.call("collective_rpc", call).is_awaited = False
         for req_id, kept in self.requests.items():
             if req_id not in self._quarantined:
                 self._resume(kept)
 
     def _resume(self, kept: ResumableRequest) -> None:
-        """Submit a request of a lost core, with the present folder of its adapter."""
+        """Submit a request of a lost core, with its present parts."""
         request = kept.resume()
-        self._submit(request if self._adapters is None else self._adapters.resolve(request)).is_awaited = False
+        self._submit(request if self._deployment is None else self._deployment.resolve(request)).is_awaited = False
 
     def _submit(self, request: EngineRequest) -> Call:
         call = Call("add_request", req_id=request.req_id)

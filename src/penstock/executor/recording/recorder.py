@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, RpcCall, SchedulerOutput
-from penstock.contract.lora import AdapterPart, LoRARequest
+from penstock.contract.lora import LoRARequest
 from penstock.errors import ConfigError, LifecycleError
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
 from penstock.executor.recording.entries import (
@@ -40,6 +40,10 @@ from penstock.executor.recording.redaction import (
 from penstock.worker.arithmetic import describe_arithmetic
 
 logger = logging.getLogger(__name__)
+
+
+# Calls whose argument is an adapter, or the key of one.
+_OF_ADAPTERS = ("add_lora", "prefetch_lora", "remove_lora")
 
 
 @dataclass(slots=True)
@@ -127,7 +131,7 @@ class Recorder:
         """Record a call that changed the workers' weights or adapters; others leave no entry."""
         if not call.effects.is_recorded:
             return
-        adapter = call.args[0] if call.effects.feature == AdapterPart.feature else None
+        (adapter,) = call.args if call.name in _OF_ADAPTERS else (None,)
         if isinstance(adapter, LoRARequest):
             self._adapters[adapter.key] = msgspec.structs.replace(adapter, load_inplace=True)
             self._write(Called(method=call.name, adapter=self._shown(adapter)))

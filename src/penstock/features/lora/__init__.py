@@ -16,7 +16,18 @@ FEATURE = Feature(
     is_on=_is_enabled,
     how_to_turn_on="Start the engine with enable_lora=True.",
     parts=(AdapterPart,),
+    deployment_side="penstock.features.lora.adapter_list:AdapterList",
+    scheduler_side="penstock.features.lora.scheduling:LoRAScheduling",
     worker_side="penstock.features.lora.worker:LoRAWorker",
+    deployment_methods=(
+        "add_lora",
+        "prefetch_lora",
+        "offer_loras",
+        "remove_lora",
+        "pin_lora",
+        "known_loras",
+        "take_lora_number",
+    ),
     worker_methods=(
         "add_lora",
         "prefetch_lora",

@@ -21,12 +21,12 @@ from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.contract import encode
 from penstock.engine.messages import (
-    AdaptersChanged,
     BrokerStatus,
     CloseCore,
     CoreMessage,
     CoreStarted,
     Drain,
+    FeaturesChanged,
     FrontEnded,
     FrontStarted,
     ToCore,
@@ -91,8 +91,8 @@ class Launcher:
         self._network = network
         self._limits = limits
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        # The broker's list of adapters, which the next broker gets.
-        self._adapters: bytes | None = None
+        # States of features in the broker, which the next broker gets.
+        self._features: bytes | None = None
         self._signal_time = -math.inf
         self._ends_at_once = False
         self._front_numbers = itertools.count()
@@ -203,7 +203,7 @@ class Launcher:
         descriptor = listener.fileno()
 
         def start(deliver: Deliver) -> ChildProcess:
-            arguments = BrokerArguments(self._config, self._limits, descriptor, adapters=self._adapters)
+            arguments = BrokerArguments(self._config, self._limits, descriptor, features=self._features)
             self._metrics.note_start("broker")
             return ChildProcess(
                 serve_fronts,
@@ -249,8 +249,8 @@ class Launcher:
         def on_message(message: CoreMessage) -> None:
             if isinstance(message, BrokerStatus):
                 self._metrics.note_status(message)
-            elif isinstance(message, AdaptersChanged):
-                self._adapters = message.state
+            elif isinstance(message, FeaturesChanged):
+                self._features = message.states
             elif isinstance(message, CoreStarted | FrontStarted):
                 if isinstance(message, CoreStarted):
                     self._stages.end("processes", message.stage_s)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
-from penstock.contract import Parts, SamplingParams, part_of
+from penstock.config import LoRAConfig
+from penstock.contract import Parts, RpcCall, SamplingParams, part_of
 from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest
-from penstock.engine.core.adapter_list import AdapterList, AdapterListState
 from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, CheckpointError, InvalidRequest, ProcessLost
+from penstock.features.deployment import DeploymentFeatures, DeploymentServices
+from penstock.features.lora.adapter_list import AdapterList, AdapterListState
 
 NAMES = st.sampled_from(["x", "k", "z"])
 PATHS = st.sampled_from(["folder a", "folder b", "folder c"])
@@ -32,6 +37,20 @@ def adapter_of(request: EngineRequest) -> AdapterPart:
     return part
 
 
+def list_with(
+    call_cores: Callable[[RpcCall], list[Any]],
+    state: AdapterListState | None,
+    on_change: Callable[[AdapterListState], None],
+) -> AdapterList:
+    config: Any = SimpleNamespace(parallel=SimpleNamespace(executor="mp"))
+    return AdapterList(DeploymentServices(config, call_cores, state, on_change))
+
+
+def resolved_by(adapters: AdapterList, request: EngineRequest) -> EngineRequest:
+    assert request.parts is not None
+    return replace(request, parts=adapters.resolve(request.parts, is_admitted=request.is_admitted))
+
+
 class ListMachine(RuleBasedStateMachine):
     """Compares the list with a model: folders by name, and the folder with which each running request began."""
 
@@ -48,11 +67,12 @@ class ListMachine(RuleBasedStateMachine):
         self.running: list[EngineRequest] = []
 
     def owner(self, state: AdapterListState | None) -> AdapterList:
-        def call(method: str, adapter: LoRARequest) -> list[Any]:
+        def call_cores(call: RpcCall) -> list[Any]:
+            (adapter,) = call.args
             failure, self.fails = self.fails, None
             if failure is not None:
                 raise failure("a fault")
-            if method == "remove_lora":
+            if call.name == "remove_lora":
                 self.loaded.pop(adapter.identity, None)
                 return [None]
             is_new = adapter.identity not in self.loaded or adapter.load_inplace
@@ -62,10 +82,10 @@ class ListMachine(RuleBasedStateMachine):
         def keep(state: AdapterListState) -> None:
             self.kept = state
 
-        return AdapterList(call, is_enabled=True, state=state, on_change=keep)
+        return list_with(call_cores, state, keep)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        (answer,) = self.list.call(method, args, kwargs)
+        (answer,) = self.list.call(RpcCall(method, args, kwargs))
         return answer
 
     def known(self, name: str) -> LoRARequest | None:
@@ -102,7 +122,7 @@ class ListMachine(RuleBasedStateMachine):
             return
         is_taken = any(one.lora_int_id == number for one in self.served.values())
         try:
-            self.running.append(self.list.resolve(request_with(LoRARequest(name, number, path))))
+            self.running.append(resolved_by(self.list, request_with(LoRARequest(name, number, path))))
         except InvalidRequest:
             assert is_taken
             return
@@ -139,9 +159,9 @@ class ListMachine(RuleBasedStateMachine):
         present = self.served.get(adapter.lora_name)
         if present is None or present.identity != adapter.identity:
             with pytest.raises(AdapterNotFound):
-                self.list.resolve(request_with(adapter))
+                resolved_by(self.list, request_with(adapter))
             return
-        resolved = self.list.resolve(request_with(adapter))
+        resolved = resolved_by(self.list, request_with(adapter))
         assert adapter_of(resolved).lora_path == present.lora_path
         self.running.append(resolved)
 
@@ -152,7 +172,7 @@ class ListMachine(RuleBasedStateMachine):
         order.shuffle(self.running)
         for request in self.running:
             before = adapter_of(request)
-            resumed = adapter_of(self.list.resolve(request_with_part(before, is_admitted=True)))
+            resumed = adapter_of(resolved_by(self.list, request_with_part(before, is_admitted=True)))
             assert resumed.identity == before.identity
             expected = self.identities.get(before.identity, before.lora_path)
             assert resumed.lora_path == expected
@@ -180,50 +200,51 @@ def request_with_part(part: AdapterPart, **fields: Any) -> EngineRequest:
 TestList = ListMachine.TestCase
 
 
-def made(**fields: Any) -> AdapterList:
-    return AdapterList(lambda method, adapter: [True], is_enabled=True, **fields)
+def made(state: AdapterListState | None = None) -> AdapterList:
+    return list_with(lambda call: [True], state, lambda state: None)
 
 
 def test_numbers_for_new_adapters_do_not_come_back() -> None:
     adapters = made()
     numbers = []
     for _ in range(3):
-        (number,) = adapters.call("take_lora_number", (), {})
-        adapters.call("add_lora", (LoRARequest("x", number, "a"),), {})
-        adapters.call("remove_lora", (number,), {})
+        (number,) = adapters.call(RpcCall("take_lora_number", ()))
+        adapters.call(RpcCall("add_lora", (LoRARequest("x", number, "a"),)))
+        adapters.call(RpcCall("remove_lora", (number,)))
         numbers.append(number)
     assert numbers == [1, 2, 3]
-    adapters.call("add_lora", (LoRARequest("x", MAX_NUMBER, "a"),), {})
-    assert adapters.call("take_lora_number", (), {}) == [1]
+    adapters.call(RpcCall("add_lora", (LoRARequest("x", MAX_NUMBER, "a"),)))
+    assert adapters.call(RpcCall("take_lora_number", ())) == [1]
 
 
 def test_adapters_are_offered_once_wherever_the_owner_is_lost() -> None:
     states: list[AdapterListState] = [AdapterListState()]
     offered = [LoRARequest(name, number, f"folder {name}") for number, name in enumerate("xk", 1)]
-    AdapterList(lambda *_: [True], is_enabled=True, on_change=states.append).call("offer_loras", [offered], {})
+    list_with(lambda call: [True], None, states.append).call(RpcCall("offer_loras", [offered]))
     for state in states:
         # The front end repeats its call.
-        next_owner = AdapterList(lambda *_: [True], is_enabled=True, state=state)
-        next_owner.call("offer_loras", [offered], {})
-        (known,) = next_owner.call("known_loras", [], {})
+        next_owner = made(state)
+        next_owner.call(RpcCall("offer_loras", [offered]))
+        (known,) = next_owner.call(RpcCall("known_loras", []))
         assert [(one.lora_name, one.lora_int_id) for one in known] == [("x", 1), ("k", 2)]
 
 
 def test_a_name_that_is_taken_leaves_no_weights_in_the_cores() -> None:
     held: set[int] = set()
 
-    def call(method: str, adapter: LoRARequest) -> list[bool]:
-        (held.discard if method == "remove_lora" else held.add)(adapter.identity)
+    def call_cores(call: RpcCall) -> list[bool]:
+        (adapter,) = call.args
+        (held.discard if call.name == "remove_lora" else held.add)(adapter.identity)
         return [True]
 
-    adapters = AdapterList(call, is_enabled=True)
+    adapters = list_with(call_cores, None, lambda state: None)
     first, second = (LoRARequest("x", number, "a") for number in (1, 2))
     for adapter in (first, second):
-        adapters.call("prefetch_lora", (adapter,), {})
-    adapters.call("add_lora", (first,), {"owns_name": True})
+        adapters.call(RpcCall("prefetch_lora", (adapter,)))
+    adapters.call(RpcCall("add_lora", (first,), {"owns_name": True}))
     assert held == {1, 2}
     with pytest.raises(InvalidRequest, match="There is an adapter 'x' already"):
-        adapters.call("add_lora", (second,), {"owns_name": True})
+        adapters.call(RpcCall("add_lora", (second,), {"owns_name": True}))
     assert held == {1}
 
 
@@ -231,15 +252,16 @@ def test_a_new_core_gets_what_requests_cannot_read_again() -> None:
     adapters = made()
     in_memory = LoRARequest("m", 2, tensors={}, peft_config={})
     for adapter in (LoRARequest("x", 1, "a"), in_memory, LoRARequest("k", 3, "b")):
-        adapters.call("add_lora", (adapter,), {})
-    adapters.call("pin_lora", (3,), {})
-    calls = [(method, adapter.lora_name) for method, adapter in adapters.calls_of_new_core()]
+        adapters.call(RpcCall("add_lora", (adapter,)))
+    adapters.call(RpcCall("pin_lora", (3,)))
+    calls = [(call.name, call.args[0].lora_name) for call in adapters.calls_of_new_core()]
     assert calls == [("add_lora", "m"), ("add_lora", "k"), ("pin_lora", "k")]
 
 
 def test_an_engine_without_adapters_says_so() -> None:
-    adapters = AdapterList(lambda method, adapter: [True], is_enabled=False)
+    config: Any = SimpleNamespace(lora=LoRAConfig(), model=SimpleNamespace(pooling=None))
+    features = DeploymentFeatures(config, lambda call: [True])
+    with pytest.raises(InvalidRequest, match="add_lora: LoRA adapters are not enabled .*enable_lora=True"):
+        features.side_of(RpcCall("add_lora", (LoRARequest("x", 1, "a"),)))
     with pytest.raises(InvalidRequest, match="enable_lora=True"):
-        adapters.call("add_lora", (LoRARequest("x", 1, "a"),), {})
-    with pytest.raises(InvalidRequest, match="enable_lora=True"):
-        adapters.resolve(request_with(LoRARequest("x", 1, "a")))
+        features.resolve(request_with(LoRARequest("x", 1, "a")))

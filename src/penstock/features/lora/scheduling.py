@@ -1,22 +1,22 @@
-"""LoRA adapters of an engine core: which the workers hold, and the requests that wait for one."""
+"""Scheduler side of LoRA adapters: which the workers hold, and the requests that wait for one."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
-from penstock.config import LoRAConfig
 from penstock.contract import Parts, RpcCall, part_of
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
-from penstock.scheduler.adapters import AdapterLimit
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
-from penstock.scheduler.scheduler import Scheduler
+from penstock.features.lora.adapter_limit import AdapterLimit
+from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
+from penstock.scheduler.outputs import FinishReason
+from penstock.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 # Reason for which a request waits while its adapter is loaded.
@@ -37,45 +37,37 @@ class _Held:
     waiting: list[str] = field(default_factory=list)
 
 
-class CoreAdapters:
-    """Loads adapters before their requests run, while steps go on.
+class LoRAScheduling(SchedulerFeature):
+    """Loads adapters before their requests run, while steps go on, and limits those that run at once.
 
     Adapters are known by their keys here, which are identities (`AdapterList`). Removed ones stay until no request uses
     them.
-
-    call: calls a method of every worker between two steps. tell_ends: called with the last outputs of requests whose
-    adapters cannot be loaded. loads_at_once: ranks whose engines schedule by themselves cannot wait for an adapter,
-    since they would not stop waiting at the same step.
     """
 
-    def __init__(
-        self,
-        config: LoRAConfig,
-        scheduler: Scheduler,
-        limit: AdapterLimit | None,
-        call: Callable[[RpcCall], list[Any]],
-        tell_ends: Callable[[list[EngineCoreOutput]], None],
-        *,
-        loads_at_once: bool,
-    ) -> None:
-        self._num_on_host = config.num_on_host
-        self._scheduler = scheduler
-        self._limit = limit
-        self._call = call
-        self._tell_ends = tell_ends
-        self._loads_at_once = loads_at_once
+    def __init__(self, services: SchedulerServices) -> None:
+        config = services.config
+        self._scheduler, self._call, self._tell_ends = services.scheduler, services.call_workers, services.tell_ends
+        self._num_on_host = config.lora.num_on_host
+        # Ranks whose engines schedule by themselves cannot wait for an adapter: they would not stop waiting at the same
+        # step.
+        self._loads_at_once = config.parallel.must_agree_on_time
         self._held: dict[int, _Held] = {}
         self._pinned: set[int] = set()
         self._removed: set[int] = set()
+        self._limit = AdapterLimit(services.scheduler, config.lora.max_loras, self._pinned)
         # Versions by key, also of adapters that have made room for others: blocks of their prefixes may be cached.
         self._versions: dict[int, int] = {}
         self._new_versions = itertools.count()
 
-    def with_version(self, parts: Parts | None) -> Parts | None:
-        """The parts of a new request, completed. Raises InvalidRequest for an adapter that cannot be had any more."""
-        part = part_of(parts, AdapterPart)
-        if parts is None or part is None:
-            return parts
+    def request_added(self, request: Request) -> None:
+        """Complete the request's part; it waits while its adapter is loaded.
+
+        Raises InvalidRequest for an adapter that cannot be had any more, or can have no slot.
+        """
+        part = part_of(request.parts, AdapterPart)
+        if part is None:
+            return
+        self._limit.check(request)
         held = self._held.get(part.key)
         if held is None:
             if not part.lora_path:
@@ -84,19 +76,18 @@ class CoreAdapters:
                     "memory is lost. Add it again, and repeat the request."
                 )
             held = self._note(part.adapter)
-        return Parts({**parts, part.feature: replace(part, version=held.version)})
+        request.parts = Parts({**(request.parts or {}), part.feature: replace(part, version=held.version)})
+        if not self._is_loaded_for(request.req_id, held):
+            self._scheduler.wait_for(request.req_id, _ADAPTER)
 
-    def add(self, req_id: str, parts: Parts | None) -> None:
-        """Follow a new request of the scheduler, which waits while its adapter is loaded."""
-        if not self._is_loaded_for(req_id, parts):
-            self._scheduler.wait_for(req_id, _ADAPTER)
+    def begin_admission(self, running: Sequence[Request]) -> None:
+        self._limit.begin_admission(running)
 
-    def _is_loaded_for(self, req_id: str, parts: Parts | None) -> bool:
+    def skips(self, request: Request) -> str | None:
+        return self._limit.skips(request)
+
+    def _is_loaded_for(self, req_id: str, held: _Held) -> bool:
         """Whether a request may run at once; otherwise its adapter is being loaded."""
-        part = part_of(parts, AdapterPart)
-        if part is None:
-            return True
-        held = self._held[part.key]
         if len(self._held) > self._num_on_host:
             # Others may have taken its place.
             self._read_status()
@@ -111,14 +102,13 @@ class CoreAdapters:
         return False
 
     @property
-    def are_loading(self) -> bool:
-        """Whether requests wait for adapters."""
+    def is_polled(self) -> bool:
         return any(held.waiting for held in self._held.values())
 
-    def take_ready(self) -> None:
+    def before_step(self) -> None:
         """Let requests run whose adapters are loaded, and end those whose adapters cannot be."""
-        self.drop_removed()
-        if not self.are_loading:
+        self.after_step()
+        if not self.is_polled:
             return
         ready, failed = self._loaded_and_failed()
         for req_id in ready:
@@ -159,7 +149,7 @@ class CoreAdapters:
         return states
 
     def call(self, call: RpcCall) -> list[Any]:
-        """Call a method for an adapter that has its identity, for the owner of the `AdapterList`."""
+        """Call a method for an adapter that has its identity, for the `AdapterList`."""
         functions: dict[str, Callable[[LoRARequest], list[Any]]] = {
             "add_lora": self._add,
             "prefetch_lora": self._prefetch,
@@ -168,7 +158,7 @@ class CoreAdapters:
         }
         return functions[call.name](*call.args)
 
-    def drop_removed(self) -> None:
+    def after_step(self) -> None:
         """Drop removed adapters which no request uses any more."""
         if not self._removed:
             return
@@ -176,7 +166,7 @@ class CoreAdapters:
         for key in sorted(self._removed - in_use):
             self._drop(key)
 
-    def workers_replaced(self) -> None:
+    def workers_ready(self) -> None:
         """Load all adapters again in new workers; requests that wait for one still do."""
         for key, held in self._held.items():
             held.is_loaded = held.has_begun = False
@@ -219,21 +209,16 @@ class CoreAdapters:
     def _remove(self, adapter: LoRARequest) -> list[None]:
         """Remove an adapter; requests that wait or run keep it until they end."""
         self._removed.add(adapter.key)
-        self.drop_removed()
+        self.after_step()
         return [None]
 
     def _pin(self, adapter: LoRARequest) -> list[bool]:
-        if self._limit is not None and adapter.key in self._held:
+        if adapter.key in self._held:
             self._limit.check_pin(adapter.key, adapter.lora_name)
         answers: list[bool] = self._call(RpcCall("pin_lora", (adapter.key,)))
         if all(answers):
             self._pinned.add(adapter.key)
-            self._tell_pinned()
         return answers
-
-    def _tell_pinned(self) -> None:
-        if self._limit is not None:
-            self._limit.set_pinned(self._pinned)
 
     def _note(self, adapter: LoRARequest) -> _Held:
         """Hold an adapter; its requests go on with it where it replaces other weights in place."""
@@ -256,7 +241,6 @@ class CoreAdapters:
         self._pinned.discard(key)
         self._held.pop(key, None)
         self._versions.pop(key, None)
-        self._tell_pinned()
 
     def _must_stay(self, key: int, held: _Held) -> bool:
         """False for an adapter that workers may have dropped, and that requests can have read again."""

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from penstock.contract import Parts, RpcCall, part_of
 from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest, stamp_of
-from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, InvalidRequest, ProcessLost
+from penstock.features.deployment import DeploymentFeature, DeploymentServices
 
 
 class AdapterListState(msgspec.Struct, frozen=True):
@@ -32,47 +32,35 @@ class AdapterListState(msgspec.Struct, frozen=True):
     last_number: int = 0
 
 
-class AdapterList:
+class AdapterList(DeploymentFeature):
     """The adapters that requests may use, by number. Its owner is the client of the cores, or the one core.
 
     An identity is given to each adapter that is added, and never again: requests carry it, so that no other weights
     serve them, whichever processes are replaced. A number that is free may be used again; `load_inplace` alone puts
     other weights under an identity.
-
-    is_enabled: whether the engine has adapters. call: calls a method of the cores' `CoreAdapters` with an adapter that
-    has its identity. stamps_files: note the files of adapters, so that workers read these or none; False for workers on
-    other machines. state: of the owner before. on_change: called with the state after each change, before its answer.
     """
 
-    def __init__(
-        self,
-        call: Callable[[RpcCall], list[Any]],
-        *,
-        is_enabled: bool,
-        stamps_files: bool = True,
-        state: AdapterListState | None = None,
-        on_change: Callable[[AdapterListState], None] = lambda _: None,
-    ) -> None:
-        self._call, self._is_enabled, self._on_change = call, is_enabled, on_change
-        self._stamps_files = stamps_files
-        self._state = state or AdapterListState()
+    def __init__(self, services: DeploymentServices) -> None:
+        self._call, self._on_change = services.call_cores, services.on_change
+        # Workers read the files that the owner of the list saw, or none; those on other machines may have copies.
+        self._stamps_files = services.config.parallel.executor in ("uni", "mp")
+        self._state: AdapterListState = services.state or AdapterListState()
         # Adapters whose loading has begun, which are not listed yet, by number.
         self._loading: dict[int, LoRARequest] = {}
 
-    def resolve(self, request: EngineRequest) -> EngineRequest:
-        """Return a request whose adapter has its identity and its folder.
+    def resolve(self, parts: Parts, *, is_admitted: bool) -> Parts:
+        """Give a request's adapter its identity and its folder.
 
         A request that continues keeps the adapter with which it began, also after its removal.
         Raises AdapterNotFound for one that is not there, InvalidRequest for another one of its number.
         """
-        parts, part = request.parts, part_of(request.parts, AdapterPart)
-        if parts is None or part is None:
-            return request
-        self._require_enabled()
+        part = part_of(parts, AdapterPart)
+        if part is None:
+            return parts
         listed = self._by_number(part.lora_int_id)
         if part.identity:
             if listed is None or listed.identity != part.identity:
-                if not request.is_admitted:
+                if not is_admitted:
                     raise AdapterNotFound(
                         f"There is no adapter {part.lora_name!r} ({part.lora_int_id}): it was removed."
                     )
@@ -85,13 +73,12 @@ class AdapterList:
                 f"({part.lora_path or 'in memory'}). Give each adapter an id of its own, or remove the other one first."
             )
         if listed is None:
-            return request
+            return parts
         resolved = replace(part, identity=listed.identity, lora_path=listed.lora_path, stamp=listed.stamp)
-        return replace(request, parts=Parts({**parts, part.feature: resolved}))
+        return Parts({**parts, part.feature: resolved})
 
     def call(self, call: RpcCall) -> list[Any]:
         """Answer a call of the adapters' methods."""
-        self._require_enabled()
         functions: dict[str, Callable[..., list[Any]]] = {
             "add_lora": self._add,
             "prefetch_lora": self._prefetch,
@@ -256,13 +243,6 @@ class AdapterList:
     def _change(self, **fields: Any) -> None:
         self._state = replace(self._state, **fields)
         self._on_change(self._state)
-
-    def _require_enabled(self) -> None:
-        if not self._is_enabled:
-            raise InvalidRequest(
-                "LoRA adapters are not enabled in this engine. Start it with enable_lora=True, or leave lora_request "
-                "out."
-            )
 
 
 def _is_same(known: LoRARequest, other: LoRARequest) -> bool:

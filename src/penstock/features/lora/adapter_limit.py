@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence, Set
 
 from penstock.contract import part_of
 from penstock.contract.lora import AdapterPart
 from penstock.errors import InvalidRequest
-from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.request import Request
-
-if TYPE_CHECKING:
-    from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.scheduler import Scheduler
 
 _SLOT = "a slot for its adapter"
 
 
-class AdapterLimit(SchedulerFeature):
+class AdapterLimit:
     """Skips waiting requests whose adapter has no slot; others go on.
 
     The oldest skipped request gets the slot of one adapter: later requests of that adapter wait, so that it becomes
     free once those that run have ended. So no request is starved, whatever arrives after it.
+
+    pinned: keys of the pinned adapters, which keep their slots; changed by the owner of the limit.
     """
 
-    def __init__(self, scheduler: Scheduler, max_loras: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_loras: int, pinned: Set[int]) -> None:
         self._scheduler = scheduler
         self._max_loras = max_loras
-        self._pinned: set[int] = set()
+        self._pinned = pinned
         # Skipped requests, in the order in which they were skipped.
         self._skipped: list[Request] = []
         # Running requests by adapter; pinned adapters have slots without any.
         self._users: Counter[int] = Counter()
         # Adapter whose slot the oldest skipped request gets.
         self._leaving: int | None = None
-
-    def set_pinned(self, keys: set[int]) -> None:
-        """Set the pinned adapters, which keep their slots."""
-        self._pinned = set(keys)
 
     def check_pin(self, key: int, name: str) -> None:
         """Raise InvalidRequest if pinning an adapter would leave no slot for unfinished requests of others."""
@@ -54,7 +48,8 @@ class AdapterLimit(SchedulerFeature):
                     "ended. Pin it later, or start the engine with more slots."
                 )
 
-    def request_added(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest for a request whose adapter can never have a slot."""
         part = part_of(request.parts, AdapterPart)
         if part is not None and part.key not in self._pinned and len(self._pinned) >= self._max_loras:
             raise InvalidRequest(
@@ -63,6 +58,7 @@ class AdapterLimit(SchedulerFeature):
             )
 
     def begin_admission(self, running: Sequence[Request]) -> None:
+        """As `SchedulerFeature`."""
         self._users = Counter(key for request in running if (key := _adapter_of(request)) is not None)
         self._skipped = [request for request in self._skipped if self._scheduler.holds(request.req_id)]
         if not self._skipped:
@@ -74,6 +70,7 @@ class AdapterLimit(SchedulerFeature):
                 self._scheduler.ready(request.req_id, _SLOT)
 
     def skips(self, request: Request) -> str | None:
+        """As `SchedulerFeature`."""
         key = _adapter_of(request)
         if key is None:
             return None
