@@ -23,7 +23,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
 
-_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
+_BUILD_OUTPUTS = shutil.ignore_patterns("build", "dist")  # of the root
 _TESTS_FAILED = 1  # pytest's exit status; others mean that it could not run them
 _LONGEST_RUN_S = 120.0
 
@@ -117,8 +118,12 @@ def outcome(bug: Bug, trees: SimpleQueue[Tree]) -> str:
 
 def plant(bugs: Sequence[Bug], root: Path, folder: Path, num_jobs: int) -> bool:
     """Plant all bugs in copies under `folder`, and report; whether each was caught."""
+
+    def left_out(parent: str, names: list[str]) -> set[str]:
+        return _LEFT_OUT(parent, names) | (_BUILD_OUTPUTS(parent, names) if Path(parent) == root else set())
+
     first = folder / "0"
-    shutil.copytree(root, first, ignore=_LEFT_OUT)
+    shutil.copytree(root, first, ignore=left_out)
     clean = Tree(first).run_clean(sorted({test for bug in bugs for test in bug.tests}), num_jobs)
     if clean.returncode != 0:
         print(clean.stdout[-4000:], clean.stderr[-2000:], "The tests fail without any bug.", sep="\n")
