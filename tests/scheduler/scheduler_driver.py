@@ -11,6 +11,7 @@ from scheduler_fakes import EOS, FakeWorker, cache_config, guess, pooled_vector,
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SamplingParams, SchedulerOutput, decode, encode
+from penstock.scheduler.draft_budget import Speculation
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -95,8 +96,9 @@ class Driver:
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
-            num_lookahead_tokens=num_lookahead_tokens,
-            num_speculative_tokens=num_speculative_tokens,
+            speculation=Speculation(
+                num_speculative_tokens=num_speculative_tokens, num_lookahead_tokens=num_lookahead_tokens
+            ),
             max_concurrent_steps=max_concurrent_steps,
             tell_ends=self._note,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +30,33 @@ _NUM_TRIES, _NUM_STEPS_TO_RESULTS = 3, 2
 # Steps without draft tokens, to measure their time: at first, and after so many speculating steps. The first of them
 # still has the draft tokens of the step before.
 _NUM_PLAIN_STEPS, _NUM_STEPS_TO_MEASURE, _MOST_STEPS_UNMEASURED = 4, 2, 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Speculative decoding of an engine, as its scheduler sees it.
+
+    num_speculative_tokens: draft tokens that the device makes for each request after a step that sampled for it. With
+        asynchronous scheduling the request's next step verifies them, except for requests whose tokens the host must
+        see first; otherwise only draft tokens of `Scheduler.update_draft_token_ids` are verified.
+    num_lookahead_tokens: tokens beyond those of a step that a speculator may write to the KV cache.
+    blocks_need_next_token: see `KVCacheManager`.
+    step_times: model of step times, for adaptive draft lengths; None always uses the full length.
+    """
+
+    num_speculative_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    blocks_need_next_token: bool = False
+    step_times: StepTimes | None = None
+
+    def make_budget(self, *, measures_time: bool) -> DraftBudget:
+        """Return the draft budget. measures_time: whether `note_time` is called."""
+        if self.step_times is None:
+            return DraftBudget(self.num_speculative_tokens)
+        return AdaptiveBudget(self.num_speculative_tokens, self.step_times, measures_time=measures_time)
+
+
+NO_SPECULATION = Speculation()
 
 
 class DraftBudget:

@@ -12,7 +12,7 @@ from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, Scheduler
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.admission import Admission
-from penstock.scheduler.draft_budget import AdaptiveBudget, DraftBudget
+from penstock.scheduler.draft_budget import NO_SPECULATION, Speculation
 from penstock.scheduler.feature import SchedulerFeatureFactory
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
@@ -22,7 +22,6 @@ from penstock.scheduler.request_limits import check_chunks, check_fits, check_pr
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
 from penstock.scheduler.step import Step, StepBuilder
-from penstock.scheduler.step_times import StepTimes
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
 
@@ -39,12 +38,6 @@ class Scheduler:
     A step without tokens that names finished or preempted requests must reach the worker too.
 
     kv_cache_config: the KV cache. max_model_len: maximum context length in tokens, prompt and output together.
-    num_lookahead_tokens: tokens beyond those of a step that a speculator may write to the KV cache.
-    blocks_need_next_token: see `KVCacheManager`.
-    num_speculative_tokens: draft tokens that the device makes for each request after a step that sampled for it. With
-        `async_scheduling` the request's next step verifies them, except for requests whose tokens the host must see
-        first; otherwise only draft tokens of `update_draft_token_ids` are verified.
-    step_times: model of step times, for adaptive draft lengths; None always uses the full length.
     max_concurrent_steps: number of steps that workers execute at once, as with pipeline stages. Decoding requests are
         split into as many microbatches, which take turns.
     features: factories of features that add parts to the messages of steps and read parts of results.
@@ -60,10 +53,7 @@ class Scheduler:
         max_model_len: int,
         enable_prefix_caching: bool,
         async_scheduling: bool,
-        num_lookahead_tokens: int = 0,
-        blocks_need_next_token: bool = False,
-        num_speculative_tokens: int = 0,
-        step_times: StepTimes | None = None,
+        speculation: Speculation = NO_SPECULATION,
         max_concurrent_steps: int = 1,
         tell_ends: Callable[[list[EngineCoreOutput]], None] | None = None,
         features: Sequence[SchedulerFeatureFactory] = (),
@@ -76,20 +66,16 @@ class Scheduler:
         self._runs_ahead = async_scheduling
         self._max_concurrent_steps = max_concurrent_steps
         self._last_turns: deque[Step] = deque(maxlen=max_concurrent_steps - 1)
-        self._draft_budget = (
-            DraftBudget(num_speculative_tokens)
-            if step_times is None
-            else AdaptiveBudget(num_speculative_tokens, step_times, measures_time=not async_scheduling)
-        )
-        self._num_speculative_tokens = num_speculative_tokens
+        self._draft_budget = speculation.make_budget(measures_time=not async_scheduling)
+        self._num_speculative_tokens = speculation.num_speculative_tokens
         # Whether requests verify draft tokens that only the device knows.
-        self._has_placeholders = async_scheduling and num_speculative_tokens > 0
+        self._has_placeholders = async_scheduling and speculation.num_speculative_tokens > 0
         self.kv_cache = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=enable_prefix_caching,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            num_lookahead_tokens=num_lookahead_tokens,
-            blocks_need_next_token=blocks_need_next_token,
+            num_lookahead_tokens=speculation.num_lookahead_tokens,
+            blocks_need_next_token=speculation.blocks_need_next_token,
         )
         self._requests = RequestLists(config.policy, self.kv_cache)
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)

@@ -29,6 +29,7 @@ from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import Executor, StepHandle
 from penstock.features.deployment import DeploymentFeatures
+from penstock.scheduler.draft_budget import Speculation
 from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 from penstock.scheduler.request import Request
@@ -282,10 +283,12 @@ class EngineCore:
             max_model_len=engine.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             async_scheduling=self._runs_ahead,
-            num_lookahead_tokens=config.speculative.num_lookahead_tokens,
-            blocks_need_next_token=config.speculative.reads_next_token,
-            num_speculative_tokens=engine.executor.num_speculative_tokens,
-            step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
+            speculation=Speculation(
+                num_speculative_tokens=engine.executor.num_speculative_tokens,
+                num_lookahead_tokens=config.speculative.num_lookahead_tokens,
+                blocks_need_next_token=config.speculative.reads_next_token,
+                step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
+            ),
             max_concurrent_steps=self._max_in_flight,
             tell_ends=self._take_ends,
             features=self._factories(engine),
