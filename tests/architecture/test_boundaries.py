@@ -46,15 +46,6 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert readers == {"system/env.py", "worker/wrapper.py"}
 
 
-def test_no_module_keeps_hidden_state() -> None:
-    offenders = [
-        path.relative_to(SOURCE).as_posix()
-        for path in SOURCE.rglob("*.py")
-        if re.search(r"^\s*global ", path.read_text(), re.MULTILINE)
-    ]
-    assert offenders == []
-
-
 def _loading_calls() -> Iterator[tuple[str, ast.Call]]:
     """Calls that read a checkpoint with Transformers (`from_pretrained`, and `from_config` of an Auto class)."""
     for folder in (SOURCE, ROOT / "tools", ROOT / "benchmarks"):

@@ -1,0 +1,159 @@
+"""Structure of the source in numbers (`tools/house.py`), which changes may lower and not raise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels.native import NATIVE
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.append(str(TOOLS))
+
+import house  # noqa: E402
+from state_of_modules import state_of_modules  # noqa: E402
+
+# Most that each count may be; what it should be is in `tools/house.py`.
+BOUNDS = {
+    "files in knots of imports around `runner/` and `step/`, types included": 0,
+    "files in knots of imports in all of `src`": 32,
+    "files of `runner/`, `step/` and features that a repeated decode step calls": 17,
+    "files that it calls from `EngineCore.step` to the token and back": 44,
+    "places that decide whether a step repeats, keeps its frame or takes a fast path": 15,
+    "registries of LoRA's state": 8,
+    "files that name LoRA or adapters outside of its folders": 78,
+    "files with types of the tracer outside of native kernels and executions": 6,
+    "members of the interface of executions": 5,
+    "`isinstance` of an execution": 0,
+    "signatures of the attention entry": 1,
+    "definitions of `collective_rpc`'s parameters": 1,
+    "switches over names of worker methods": 3,
+}
+
+OF_A_STEP = {name for name in BOUNDS if name.startswith("files") and " calls" in name}
+
+# State of modules, and values that are set around calls, by "file: name"; and why it is kept so.
+ALLOWED_STATE = {
+    "contract/feature.py: _registered": "registry: plugins register features before engines are made",
+    "contract/parts.py: _types": "registry: plugins register message parts before engines are made",
+    "models/registry.py: _registered": "registry: plugins register models before engines are made",
+    "scheduler/kv_cache_groups.py: GROUPS": "registry: plugins register groups before engines are made",
+    "server/answers/tool_parsers.py: _FACTORIES": "registry: plugins register parsers before the server starts",
+    "engine/core/core_thread.py: _running": "weak references to threads that the interpreter's end must join",
+    "engine/processes/child_process.py: _processes": "weak references to processes that this one's end must end",
+    "executor/external_launcher.py: _NUMBERS": "numbers of engines, which the processes of a launcher count alike",
+    "device/stand_in.py: _Here": "device kind of a planning thread's meta tensors, which torch itself cannot say",
+    "device/stand_in.py: standing_for, _here.kind": "as above: it is set for the planning of one model",
+    "device/cpu.py: measure_peak, self._counts": "numbers of one device, which its own methods alone read",
+    "executor/base.py: startup_phase, self.current_phase": "phase of one executor's start, for timeouts and errors",
+    "layers/quantization/observe.py: _observing, layer.method": "observer of one layer during calibration",
+    "models/transformers_fallback/interface.py: holding, self._context": "Transformers' modules take no context",
+}
+_ROUTING = "adapters of a step, which linear layers without a context take from the model"
+ALLOWED_STATE |= {f"layers/adapters.py: of_rows, self._{name}": _ROUTING for name in ("named", "narrowed", "last_rows")}
+
+
+@pytest.fixture(scope="module")
+def counts() -> dict[str, house.Count]:
+    """Counts by name. The tool runs in a process of its own, without a garbage collector that visits all nodes."""
+    command = [sys.executable, str(TOOLS / "house.py"), "--json"]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout
+    return {count["name"]: house.Count(**count) for count in json.loads(printed)}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_count_does_not_rise(name: str, counts: dict[str, house.Count]) -> None:
+    if name in OF_A_STEP and NATIVE is None:
+        pytest.skip("steps without C++ kernels are run layer by layer")
+    places = "\n".join(counts[name].places)
+    assert counts[name].value <= BOUNDS[name], f"{name}:\n{places}"
+
+
+def test_no_module_keeps_hidden_state(counts: dict[str, house.Count]) -> None:
+    (found,) = (count.places for name, count in counts.items() if name.startswith("state of modules"))
+    assert not [place for place in found if place.partition(" (")[0] not in ALLOWED_STATE]
+
+
+def test_a_knot_is_the_files_that_import_each_other_round_about() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f", "a"}}
+    assert sorted(map(sorted, house.knots(imports))) == [["a", "b", "c"], ["f", "g"]]
+
+
+def _house_of(folder: Path, files: Mapping[str, str]) -> house.House:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return house.House(folder)
+
+
+def test_imports_for_types_and_in_functions_are_seen(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    found = _house_of(
+        package,
+        {
+            "__init__.py": "",
+            "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.b import B\n",
+            "b.py": "def f():\n    from package import c\n",
+            "c.py": "import package.a\n",
+        },
+    )
+    assert found.imports["a.py"] == {"b.py"}
+    assert sorted(map(sorted, house.knots(found.imports))) == [["a.py", "b.py", "c.py"]]
+
+
+def test_hidden_state_is_seen_in_each_form(tmp_path: Path) -> None:
+    files = {
+        "constants.py": "TABLE = {1: 2}\nNAMES = ['a']\n\ndef f(TABLE):\n    TABLE[1] = 3\n\ndef g():\n    NAMES = []\n"
+        "    NAMES.append(1)\n",
+        "registry.py": "import itertools\nknown: dict = {}\nnumbers = itertools.count()\nother = set()\n\n"
+        "def add(name):\n    known[name] = next(numbers)\n",
+        "elsewhere.py": "from package.registry import other\n\ndef f():\n    other.add(1)\n",
+        "locals.py": "import threading\nfrom contextvars import ContextVar\n\nhere = threading.local()\n"
+        "now = ContextVar('now')\n\nclass Place(threading.local):\n    pass\n",
+        "rebound.py": "x = 1\n\ndef f():\n    global x\n    x = 2\n",
+        "classes.py": "class A:\n    made = []\n\n    @classmethod\n    def make(cls):\n        cls.made.append(1)\n",
+        "ambient.py": "from contextlib import contextmanager\n\n@contextmanager\ndef using(self, value):\n"
+        "    self.now = value\n    try:\n        yield\n    finally:\n        self.now = None\n",
+    }
+    assert sorted(state_of_modules(_house_of(tmp_path / "package", files))) == [
+        "ambient.py: using, self.now",
+        "classes.py: made",
+        "locals.py: ContextVar('now')",
+        "locals.py: Place",
+        "locals.py: threading.local()",
+        "rebound.py: x",
+        "registry.py: known",
+        "registry.py: numbers",
+        "registry.py: other",
+    ]
+
+
+def test_a_condition_that_joins_the_repetition_with_something_else_decides(tmp_path: Path) -> None:
+    files = {
+        "runner/follows.py": "def f(frame, message):\n    if frame.is_repeated:\n        return 1\n"
+        "    return 2 if message.repeats_step_id is None else 3\n",
+        "runner/decides.py": "def f(frame, is_on):\n    if frame.is_repeated and is_on:\n        return 1\n"
+        "def g(executor, is_on):\n    (executor.execute if is_on else executor.execute_unconstrained)()\n"
+        "def may_repeat(self):\n    return self.a or self.b\n"
+        "def h(self, step):\n    while step.id == self.repeats_step_id:\n        pass\n",
+        "loader/other.py": "def f(repeats, is_on):\n    return 1 if repeats and is_on else 2\n",
+    }
+    (found,) = house.count_decisions(_house_of(tmp_path / "package", files))
+    assert [place.rpartition(" ")[2] for place in found.places] == ["f", "g", "may_repeat", "h"]
+    assert all(place.startswith("runner/decides.py") for place in found.places)
+
+
+def test_switches_over_methods_are_comparisons_and_tables_of_names(tmp_path: Path) -> None:
+    files = {
+        "contract/rpc.py": "EFFECTS = {'add': 1}\n",
+        "worker/worker.py": "class Worker:\n    def reload(self): ...\n    def check(self): ...\n",
+        "core.py": "def f(method):\n    if method in ('reload', 'other'):\n        return 1\n    if method == 'else':\n"
+        "        return 2\n    return {'check': 1, 'reload': 2}[method], {'check': 1, 'x': 2}\n",
+    }
+    *_, switches = house.count_calls(_house_of(tmp_path / "package", files))
+    assert switches.places == ["core.py:2 reload", "core.py:6 check, reload"]
