@@ -112,6 +112,6 @@ def measure(engine: Engine) -> dict[str, int]:
 if __name__ == "__main__":
     engine = Engine(sys.argv[1], **json.loads(sys.argv[2]))
     plan = engine.core.memory_plan
-    terms = {name: getattr(plan, name) for name in ("process", "weights", "activations", "sampling", "runner_state")}
+    terms = {name: plan[name] for name in ("process", "weights", "activations", "sampling", "runner_state")}
     ready = psutil.Process().memory_info().rss
     print(json.dumps({"ready": ready, "measured": measure(engine), "resident": max(peaks), **terms}))

@@ -206,7 +206,7 @@ def decode(shape: Shape, results: Results) -> None:
 def memory(engine: Engine) -> dict[str, float]:
     """GiB: planned for graphs, in use by torch's allocator beside the plan, and in use by the GPU's libraries."""
     plan = engine.core.memory_plan
-    figures = {"planned_for_graphs": plan.graphs, "kv_cache": engine.core.kv_cache_config.size_bytes}
+    figures = {"planned_for_graphs": plan["graphs"], "kv_cache": engine.core.kv_cache_config.size_bytes}
     if DEVICE == "cuda":
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()

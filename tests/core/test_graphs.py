@@ -153,7 +153,7 @@ def test_memory_of_graphs_and_of_the_buffers_between_pieces_is_planned(
     for mode in ("none", "full_decode_only", "full_and_piecewise"):
         options: dict[str, Any] = {"max_num_batched_tokens": 16, "cudagraph_mode": mode}
         core = make_core(folder, attention_backend=PaddedBackend.name, **options)
-        planned[mode] = core.memory_plan.graphs
+        planned[mode] = core.memory_plan["graphs"]
         assert ("- CUDA graphs" in core.memory_plan.table()) is (mode != "none")
         run(core, PROMPTS, PARAMS)
         ((inspected,), (runner,)) = (

@@ -63,8 +63,7 @@ class PoolingExecutor(Executor):
             spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=1, head_size=4, dtype="float32")
             return [{"layer.0": spec}]
         if call.name == "determine_available_memory":
-            sizes = dict.fromkeys(("process", "weights", "activations", "sampling", "runner_state"), 0)
-            return [MemoryPlan(total=1 << 20, free_at_start=1 << 20, fraction=0.5, **sizes)]
+            return [MemoryPlan(total=1 << 20, free_at_start=1 << 20, fraction=0.5, terms=())]
         if call.name == "features_of_model":
             return [()]
         assert call.name in ("initialize_from_config", "compile_or_warm_up_model")

@@ -79,7 +79,7 @@ def test_apply_model_returns_what_the_function_returns(llm: LLM) -> None:
 
 
 def test_the_weights_of_the_worker_are_those_of_the_plan(llm: LLM) -> None:
-    assert llm.apply_model(weights_size_bytes) == [plan_engine("demo", **OPTIONS).memory.weights]  # type: ignore[arg-type]
+    assert llm.apply_model(weights_size_bytes) == [plan_engine("demo", **OPTIONS).memory["weights"]]  # type: ignore[arg-type]
 
 
 def test_calls_wait_for_the_step_that_runs(llm: LLM) -> None:

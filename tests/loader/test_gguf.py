@@ -261,7 +261,7 @@ def test_the_plan_counts_the_weights_as_they_are_held(tmp_path):
     save_checkpoint(model, tmp_path / "float32")
     options = {"kv_cache_memory_bytes": 1 << 22, "quantization": "none"}
     planned, expected = plan_engine(path, **options), plan_engine(tmp_path / "float32", **options)
-    assert planned.stages[0].memory.weights == expected.stages[0].memory.weights
+    assert planned.stages[0].memory["weights"] == expected.stages[0].memory["weights"]
     assert EngineConfig.create(path, **options).model.checkpoint_dtype == "bfloat16"
 
 

@@ -80,7 +80,7 @@ def test_experts_are_computed_from_their_blocks(family: str, kind: Type, tmp_pat
     assert all(isinstance(layer.method, QuantizedMethod) for layer in experts)
     (logits,) = sequence_logits(model, [TOKENS])
     assert 0 < usual_difference(logits, oracle_logits(oracle, TOKENS)) < 0.05
-    planned = plan_engine(path, kv_cache_memory_bytes=1 << 22, dtype="float32").stages[0].memory.weights
+    planned = plan_engine(path, kv_cache_memory_bytes=1 << 22, dtype="float32").stages[0].memory["weights"]
     assert planned == weights_size_bytes(model)
     plain = load(path, "none")
     restore_weights(model)

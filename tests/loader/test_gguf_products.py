@@ -146,7 +146,7 @@ def test_the_plan_counts_blocks_in_the_layout_of_the_products(kind, tmp_path):
     model = tiny_model("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     path = write_gguf(model, "llama", tmp_path / "tiny.gguf", kind)
     loaded = weights_size_bytes(_load(path))
-    planned = plan_engine(path, kv_cache_memory_bytes=1 << 22, dtype="float32").stages[0].memory.weights
+    planned = plan_engine(path, kv_cache_memory_bytes=1 << 22, dtype="float32").stages[0].memory["weights"]
     assert planned == loaded
     bits = BLOCK_TYPES[kind].bits
     assert loaded < (0.4 if bits == 4 else 0.6) * weights_size_bytes(_load(path, "none"))

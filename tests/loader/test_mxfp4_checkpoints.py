@@ -98,7 +98,7 @@ def test_the_smallest_and_largest_scales_are_restored(scale: int) -> None:
 @in_place
 def test_the_plan_counts_the_stored_codes(tmp_path: Path) -> None:
     stored, _ = write_mxfp4(tmp_path, hidden_size=256, intermediate_size=256)
-    planned = plan_engine(str(stored.folder), kv_cache_memory_bytes=1 << 22, dtype="float32").stages[0].memory.weights
+    planned = plan_engine(str(stored.folder), kv_cache_memory_bytes=1 << 22, dtype="float32").weights
     model = load(stored)
     assert planned == weights_size_bytes(model)
     floats = load(ModelConfig.load(str(stored.folder), quantization="none"), torch.bfloat16)

@@ -77,7 +77,7 @@ def test_experts_keep_the_integers_of_the_checkpoint(family: str, name: str, tmp
     assert all(isinstance(layer.method, QuantizedMethod) for layer in experts)
     assert 0 < usual_difference(logits_of(model), oracle(written.float_folder)) < 0.06
     planned = plan_engine(str(written.config.folder), kv_cache_memory_bytes=1 << 22, dtype="float32")
-    assert planned.stages[0].memory.weights == weights_size_bytes(model)
+    assert planned.stages[0].memory["weights"] == weights_size_bytes(model)
     restore_weights(model)
     expected = float_weights(written.float_folder)
     slots = {name: slot for name, slot in model.checkpoint_slots().items() if ".experts." in name}

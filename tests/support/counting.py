@@ -16,8 +16,9 @@ from penstock.config import EngineConfig
 from penstock.device.base import PeakMemory
 from penstock.device.cpu import CpuDevice
 from penstock.parallel import ParallelState
-from penstock.worker.memory_plan import StepMemory
-from penstock.worker.profile import measure_step_memory
+from penstock.worker.feature import WorkerServices
+from penstock.worker.memory_plan import MemoryTerm
+from penstock.worker.profile import measure_step
 from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
 from penstock.worker.worker import Worker
 
@@ -51,26 +52,19 @@ def _peak_bytes(recorded: profile) -> int:
     return max(itertools.accumulate((change["args"]["Bytes"] for change in changes), initial=0))
 
 
-def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, int, StepMemory]:
-    """Measure a model on the meta device, and the bytes of its weights and steps in memory."""
+def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, int, list[MemoryTerm]]:
+    """Measure a model on the meta device, and the bytes of its weights and the terms of its steps in memory."""
     config = EngineConfig.create(str(folder), device="cpu", num_threads=1, **options)
     worker = Worker(config, ParallelState())
     worker.init_device()
     worker.load_model()
-    limits = worker._limits(worker._longest_context())
-    device = CountingDevice()
-    step = measure_step_memory(
-        device,
-        worker.weights.language_model,
-        worker.weights.layers,
-        worker.get_kv_cache_spec(),
-        limits,
-        config.device.attention_backend,
-        config.sampling,
-        speculator=worker.weights.speculator,
+    limits, weights = worker._limits(worker._longest_context()), worker.weights
+    services = WorkerServices(
+        config, CountingDevice(), weights.language_model, worker.dtype.torch_dtype, limits.max_num_reqs + 1
     )
+    step = measure_step(services, weights.layers, worker.get_kv_cache_spec(), limits, weights.speculator)
     unloaded = measure_unloaded(config, ParallelState(), "cpu", worker.dtype, limits)
     assert unloaded.specs == worker.get_kv_cache_spec()
-    weights = worker.weights.size_bytes
+    size_bytes: int = weights.size_bytes
     worker.shutdown()
-    return unloaded, weights, step
+    return unloaded, size_bytes, step

@@ -15,6 +15,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ConfigError, ModelError, ModelNotFound, PenstockError, UnsupportedFeature, UnsupportedModel
 from penstock.worker.drafter import _head
+from penstock.worker.memory_plan import bytes_of
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint
 from support.counting import plan_and_run
@@ -56,10 +57,10 @@ def test_the_plan_counts_the_drafter(tmp_path: Path, target: Path, method: str) 
     speculative = options_for(tmp_path, method)
     alone, _, _ = plan_and_run(target, **options)
     unloaded, weights, step = plan_and_run(target, **options, speculative_config=speculative)
-    assert unloaded.weights == weights
-    assert unloaded.weights > alone.weights
+    assert bytes_of(unloaded.terms, "weights") == weights
+    assert bytes_of(unloaded.terms, "weights") > bytes_of(alone.terms, "weights")
     assert unloaded.num_parameters > alone.num_parameters
-    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
+    assert bytes_of(unloaded.terms, "activations") == pytest.approx(bytes_of(step, "activations"), rel=0.1)
     assert len(unloaded.specs) > len(alone.specs)
     assert sum(name.startswith("draft.") for name in unloaded.specs) == len(unloaded.specs) - len(alone.specs)
 
@@ -69,9 +70,9 @@ def test_methods_without_a_model_are_planned_without_memory(target: Path, method
     options = {"max_num_seqs": 40, "max_num_batched_tokens": 600, "max_model_len": 128, "dtype": "float32"}
     speculative = {"method": method, "num_speculative_tokens": NUM_DRAFTS}
     unloaded, weights, step = plan_and_run(target, **options, speculative_config=speculative)
-    assert unloaded.weights == weights
-    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
-    assert unloaded.step.runner_state == pytest.approx(step.runner_state, rel=0.1)
+    assert bytes_of(unloaded.terms, "weights") == weights
+    assert bytes_of(unloaded.terms, "activations") == pytest.approx(bytes_of(step, "activations"), rel=0.1)
+    assert bytes_of(unloaded.terms, "runner_state") == pytest.approx(bytes_of(step, "runner_state"), rel=0.1)
 
 
 def test_a_draft_model_that_runs_through_transformers_is_planned_without_memory(tmp_path: Path, target: Path) -> None:
@@ -79,8 +80,8 @@ def test_a_draft_model_that_runs_through_transformers_is_planned_without_memory(
     options = {"max_num_seqs": 40, "max_num_batched_tokens": 600, "max_model_len": 128, "dtype": "float32"}
     speculative = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": NUM_DRAFTS}
     unloaded, weights, step = plan_and_run(target, **options, speculative_config=speculative)
-    assert unloaded.weights == weights
-    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
+    assert bytes_of(unloaded.terms, "weights") == weights
+    assert bytes_of(unloaded.terms, "activations") == pytest.approx(bytes_of(step, "activations"), rel=0.1)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
@@ -106,8 +107,8 @@ def test_a_large_drafters_activations_are_counted(tmp_path: Path) -> None:
     speculative = {"method": "draft_model", "model": str(tmp_path / "large"), "num_speculative_tokens": 2}
     alone, _, _ = plan_and_run(tmp_path / "target", **options)
     unloaded, _, step = plan_and_run(tmp_path / "target", **options, speculative_config=speculative)
-    assert unloaded.step.activations == pytest.approx(step.activations, rel=0.1)
-    assert unloaded.step.activations > 5 * alone.step.activations
+    assert bytes_of(unloaded.terms, "activations") == pytest.approx(bytes_of(step, "activations"), rel=0.1)
+    assert bytes_of(unloaded.terms, "activations") > 5 * bytes_of(alone.terms, "activations")
 
 
 def test_the_plan_counts_the_distributions_that_drafts_are_drawn_from(tmp_path: Path, target: Path) -> None:
@@ -116,7 +117,7 @@ def test_the_plan_counts_the_distributions_that_drafts_are_drawn_from(tmp_path: 
     exact, _, _ = plan_and_run(target, **options, speculative_config=speculative)
     speculative["rejection_sample_method"] = "standard"
     standard, _, _ = plan_and_run(target, **options, speculative_config=speculative)
-    more = standard.step.runner_state - exact.step.runner_state
+    more = bytes_of(standard.terms, "runner_state") - bytes_of(exact.terms, "runner_state")
     assert more == pytest.approx(41 * NUM_DRAFTS * VOCAB_SIZE * 4, rel=0.1)
 
 
@@ -124,10 +125,10 @@ def test_an_engines_plan_shows_it(tmp_path: Path, target: Path) -> None:
     speculative = options_for(tmp_path, "eagle3")
     alone = plan_engine(target, **SMALL)
     plan = plan_engine(target, **SMALL, speculative_config=speculative)
-    assert plan.memory.weights > alone.memory.weights
+    assert plan.memory["weights"] > alone.memory["weights"]
     assert plan.kv_bytes_per_token == alone.kv_bytes_per_token * 6 // 5
     core = make_core(target, speculative_config=speculative)
-    assert core.memory_plan.weights == plan.memory.weights
+    assert core.memory_plan["weights"] == plan.memory["weights"]
     assert core.kv_cache_config.num_blocks == plan.kv_cache.num_blocks
     core.close()
 

@@ -109,15 +109,15 @@ def test_profiling_changes_nothing_that_serves(folder: Path) -> None:
 def test_weights_are_counted_once_where_they_are_tied(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "tied", vocab_size=96, tie_word_embeddings=True)
     tiny_checkpoint(tmp_path / "untied", vocab_size=96, tie_word_embeddings=False)
-    tied = _loaded(tmp_path / "tied").determine_available_memory().weights
-    untied = _loaded(tmp_path / "untied").determine_available_memory().weights
+    tied = _loaded(tmp_path / "tied").determine_available_memory()["weights"]
+    untied = _loaded(tmp_path / "untied").determine_available_memory()["weights"]
     assert untied - tied == 96 * 64 * 4
 
 
 def test_the_default_leaves_half_of_a_cpu_machine_or_a_tenth_of_what_is_free(folder: Path) -> None:
     plan = _loaded(folder).determine_available_memory()
     assert plan.kv_cache_bytes <= 0.5 * plan.total
-    assert plan.without_kv_cache + plan.kv_cache_bytes <= 0.9 * (plan.free_at_start + plan.process)
+    assert plan.without_kv_cache + plan.kv_cache_bytes <= 0.9 * (plan.free_at_start + plan["process"])
     assert plan.total <= psutil.virtual_memory().total
 
 
@@ -126,7 +126,7 @@ def test_logits_and_sampling_are_in_the_plan(tmp_path: Path) -> None:
     plan = _loaded(tmp_path, max_num_seqs=64).determine_available_memory()
     # Raw and processed logits, the sorted copy with its indices, probabilities and their running sums.
     one_copy = 64 * 60_000 * 4
-    assert 4 * one_copy <= plan.sampling <= 24 * one_copy
+    assert 4 * one_copy <= plan["sampling"] <= 24 * one_copy
 
 
 def test_shutdown_gives_the_memory_back(folder: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -16,28 +16,37 @@ from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import CudaDevice
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import OutOfMemory
-from penstock.worker.memory_plan import MemoryPlan, StepMemory, affordable_fraction, check_plan, resident_step
+from penstock.worker.memory_plan import (
+    MemoryPlan,
+    MemoryTerm,
+    affordable_fraction,
+    check_plan,
+    resident_terms,
+    with_size,
+)
 
 GIB = 1 << 30
 PLAN = MemoryPlan(
     total=80 * GIB,
     free_at_start=78 * GIB,
     fraction=0.9,
-    process=1 * GIB,
-    weights=15 * GIB,
-    activations=2 * GIB,
-    sampling=0,
-    runner_state=0,
+    terms=(
+        MemoryTerm("process", 1 * GIB, "held before loading"),
+        MemoryTerm("weights", 15 * GIB, "weights"),
+        MemoryTerm("activations", 2 * GIB, "activations"),
+        MemoryTerm("graphs", 0, "CUDA graphs"),
+    ),
 )
 
 
 def test_what_is_left_is_the_budget_less_every_term() -> None:
     assert PLAN.budget == 72 * GIB
     assert PLAN.left_for_kv_cache == PLAN.kv_cache_bytes == 54 * GIB
-    terms = "process", "weights", "activations", "sampling", "runner_state", "logits_processors", "receive_buffer"
-    for term in terms:
-        more = replace(PLAN, **{term: getattr(PLAN, term) + 5})
+    for term in PLAN.terms:
+        # With a fraction of all memory the process is a term as any other.
+        more = PLAN.with_term(term.name, PLAN[term.name] + 5)
         assert more.left_for_kv_cache == PLAN.left_for_kv_cache - 5
+    assert replace(PLAN, terms=(*PLAN.terms, MemoryTerm("mine", 5, "mine"))).left_for_kv_cache == 54 * GIB - 5
 
 
 def test_an_absolute_size_overrides_what_is_left() -> None:
@@ -50,13 +59,13 @@ def test_by_default_the_fraction_bounds_the_kv_cache_alone() -> None:
     assert small.budget == int(0.9 * 79 * GIB)
     assert small.left_for_kv_cache == small.budget - 18 * GIB
     assert small.kv_cache_bytes == 40 * GIB < small.left_for_kv_cache
-    large = replace(small, weights=60 * GIB)
+    large = small.with_term("weights", 60 * GIB)
     assert large.kv_cache_bytes == large.left_for_kv_cache == large.budget - 63 * GIB > 0
     check_plan(large)
     with pytest.raises(OutOfMemory, match="leaves no memory for the KV cache. Raise memory_fraction or leave it out"):
         check_plan(replace(large, is_default_fraction=False))
     with pytest.raises(OutOfMemory, match="leaves no memory for the KV cache. Free memory, lower"):
-        check_plan(replace(large, weights=70 * GIB))
+        check_plan(large.with_term("weights", 70 * GIB))
 
 
 def test_by_default_what_is_free_decides_and_not_what_there_is() -> None:
@@ -78,12 +87,17 @@ def test_the_table_shows_every_term() -> None:
     table = replace(PLAN, requested_kv_cache=3 * GIB).table()
     for size in ("80.00 GiB", "78.00 GiB", "72.00 GiB", "15.00 GiB", "54.00 GiB", "3.00 GiB"):
         assert size in table
+    assert "- weights" in table
+    assert "graphs" not in table, "a term that takes nothing is no line"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": 75 * GIB}, "leaves no memory for the KV cache. Raise memory_fraction"),
+        (
+            {"terms": with_size(PLAN.terms, "weights", 75 * GIB)},
+            "leaves no memory for the KV cache. Raise memory_fraction",
+        ),
         (
             {"free_at_start": 40 * GIB},
             r"memory_fraction=0.9 asks for 72.00 GiB.*Lower it to 0.5, leave it out",
@@ -91,7 +105,7 @@ def test_the_table_shows_every_term() -> None:
         ({"requested_kv_cache": 70 * GIB}, "kv_cache_memory_bytes=75161927680 is more than what is free"),
     ],
 )
-def test_a_plan_that_does_not_work_out_is_refused_with_the_table(changes: dict[str, int], message: str) -> None:
+def test_a_plan_that_does_not_work_out_is_refused_with_the_table(changes: dict[str, Any], message: str) -> None:
     check_plan(PLAN)
     with pytest.raises(OutOfMemory, match=message) as caught:
         check_plan(replace(PLAN, **changes))
@@ -110,8 +124,8 @@ def test_a_share_that_is_not_free_is_the_default_on_a_cpu(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(("measured", "counted"), [(1 * GIB, 1 * GIB), (-5, 32 << 20)])
 def test_memory_of_libraries_is_what_was_measured_or_the_least(measured: int, counted: int) -> None:
-    step = resident_step(StepMemory(activations=7, sampling=0, runner_state=0), "cuda", library_bytes=measured)
-    assert step.activations == 7 + counted
+    (term,) = resident_terms([MemoryTerm("activations", 7, "")], "cuda", library_bytes=measured)
+    assert term.size_bytes == 7 + counted
 
 
 def test_memory_that_others_free_during_the_start_is_named(

@@ -64,7 +64,7 @@ def test_a_registered_owner_sees_requests_and_steps_and_changes_no_token(
         (plan,) = core.collective_rpc(RpcCall("determine_available_memory"))
         results: list[Any] = run(core, prompts, greedy(6))
         core.close()
-        return [result.tokens for result in results], plan.runner_state
+        return [result.tokens for result in results], plan["runner_state"]
 
     with_owner, planned = serve()
     serving = [owner for owner in made if owner.req_ids]

@@ -20,7 +20,9 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import UnsupportedFeature
 from penstock.kernels import sampling
+from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.worker import unloaded_model
+from penstock.worker.memory_plan import bytes_of
 from support.checkpoints import FAMILIES, tiny_checkpoint
 from support.counting import plan_and_run
 from support.engines import SMALL, make_core
@@ -60,10 +62,10 @@ def sorted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compare(folder: Path | str, **options: Any) -> None:
     unloaded, weights, step = plan_and_run(folder, **{**STEPS, **options})
-    assert unloaded.weights == pytest.approx(weights, rel=TOLERANCE)
-    assert unloaded.step.activations == pytest.approx(step.activations, rel=TOLERANCE)
-    assert unloaded.step.sampling == pytest.approx(step.sampling, rel=TOLERANCE)
-    assert unloaded.step.runner_state == pytest.approx(step.runner_state, rel=2 * TOLERANCE)
+    assert bytes_of(unloaded.terms, "weights") == pytest.approx(weights, rel=TOLERANCE)
+    for term in step:
+        tolerance = 2 * TOLERANCE if term.name == "runner_state" else TOLERANCE
+        assert bytes_of(unloaded.terms, term.name) == pytest.approx(term.size_bytes, rel=tolerance), term.name
 
 
 def test_every_native_family_is_compared() -> None:
@@ -99,6 +101,21 @@ def test_logits(tmp_path: Path, num_tokens: int, num_rows: int, max_logprobs: in
     tiny_checkpoint(tmp_path, **SIZES)
     sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": num_tokens}
     compare(tmp_path, max_logprobs=max_logprobs, **sizes)
+
+
+def test_a_pooling_model_is_measured_with_its_pooler_and_without_a_sampler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path, **SIZES)
+    monkeypatch.delattr(Sampler, "sample")
+    monkeypatch.delattr(PromptLogprobs, "compute")
+    compare(tmp_path, runner="pooling")
+    _, _, step = plan_and_run(tmp_path, **STEPS, runner="pooling")
+    assert [term.name for term in step] == ["activations", "pooling", "runner_state", "graphs"]
+    # The hidden states of all tokens, and the embedding of each.
+    states = STEPS["max_num_batched_tokens"] * SIZES["hidden_size"] * 4
+    assert 2 * states <= bytes_of(step, "pooling") <= 5 * states
+    assert "- pooling" in plan_engine(str(tmp_path), **STEPS, runner="pooling").table()
 
 
 @pytest.mark.parametrize("name", FALLBACK_FAMILIES)
@@ -146,7 +163,7 @@ def test_what_the_runner_keeps_is_what_a_running_one_holds(tmp_path: Path, monke
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
     core = make_core(tmp_path, **{**SMALL, "max_num_seqs": 30})
-    planned, kv_cache = core.memory_plan.runner_state, core.kv_cache_config.size_bytes
+    planned, kv_cache = core.memory_plan["runner_state"], core.kv_cache_config.size_bytes
     core.close()
     monkeypatch.setattr(CpuDevice, "allocate", allocate)
     core = make_core(tmp_path, **{**SMALL, "max_num_seqs": 30})
@@ -156,7 +173,7 @@ def test_what_the_runner_keeps_is_what_a_running_one_holds(tmp_path: Path, monke
         core.step()
     core.close()
     assert planned == pytest.approx(sum(allocated) - kv_cache, rel=TOLERANCE)
-    assert plan_engine(str(tmp_path), **{**SMALL, "max_num_seqs": 30}).memory.runner_state == planned
+    assert plan_engine(str(tmp_path), **{**SMALL, "max_num_seqs": 30}).memory["runner_state"] == planned
 
 
 def test_a_model_that_needs_its_values_is_run_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +187,7 @@ def test_a_model_that_needs_its_values_is_run_with_them(tmp_path: Path, monkeypa
     def forward(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")
 
-    monkeypatch.setattr(unloaded_model, "measure_step_memory", forward)
+    monkeypatch.setattr(unloaded_model, "measure_step", forward)
     with pytest.raises(
         UnsupportedFeature, match=r"LlamaForCausalLM cannot run on meta tensors.* RuntimeError: Tensor\.item"
     ):
@@ -179,8 +196,7 @@ def test_a_model_that_needs_its_values_is_run_with_them(tmp_path: Path, monkeypa
     run = core.memory_plan
     core.close()
     for term in ("activations", "sampling", "runner_state"):
-        found, wanted = getattr(run, term), getattr(expected, term)
-        assert found == pytest.approx(wanted, rel=TOLERANCE)
+        assert run[term] == pytest.approx(expected[term], rel=TOLERANCE)
 
 
 def test_other_threads_compute_meanwhile(tmp_path: Path) -> None:
@@ -249,6 +265,6 @@ def test_split_contexts_are_planned_for_as_a_process_grows_by_them(tmp_path: Pat
     tiny_checkpoint(tmp_path, **sizes)
     options = {"device": "cpu", "max_model_len": length, "load_format": "dummy", "max_num_seqs": 2}
     alone, together = (plan_engine(str(tmp_path), num_threads=count, **options).memory for count in (1, 2))
-    reserved = together.activations - alone.activations
+    reserved = together["activations"] - alone["activations"]
     assert growth > 1 << 20
     assert 0.6 * reserved < growth < 1.1 * reserved

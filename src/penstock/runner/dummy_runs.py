@@ -6,21 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.attention import AuxHiddenStates, ForwardContext, SequenceGeometry, StepGeometry
-from penstock.contract import NewRequestData, SamplingParams
 from penstock.kernels.sampling import greedy_tokens
 from penstock.parallel import ParallelState
 from penstock.runner.execute.graphs import rehearse_pieces
 from penstock.runner.model_runner import ModelRunner
 from penstock.step.frame import Frame
-from penstock.step.logits_rows import LogitsRows, PromptRows
 
-_PROFILED = "profile"
 # Duration of the step cost measurement in seconds, and repetitions of each size after the first time.
 _MEASURED_S, _NUM_MEASURED_AGAIN = 0.5, 9
 
@@ -150,68 +146,6 @@ def _context_of_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardCon
     return runner.kv_cache.context(SequenceGeometry(*sequences), geometry), positions
 
 
-def profile_sampling(runner: ModelRunner, num_reqs: int) -> None:
-    """Run all logits transforms at once over the rows of `num_reqs` requests, with log-probabilities.
-
-    All requests have drafts, where the runner has a speculator.
-    """
-    limits = runner.limits
-    num_rows = max(num_reqs, min(num_reqs * (1 + limits.max_drafts), limits.max_num_tokens))
-    device = runner.device
-    params = heaviest_params(runner)
-    # On the CPU penalties allocate nothing beside their table (`kernels.logits_shaping`); more of them only take time.
-    without_penalties = msgspec.structs.replace(
-        params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
-    )
-    for slot in range(num_reqs):
-        is_penalised = slot == 0 or device.kind != "cpu"
-        runner.sampler.add(slot, _request(params if is_penalised else without_penalties))
-    slots_np = np.arange(num_rows) % num_reqs
-    slots = device.upload(slots_np)
-    logits = torch.zeros(num_rows, limits.vocab_size, device=device.torch_device)
-    runner.sampler.sample(logits, LogitsRows(slots, slots_np, positions=slots))
-
-
-def profile_prompt_logprobs(runner: ModelRunner, hidden_TD: Tensor) -> None:
-    """Compute prompt log-probabilities of one prompt with these hidden states."""
-    num_tokens = len(hidden_TD)
-    rows = PromptRows(
-        req_ids=[_PROFILED],
-        counts=[num_tokens],
-        hidden_indices=np.arange(num_tokens),
-        target_indices=np.zeros(num_tokens, dtype=np.int64),
-        num_logprobs=runner.sampling.most_logprobs(runner.limits.vocab_size),
-    )
-    runner.prompt_logprobs.compute(rows, runner.model, hidden_TD)
-
-
 def num_profile_blocks(num_tokens: int, block_size: int) -> int:
     """Blocks that `run_prompt` needs, the null block included."""
     return 1 + -(-num_tokens // block_size)
-
-
-def _request(params: SamplingParams) -> NewRequestData:
-    return NewRequestData(
-        req_id=_PROFILED,
-        prompt_token_ids=[],
-        prefill_token_ids=[],
-        sampling_params=params,
-        block_ids=(),
-        num_computed_tokens=0,
-    )
-
-
-def heaviest_params(runner: ModelRunner) -> SamplingParams:
-    """Parameters that take most memory, and all log-probabilities that a request may ask for."""
-    return SamplingParams(
-        temperature=0.7,
-        top_p=0.9,
-        top_k=50,
-        min_p=0.01,
-        seed=0,
-        logprobs=runner.sampling.most_logprobs(runner.limits.vocab_size),
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        logit_bias={0: 1.0},
-    )

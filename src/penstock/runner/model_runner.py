@@ -97,13 +97,13 @@ class ModelRunner:
         self._spans = spans
         self._agreement = agreement
         self.limits = limits
-        self.sampling = sampling or SamplingConfig()
         num_slots, verification = limits.max_num_reqs + 1, speculator.verification
         self.requests = RequestStates(device, limits.max_num_reqs, limits.max_model_len, limits.max_drafts)
         self.block_tables = BlockTables(device, num_slots, limits.max_model_len, kv_cache_config)
         token_ids = self.requests.all_token_ids.tensor
+        sampling = sampling or SamplingConfig()
         self.sampler = Sampler(
-            device, num_slots, limits.vocab_size, token_ids, self.sampling, logits_processors, verification
+            device, num_slots, limits.vocab_size, token_ids, sampling, logits_processors, verification
         )
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.speculator = speculator

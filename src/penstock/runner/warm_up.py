@@ -10,8 +10,8 @@ import numpy as np
 
 from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.contract.structured_outputs import StructuredOutputsParams
-from penstock.runner.dummy_runs import heaviest_params
 from penstock.runner.model_runner import ModelRunner
+from penstock.runner.sampling.heaviest import heaviest_params
 
 _PROMPT = (0, 0)
 # Numbers of requests beside the largest. Kernels are compiled anew for 1, for multiples of 16, and for other numbers.
@@ -57,7 +57,7 @@ def _block_ids(runner: ModelRunner, length: int) -> tuple[list[int], ...]:
 
 def _kinds_of_sampling(runner: ModelRunner) -> list[SamplingParams]:
     """Greedy, drawn, drawn from the most likely tokens, and all logits transforms at once with log-probabilities."""
-    params = heaviest_params(runner)
+    params = heaviest_params(runner.sampler.most_logprobs)
     all_at_once = msgspec.structs.replace(
         params,
         # The whole vocabulary would take the host seconds.

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.models.interface import LanguageModel
 from penstock.runner.output_heads import Generation, HeadFactory
 from penstock.runner.slot_owner import SlotOwner
+from penstock.worker.memory_plan import MemoryTerm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,15 @@ class WorkerFeatures:
             side.close()
 
 
-def memory_of_features(config: EngineConfig, model: LanguageModel, kind: str, dtype: torch.dtype) -> dict[str, int]:
-    """Device memory by feature, of those that are left out of the profile run. kind: of the device."""
+def memory_of_features(config: EngineConfig, model: LanguageModel, kind: str, dtype: torch.dtype) -> list[MemoryTerm]:
+    """Memory terms of the features that are left out of the profile run. kind: of the device."""
     features = [feature for feature in features_of(config, features_of_model(model)) if feature.memory is not None]
-    return {feature.name: make_side(feature.memory, config, model, kind, dtype) for feature in features}
+    return [
+        MemoryTerm(
+            feature.name.lower().replace(" ", "_"), make_side(feature.memory, config, model, kind, dtype), feature.name
+        )
+        for feature in features
+    ]
 
 
 def features_of_model(model: LanguageModel) -> Sequence[str]:

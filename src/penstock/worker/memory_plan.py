@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.device.limits import DEFAULT_MEMORY_FRACTION
@@ -31,58 +33,58 @@ _SHARE_OF_FREE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Maximum memory of a step in bytes, besides weights.
+class MemoryTerm:
+    """Part of a rank's memory beside its KV cache.
 
-    runner_state: buffers kept between steps. graphs: memory pool of the CUDA graphs, and buffers between their pieces.
+    name: of the term in data. why: what takes it, as a line of the table. is_temporary: whether steps allocate and free
+    it, so that the C library may hold back as much again.
     """
 
-    activations: int
-    sampling: int
-    runner_state: int
-    graphs: int = 0
+    name: str
+    size_bytes: int
+    why: str
+    is_temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory of one rank, in bytes.
+    """Memory of one rank, in bytes. `plan[name]` is the size of a term, 0 if the plan has no such term.
 
     total: memory that this process could use alone. free_at_start: free memory when it started.
     fraction: share of `total` for the engine, or with `is_default_fraction` the limit of its KV cache alone.
-    process: memory in use before the model was loaded.
-    weights: parameters and buffers. activations: peak of a step's forward pass.
-    sampling: peak of logits, sampling and log-probabilities. runner_state: per-slot tables. graphs: memory pool of the
-    CUDA graphs, and buffers between their pieces.
-    logits_processors: tensors of custom logits processors.
-    receive_buffer: hidden states received from the previous pipeline stage. adapters: LoRA adapters on the device.
+    terms: all memory beside the KV cache, among it "process", in use before the model was loaded, and "weights".
     requested_kv_cache: kv_cache_memory_bytes, which overrides the remaining memory.
     """
 
     total: int
     free_at_start: int
     fraction: float
-    process: int
-    weights: int
-    activations: int
-    sampling: int
-    runner_state: int
+    terms: tuple[MemoryTerm, ...]
     requested_kv_cache: int | None = None
-    logits_processors: int = 0
-    receive_buffer: int = 0
-    adapters: int = 0
-    graphs: int = 0
     is_default_fraction: bool = False
+
+    def __getitem__(self, name: str) -> int:
+        return bytes_of(self.terms, name)
+
+    def with_term(self, name: str, size_bytes: int) -> MemoryPlan:
+        """Return the plan with another size of a term."""
+        return replace(self, terms=with_size(self.terms, name, size_bytes))
 
     @property
     def budget(self) -> int:
         """Memory limit of the engine."""
         if self.is_default_fraction:
-            return int(_SHARE_OF_FREE * (self.free_at_start + self.process))
+            return int(_SHARE_OF_FREE * self.free_or_held)
         return int(self.total * self.fraction)
 
     @property
+    def free_or_held(self) -> int:
+        """Memory that was free at the start, or in use by this process."""
+        return self.free_at_start + self["process"]
+
+    @property
     def left_for_kv_cache(self) -> int:
-        """Budget minus all other terms; negative when the model alone exceeds it."""
+        """Budget minus all terms; negative when the model alone exceeds it."""
         return self.budget - self.without_kv_cache
 
     @property
@@ -93,9 +95,7 @@ class MemoryPlan:
     @property
     def without_kv_cache(self) -> int:
         """Memory of the engine without its KV cache."""
-        step = self.activations + self.sampling + self.graphs
-        more = self.runner_state + self.logits_processors + self.receive_buffer + self.adapters
-        return self.process + self.weights + step + more
+        return sum(term.size_bytes for term in self.terms)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -103,8 +103,14 @@ class MemoryPlan:
             return self.requested_kv_cache
         return min(self.left_for_kv_cache, self.most_for_kv_cache)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes, those of the terms by their names."""
+        data = {name: value for name, value in asdict(self).items() if name != "terms"}
+        terms = {term.name: term.size_bytes for term in self.terms}
+        return {**data, **terms, "budget": self.budget, "left_for_kv_cache": self.left_for_kv_cache}
+
     def table(self) -> str:
-        """Format the plan, one line per term."""
+        """Format the plan, one line per term that takes memory."""
         budget = (
             f"{_SHARE_OF_FREE:g} of free and held" if self.is_default_fraction else f"memory_fraction {self.fraction:g}"
         )
@@ -112,15 +118,7 @@ class MemoryPlan:
             ("memory that this process may use", self.total),
             ("free when it started", self.free_at_start),
             (f"budget ({budget})", self.budget),
-            ("- held before loading", self.process),
-            ("- weights", self.weights),
-            ("- activations", self.activations),
-            ("- logits and sampling", self.sampling),
-            ("- request state", self.runner_state),
-            *([("- CUDA graphs", self.graphs)] if self.graphs else []),
-            *([("- custom logits processors", self.logits_processors)] if self.logits_processors else []),
-            *([("- received hidden states", self.receive_buffer)] if self.receive_buffer else []),
-            *([("- LoRA adapters", self.adapters)] if self.adapters else []),
+            *((f"- {term.why}", term.size_bytes) for term in self.terms if term.size_bytes),
             ("= left for the KV cache", self.left_for_kv_cache),
         ]
         if self.requested_kv_cache is not None:
@@ -129,6 +127,16 @@ class MemoryPlan:
             rows.append((f"KV cache at most ({self.fraction:g} of memory)", self.most_for_kv_cache))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in rows)
+
+
+def bytes_of(terms: Iterable[MemoryTerm], name: str) -> int:
+    """Return the size of a term; 0 without it."""
+    return sum(term.size_bytes for term in terms if term.name == name)
+
+
+def with_size(terms: Iterable[MemoryTerm], name: str, size_bytes: int) -> tuple[MemoryTerm, ...]:
+    """Return terms with another size of one of them."""
+    return tuple(replace(term, size_bytes=size_bytes) if term.name == name else term for term in terms)
 
 
 def affordable_fraction(asked: float | None, device: str, *, total: int, available: int) -> tuple[float, bool]:
@@ -158,7 +166,7 @@ def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:
 
     saved_by_int8: bytes that int8 weights would save; 0 if they are not possible.
     """
-    if not plan.is_default_fraction and plan.budget > plan.free_at_start + plan.process:
+    if not plan.is_default_fraction and plan.budget > plan.free_or_held:
         fits = math.floor(100 * plan.free_at_start / plan.total) / 100
         raise OutOfMemory(
             f"memory_fraction={plan.fraction:g} asks for {format_bytes(plan.budget)}, but only "
@@ -172,28 +180,27 @@ def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:
             f"The model leaves no memory for the KV cache. {more}, lower max_num_batched_tokens or "
             f"max_num_seqs, or take {lighter}a smaller model.\n{plan.table()}"
         )
-    if plan.requested_kv_cache is not None and plan.requested_kv_cache > plan.free_at_start - plan.weights:
+    if plan.requested_kv_cache is not None and plan.requested_kv_cache > plan.free_at_start - plan["weights"]:
         raise OutOfMemory(
             f"kv_cache_memory_bytes={plan.requested_kv_cache} is more than what is free beside the weights. "
             f"Lower it.\n{plan.table()}"
         )
 
 
-def resident_step(tensors: StepMemory, kind: str, split_contexts: int = 0, library_bytes: int = 0) -> StepMemory:
-    """Return the system memory of a step from its tensors.
+def resident_terms(
+    tensors: Iterable[MemoryTerm], kind: str, split_contexts: int = 0, library_bytes: int = 0
+) -> list[MemoryTerm]:
+    """Return the system memory of terms from their tensors. kind: of the device.
 
     split_contexts: buffers of split-KV attention. library_bytes: memory of libraries, where it was measured.
     """
-    most_held_back = _MAX_HELD_BACK_BYTES[kind]
-    return StepMemory(
-        activations=tensors.activations
-        + min(tensors.activations, most_held_back)
-        + split_contexts
-        + max(library_bytes, LIBRARY_BYTES[kind]),
-        sampling=tensors.sampling + min(tensors.sampling, most_held_back),
-        runner_state=tensors.runner_state,
-        graphs=tensors.graphs,
-    )
+    activations = split_contexts + max(library_bytes, LIBRARY_BYTES[kind])
+    terms = []
+    for term in tensors:
+        held_back = min(term.size_bytes, _MAX_HELD_BACK_BYTES[kind]) if term.is_temporary else 0
+        beside = activations if term.name == "activations" else 0
+        terms.append(replace(term, size_bytes=term.size_bytes + held_back + beside))
+    return terms
 
 
 def saved_by_int8_weights(config: EngineConfig, weights: int) -> int:

@@ -1,34 +1,71 @@
-"""Memory plan of one rank, from measured steps and counted sizes."""
+"""Memory plan of one rank: built alike from loaded weights and from a model without them (`penstock plan`)."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
 from penstock.config import EngineConfig
+from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice, MemorySnapshot
 from penstock.models.attention_layers import most_query_heads
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
-from penstock.runner.stage import num_noted_before, receive_buffer_bytes
+from penstock.runner.stage import num_noted_before
 from penstock.worker.drafter import layers_of_target
-from penstock.worker.feature import WorkerFeatures, WorkerServices, memory_of_features
+from penstock.worker.feature import WorkerServices
 from penstock.worker.memory_plan import (
     MemoryPlan,
-    StepMemory,
+    MemoryTerm,
     affordable_fraction,
     check_plan,
-    resident_step,
+    resident_terms,
     saved_by_int8_weights,
+    with_size,
 )
-from penstock.worker.profile import measure_logits_processors, measure_step_memory
+from penstock.worker.profile import measure_logits_processors, measure_step, terms_of_model
 from penstock.worker.split_contexts import split_context_bytes
 from penstock.worker.unloaded_model import NotOnMeta, measure_unloaded
 from penstock.worker.weights import Weights
 
 logger = logging.getLogger(__name__)
+
+
+def make_plan(
+    config: EngineConfig,
+    kind: str,
+    memory: MemorySnapshot,
+    tensors: tuple[MemoryTerm, ...],
+    specs: Mapping[str, KVCacheSpec],
+    limits: RunnerLimits,
+    *,
+    num_heads: int,
+    num_threads: int,
+    logits_processors: int,
+    library_bytes: int = 0,
+) -> MemoryPlan:
+    """Plan the memory. kind: of the device. memory: before the model was loaded. tensors: `terms_of_model`.
+
+    specs: KV cache spec by layer. num_heads: maximum query heads of a layer. logits_processors: bytes of custom ones.
+    library_bytes: memory of libraries, where it was measured.
+    """
+    split_contexts = split_context_bytes(
+        specs.values(), num_heads, max_model_len=limits.max_model_len, num_threads=num_threads, device=kind
+    )
+    fraction, is_default = affordable_fraction(
+        config.cache.memory_fraction, kind, total=memory.total, available=memory.free + memory.used_by_process
+    )
+    terms = (
+        MemoryTerm("process", memory.used_by_process, "held before loading"),
+        *resident_terms(tensors, kind, split_contexts, library_bytes),
+        MemoryTerm("logits_processors", logits_processors, "custom logits processors"),
+    )
+    return MemoryPlan(
+        memory.total, memory.free, fraction, terms, config.cache.kv_cache_memory_bytes, is_default_fraction=is_default
+    )
 
 
 def plan_memory(
@@ -44,84 +81,14 @@ def plan_memory(
 
     Raises OutOfMemory when the plan does not fit.
     """
-    step = _measure_step(config, parallel, device, dtype, weights, limits, start)
-    cache = config.cache
-    available = start.free + start.used_by_process
-    fraction, is_default = affordable_fraction(
-        cache.memory_fraction, device.kind, total=start.total, available=available
-    )
-    plan = MemoryPlan(
-        total=start.total,
-        free_at_start=start.free,
-        fraction=fraction,
-        is_default_fraction=is_default,
-        process=start.used_by_process,
-        weights=weights.size_bytes,
-        activations=step.activations,
-        sampling=step.sampling,
-        runner_state=step.runner_state,
-        graphs=step.graphs,
-        requested_kv_cache=cache.kv_cache_memory_bytes,
-        logits_processors=measure_logits_processors(
-            config.sampling,
-            device,
-            max_num_reqs=limits.max_num_reqs,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-        ),
-        receive_buffer=receive_buffer_bytes(
-            parallel.pipeline,
-            limits.max_num_tokens,
-            config.model.hidden_size,
-            dtype.torch_dtype,
-            num_noted_before(weights.speculator.aux_layers, layers_of_target(weights.model, parallel)),
-        ),
-        adapters=sum(memory_of_features(config, weights.language_model, device.kind, dtype.torch_dtype).values()),
-    )
-    for line in ["Memory plan:", *plan.table().splitlines()]:
-        logger.debug("%s", line)
-    if cache.kv_cache_memory_bytes is None and device.kind != "cpu":
-        logger.info("kv_cache_memory_bytes=%d asks for a KV cache of this size", plan.kv_cache_bytes)
-    # A replacement of a lost core is not checked: other engines may have taken free memory since the first start.
-    if not config.replaces_lost_core:
-        check_plan(plan, saved_by_int8_weights(config, plan.weights))
-    return plan
-
-
-def _measure_step(
-    config: EngineConfig,
-    parallel: ParallelState,
-    device: Device,
-    dtype: DtypeChoice,
-    weights: Weights,
-    limits: RunnerLimits,
-    start: MemorySnapshot,
-) -> StepMemory:
     tensors = _measure_without_memory(config, parallel, dtype, limits) if device.kind == "cpu" else None
     if tensors is None:
         services = WorkerServices(config, device, weights.language_model, dtype.torch_dtype, limits.max_num_reqs + 1)
-        tensors = measure_step_memory(
-            device,
-            weights.language_model,
-            weights.layers,
-            weights.kv_cache_specs,
-            limits,
-            config.device.attention_backend,
-            config.sampling,
-            fast_paths=config.scheduler.fast_paths != "off",
-            graphs=config.graphs,
-            speculator=weights.speculator,
-            make_owners=lambda: WorkerFeatures(services, is_profile=True).owners,
-        )
+        step = measure_step(services, weights.layers, weights.kv_cache_specs, limits, weights.speculator)
+        num_aux = num_noted_before(weights.speculator.aux_layers, layers_of_target(weights.model, parallel))
+        tensors = terms_of_model(services, parallel, 0, step, limits, num_aux)
     # Free memory in torch's cache is not available to the KV cache.
     device.return_unused_memory()
-    split = split_context_bytes(
-        weights.kv_cache_specs.values(),
-        most_query_heads(weights.layers),
-        max_model_len=limits.max_model_len,
-        num_threads=torch.get_num_threads(),
-        device=device.kind,
-    )
     library_bytes = device.library_bytes(start)
     if library_bytes < 0:
         logger.warning(
@@ -129,15 +96,34 @@ def _measure_step(
             "count on it; start again to use it.",
             format_bytes(-library_bytes),
         )
-    return resident_step(tensors, device.kind, split, library_bytes)
+    plan = make_plan(
+        config,
+        device.kind,
+        start,
+        with_size(tensors, "weights", weights.size_bytes),
+        weights.kv_cache_specs,
+        limits,
+        num_heads=most_query_heads(weights.layers),
+        num_threads=torch.get_num_threads(),
+        logits_processors=measure_logits_processors(config.sampling, device, limits),
+        library_bytes=library_bytes,
+    )
+    for line in ["Memory plan:", *plan.table().splitlines()]:
+        logger.debug("%s", line)
+    if config.cache.kv_cache_memory_bytes is None and device.kind != "cpu":
+        logger.info("kv_cache_memory_bytes=%d asks for a KV cache of this size", plan.kv_cache_bytes)
+    # A replacement of a lost core is not checked: other engines may have taken free memory since the first start.
+    if not config.replaces_lost_core:
+        check_plan(plan, saved_by_int8_weights(config, plan["weights"]))
+    return plan
 
 
 def _measure_without_memory(
     config: EngineConfig, parallel: ParallelState, dtype: DtypeChoice, limits: RunnerLimits
-) -> StepMemory | None:
+) -> tuple[MemoryTerm, ...] | None:
     """Measure full steps on meta tensors, since they take long on a CPU; None if they must be run."""
     try:
-        return measure_unloaded(config, parallel, "cpu", dtype, limits).step
+        return measure_unloaded(config, parallel, "cpu", dtype, limits).terms
     except NotOnMeta as reason:
         logger.info("Full steps are run to measure their memory: %s", reason)
         return None

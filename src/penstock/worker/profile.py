@@ -1,4 +1,4 @@
-"""Measured memory: of steps, on a temporary runner, and of custom logits processors."""
+"""Memory terms of a model: of steps, measured on a temporary runner, and of custom logits processors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from penstock.attention import CacheLayer
-from penstock.config import GraphConfig, SamplingConfig
+from penstock.config import SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
-from penstock.models.interface import LanguageModel
+from penstock.parallel import ParallelState
 from penstock.runner.dummy_runs import (
     num_profile_blocks,
-    profile_prompt_logprobs,
-    profile_sampling,
     run_largest_graph,
     run_largest_mixed_graph,
     run_longest_prompt,
@@ -25,60 +23,85 @@ from penstock.runner.sampling import ProcessorContext
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.thinking_budget import ThinkingBudget
-from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
-from penstock.worker.memory_plan import StepMemory
+from penstock.runner.stage import receive_buffer_bytes
+from penstock.worker.feature import WorkerFeatures, WorkerServices, memory_of_features
+from penstock.worker.memory_plan import MemoryTerm
 
 # Of cuBLAS for the stream that graphs are captured on, on Hopper.
 _WORKSPACE_BYTES = 32 << 20
 
 
-def measure_step_memory(
-    device: Device,
-    model: LanguageModel,
+def measure_step(
+    services: WorkerServices,
     layers: Mapping[str, CacheLayer],
     specs: Mapping[str, KVCacheSpec],
     limits: RunnerLimits,
-    attention_backend: str | None,
-    sampling: SamplingConfig,
-    *,
-    fast_paths: bool = True,
-    graphs: GraphConfig | None = None,
     speculator: Speculator = NO_SPECULATOR,
-    make_owners: Callable[[], Sequence[SlotOwner]] = list,
-) -> StepMemory:
+) -> list[MemoryTerm]:
     """Measure the tensors of the largest steps, and the buffers of the runner.
 
-    make_owners: makes the slot owners of features. Without custom logits processors, which are a term of their own.
+    Without custom logits processors and features whose memory is known, which are terms of their own.
     """
+    engine, device = services.config, services.device
     with torch.no_grad():
         num_tokens = limits.max_num_tokens + speculator.most_extra_tokens(limits.max_num_reqs)
         config = throwaway_kv_cache(specs, num_tokens)
         with device.measure_peak() as made:
+            features = WorkerFeatures(services, is_profile=True)
             runner = ModelRunner(
                 device,
-                model,
+                services.model,
                 layers,
                 config,
                 limits,
-                attention_backend=attention_backend,
-                sampling=sampling,
+                attention_backend=engine.device.attention_backend,
+                sampling=engine.sampling,
                 logits_processors=(),
-                fast_paths=fast_paths,
-                graphs=graphs,
+                fast_paths=engine.scheduler.fast_paths != "off",
+                graphs=engine.graphs,
                 speculator=speculator,
-                owners=make_owners(),
+                owners=features.owners,
+                make_head=features.output_head,
             )
+            head = runner.head
             # Includes tables that are allocated on first use.
-            profile_sampling(runner, num_reqs=1)
+            head.profile(num_reqs=1, num_rows=min(1 + limits.max_drafts, limits.max_num_tokens))
         with device.measure_peak() as forward:
             hidden_TD = run_longest_prompt(runner, limits.max_num_tokens)
         drafted = hidden_TD.nbytes + _peak(device, lambda: run_longest_prompt_of_drafter(runner, limits.max_num_tokens))
-        sampled = _peak(device, lambda: profile_sampling(runner, limits.max_num_reqs))
-        prompts = _peak(device, lambda: profile_prompt_logprobs(runner, hidden_TD))
+        num_reqs = limits.max_num_reqs
+        num_rows = max(num_reqs, min(num_reqs * (1 + limits.max_drafts), limits.max_num_tokens))
+        of_requests = _peak(device, lambda: head.profile(num_reqs, num_rows))
+        of_prompt = _peak(device, lambda: head.profile_prompt(services.model, hidden_TD))
         captured = _measure_graphs(device, runner)
-    return StepMemory(
-        max(forward.bytes_above_start, drafted), max(sampled, prompts), made.bytes_kept - config.size_bytes, captured
+        features.close()
+    return [
+        MemoryTerm("activations", max(forward.bytes_above_start, drafted), "activations", is_temporary=True),
+        MemoryTerm(head.memory_name, max(of_requests, of_prompt), head.memory_why, is_temporary=True),
+        MemoryTerm("runner_state", made.bytes_kept - config.size_bytes, "request state"),
+        MemoryTerm("graphs", captured, "CUDA graphs"),
+    ]
+
+
+def terms_of_model(
+    services: WorkerServices,
+    parallel: ParallelState,
+    weights_bytes: int,
+    step: Sequence[MemoryTerm],
+    limits: RunnerLimits,
+    num_aux_received: int,
+) -> tuple[MemoryTerm, ...]:
+    """Return the terms of a model on one rank. num_aux_received: auxiliary hidden states of earlier stages."""
+    config = services.config
+    received = receive_buffer_bytes(
+        parallel.pipeline, limits.max_num_tokens, config.model.hidden_size, services.dtype, num_aux_received
+    )
+    return (
+        MemoryTerm("weights", weights_bytes, "weights"),
+        *step,
+        MemoryTerm("receive_buffer", received, "received hidden states"),
+        *memory_of_features(config, services.model, services.device.kind, services.dtype),
     )
 
 
@@ -118,9 +141,7 @@ def throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVC
     )
 
 
-def measure_logits_processors(
-    sampling: SamplingConfig, device: Device, *, max_num_reqs: int, max_model_len: int, vocab_size: int
-) -> int:
+def measure_logits_processors(sampling: SamplingConfig, device: Device, limits: RunnerLimits) -> int:
     """Return the bytes of tensors that custom logits processors allocate at construction.
 
     Raises ConfigError when one cannot be loaded or made.
@@ -128,10 +149,10 @@ def measure_logits_processors(
     classes = [found for found in load_logits_processors(sampling.logits_processors) if found is not ThinkingBudget]
     if not classes:
         return 0
-    num_slots = max_num_reqs + 1
+    num_slots, max_model_len = limits.max_num_reqs + 1, limits.max_model_len
     # Like the runner's table, it takes no memory before it is written to.
     token_ids = device.allocate(num_slots * max_model_len * 4).view(torch.int32).view(num_slots, max_model_len)
-    context = ProcessorContext(device, num_slots, vocab_size, token_ids)
+    context = ProcessorContext(device, num_slots, limits.vocab_size, token_ids)
     with device.measure_peak() as peak:
         CustomProcessors(context, classes)
     return peak.bytes_above_start

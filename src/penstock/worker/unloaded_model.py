@@ -31,10 +31,10 @@ from penstock.worker.drafter import (
     load_drafter_without_memory,
     place_for_drafter,
 )
-from penstock.worker.feature import WorkerFeatures, WorkerServices, memory_of_features
+from penstock.worker.feature import WorkerServices
 from penstock.worker.kv_cache_dtype import choose_kv_cache_dtype
-from penstock.worker.memory_plan import StepMemory
-from penstock.worker.profile import measure_step_memory
+from penstock.worker.memory_plan import MemoryTerm
+from penstock.worker.profile import measure_step, terms_of_model
 
 
 class NotOnMeta(UnsupportedFeature):
@@ -45,22 +45,17 @@ class NotOnMeta(UnsupportedFeature):
 class UnloadedModel:
     """Sizes of a model.
 
-    num_parameters: including the drafter. weights: bytes of parameters and buffers after packing. lookups: bytes
-    of untied embeddings among them. step: peak memory of a step. specs: KV cache spec by layer.
-    num_heads: maximum query heads of a layer. num_aux_received: auxiliary hidden states per token that a pipeline
-    stage receives for a speculator. adapters: bytes of LoRA adapters. kv_cache_dtype: by name. products:
-    `describe_narrow_products`.
+    num_parameters: including the drafter. terms: memory of tensors; weights are parameters and buffers after packing.
+    lookups: bytes of untied embeddings among them. specs: KV cache spec by layer. num_heads: maximum query heads of a
+    layer. kv_cache_dtype: by name. products: `describe_narrow_products`.
     """
 
     num_parameters: int
-    weights: int
+    terms: tuple[MemoryTerm, ...]
     lookups: int
-    step: StepMemory
     specs: Mapping[str, KVCacheSpec]
     num_heads: int
-    num_aux_received: int
     kv_cache_dtype: str
-    adapters: int = 0
     products: str | None = None
 
 
@@ -92,19 +87,7 @@ def measure_unloaded(
             speculator = create_speculator(config.speculative, device, config.model.vocab_size, drafter, aux_layers)
             layers = {**layers, **speculator.cache_layers()}
             services = WorkerServices(config, device, model, dtype.torch_dtype, limits.max_num_reqs + 1)
-            step = measure_step_memory(
-                device,
-                model,
-                layers,
-                specs,
-                limits,
-                backend,
-                config.sampling,
-                fast_paths=config.scheduler.fast_paths != "off",
-                graphs=config.graphs,
-                speculator=speculator,
-                make_owners=lambda: WorkerFeatures(services, is_profile=True).owners,
-            )
+            step = measure_step(services, layers, specs, limits, speculator)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values
         raise NotOnMeta(
             f"{config.model.architecture} cannot run on meta tensors, so its memory is measured only "
@@ -112,14 +95,18 @@ def measure_unloaded(
         ) from error
     return UnloadedModel(
         num_parameters=num_parameters + num_drafter_parameters,
-        weights=sum(weights_size_bytes(part) for part in (model, drafter) if part is not None),
+        terms=terms_of_model(
+            services,
+            parallel,
+            sum(weights_size_bytes(part) for part in (model, drafter) if part is not None),
+            step,
+            limits,
+            num_noted_before(speculator.aux_layers, layers_of_target(model, parallel)),
+        ),
         lookups=sum(_lookup_bytes(part) for part in (model, drafter) if part is not None),
-        step=step,
         specs=specs,
         num_heads=most_query_heads(layers),
-        num_aux_received=num_noted_before(speculator.aux_layers, layers_of_target(model, parallel)),
         kv_cache_dtype=cache_dtype,
-        adapters=sum(memory_of_features(config, model, kind, dtype.torch_dtype).values()),
         products=describe_narrow_products(model),
     )
 

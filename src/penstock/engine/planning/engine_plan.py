@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, LocalAttentionSpec, MLAAttentionSpec
@@ -39,7 +39,7 @@ class StagePlan:
             "num_layers": len(self.specs),
             "num_parameters": self.num_parameters,
             "worker_bytes": self.worker_bytes,
-            "memory": _memory_as_dict(self.memory),
+            "memory": self.memory.to_dict(),
             "kv_cache_bytes": self.kv_cache.size_bytes,
         }
 
@@ -100,7 +100,7 @@ class EnginePlan:
     @property
     def weights(self) -> int:
         """Bytes of all stages' weights."""
-        return sum(stage.memory.weights for stage in self.stages)
+        return sum(stage.memory["weights"] for stage in self.stages)
 
     @property
     def lookup_bytes(self) -> int:
@@ -132,7 +132,7 @@ class EnginePlan:
             "engine_bytes": self.engine_bytes,
             "quantization": self.quantization,
             "products": self.products,
-            "memory": _memory_as_dict(self.memory),
+            "memory": self.memory.to_dict(),
             "stages": [stage.to_dict() for stage in self.stages],
             "kv_cache": {
                 "bytes": self.kv_cache.size_bytes,
@@ -196,7 +196,3 @@ class EnginePlan:
 def kv_bytes_per_token(layers: tuple[KVCacheSpec, ...]) -> int:
     """KV cache per token, in bytes over these layers, without sliding windows."""
     return sum(spec.page_size_bytes // spec.block_size for spec in layers)
-
-
-def _memory_as_dict(memory: MemoryPlan) -> dict[str, Any]:
-    return {**asdict(memory), "budget": memory.budget, "left_for_kv_cache": memory.left_for_kv_cache}

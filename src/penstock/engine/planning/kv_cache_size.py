@@ -136,8 +136,8 @@ def options_that_fit(
     if needed_as_int8 is not None and needed_as_int8 <= available:
         found.append("kv_cache_dtype='int8'")
     found += _larger_cache(plan, math.ceil(needed / scale))
-    lighter = replace(plan, weights=plan.weights - saved_by_int8_weights(config, plan.weights))
-    if lighter.weights < plan.weights and plan.requested_kv_cache is None:
+    lighter = plan.with_term("weights", plan["weights"] - saved_by_int8_weights(config, plan["weights"]))
+    if lighter["weights"] < plan["weights"] and plan.requested_kv_cache is None:
         if needed <= lighter.kv_cache_bytes * scale:
             found.append("quantization='int8'")
         elif needed_as_int8 is not None and available < needed_as_int8 <= lighter.kv_cache_bytes * scale:
@@ -158,11 +158,11 @@ def _bytes_to_serve(specs: Mapping[str, KVCacheSpec], max_model_len: int, max_nu
 
 def _larger_cache(plan: MemoryPlan, needed: int) -> Iterator[str]:
     """Options that give the KV cache of this worker `needed` bytes, if the memory has them."""
-    if needed > min(plan.free_at_start - plan.weights, replace(plan, is_default_fraction=True).left_for_kv_cache):
+    if needed > min(plan.free_at_start - plan["weights"], replace(plan, is_default_fraction=True).left_for_kv_cache):
         return
     if plan.requested_kv_cache is None and not plan.is_default_fraction:
         fraction = math.ceil(100 * (needed + plan.without_kv_cache) / plan.total) / 100
-        if fraction * plan.total <= plan.free_at_start + plan.process:
+        if fraction * plan.total <= plan.free_or_held:
             yield f"memory_fraction={fraction:g}"
     yield f"kv_cache_memory_bytes={needed}"
 

@@ -17,6 +17,7 @@ from penstock.checkpoints.quantized_checkpoint import quantization_of_checkpoint
 from penstock.checkpoints.resolve import resolve_metadata_folder
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.model import NO_QUANTIZATION
+from penstock.device import MemorySnapshot
 from penstock.device.cpu import CpuDevice
 from penstock.device.cuda import gpu_memory
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype, choose_cuda_dtype
@@ -39,20 +40,12 @@ from penstock.parallel import ParallelState
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.sampling.load_processors import installed
-from penstock.runner.stage import receive_buffer_bytes
 from penstock.scheduler.kv_cache_plan import max_concurrency, num_tokens_that_fit
 from penstock.system import env
 from penstock.worker.capabilities import check_options
-from penstock.worker.memory_plan import (
-    PROCESS_BYTES,
-    MemoryPlan,
-    affordable_fraction,
-    check_plan,
-    resident_step,
-    saved_by_int8_weights,
-)
+from penstock.worker.memory_plan import PROCESS_BYTES, MemoryPlan, check_plan, saved_by_int8_weights
+from penstock.worker.memory_planning import make_plan
 from penstock.worker.profile import measure_logits_processors
-from penstock.worker.split_contexts import split_context_bytes
 from penstock.worker.unloaded_model import UnloadedModel, measure_unloaded
 
 
@@ -74,16 +67,12 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     limits = _limits(config)
     places = _first_ranks(config)
     stages = [measure_unloaded(config, place, device, dtype, limits, tensors) for place in places]
-    buffers = [
-        _receive_buffer(config, place, dtype, limits, stage.num_aux_received)
-        for place, stage in zip(places, stages, strict=True)
-    ]
-    plans = [_plan_memory(config, stage, limits, device, buffer) for stage, buffer in zip(stages, buffers, strict=True)]
+    plans = [_plan_memory(config, stage, limits, device) for stage in stages]
     specs = specs_of_all(stage.specs for stage in stages)
     available, tightest = whole_kv_cache_bytes([stage.specs for stage in stages], plans), min(plans, key=_room)
     try:
         for plan in plans:
-            check_plan(plan, saved_by_int8_weights(config, plan.weights))
+            check_plan(plan, saved_by_int8_weights(config, plan["weights"]))
         max_model_len = choose_max_model_len(config, specs, tightest, available)
         kv_cache = size_kv_cache(config, specs, tightest, max_model_len, available)
     except OutOfMemory as error:
@@ -166,46 +155,20 @@ def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> Dtyp
     return choose_cpu_dtype(model.dtype, model.checkpoint_dtype, stored)
 
 
-def _receive_buffer(
-    config: EngineConfig, place: ParallelState, dtype: DtypeChoice, limits: RunnerLimits, num_aux: int
-) -> int:
-    width = config.model.hidden_size
-    return receive_buffer_bytes(place.pipeline, limits.max_num_tokens, width, dtype.torch_dtype, num_aux)
-
-
-def _plan_memory(
-    config: EngineConfig, model: UnloadedModel, limits: RunnerLimits, device: str, receive_buffer: int
-) -> MemoryPlan:
-    (_, num_ranks), cache = config.parallel.place(0), config.cache
+def _plan_memory(config: EngineConfig, model: UnloadedModel, limits: RunnerLimits, device: str) -> MemoryPlan:
+    _, num_ranks = config.parallel.place(0)
     limit = _memory_of(device, num_ranks)
     threads = plan_threads(config.device.num_threads, quota=cpu_quota(), num_ranks=num_ranks)
-    split = split_context_bytes(
-        model.specs.values(),
-        model.num_heads,
-        max_model_len=limits.max_model_len,
+    return make_plan(
+        config,
+        device,
+        MemorySnapshot(limit.total_bytes, limit.free_bytes, PROCESS_BYTES[device]),
+        model.terms,
+        model.specs,
+        limits,
+        num_heads=model.num_heads,
         num_threads=threads.num_threads,
-        device=device,
-    )
-    step = resident_step(model.step, device, split)
-    available = limit.free_bytes + PROCESS_BYTES[device]
-    fraction, is_default = affordable_fraction(
-        cache.memory_fraction, device, total=limit.total_bytes, available=available
-    )
-    return MemoryPlan(
-        total=limit.total_bytes,
-        free_at_start=limit.free_bytes,
-        fraction=fraction,
-        is_default_fraction=is_default,
-        process=PROCESS_BYTES[device],
-        weights=model.weights,
-        activations=step.activations,
-        sampling=step.sampling,
-        runner_state=step.runner_state,
-        graphs=step.graphs,
-        requested_kv_cache=cache.kv_cache_memory_bytes,
         logits_processors=_plan_processors(config, limits),
-        receive_buffer=receive_buffer,
-        adapters=model.adapters,
     )
 
 
@@ -214,13 +177,7 @@ def _plan_processors(config: EngineConfig, limits: RunnerLimits) -> int:
     if not config.sampling.logits_processors and not installed():
         return 0
     with closing(CpuDevice(config.device.num_threads)) as device:
-        return measure_logits_processors(
-            config.sampling,
-            device,
-            max_num_reqs=limits.max_num_reqs,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-        )
+        return measure_logits_processors(config.sampling, device, limits)
 
 
 def _limits(config: EngineConfig) -> RunnerLimits:

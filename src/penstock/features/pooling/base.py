@@ -23,6 +23,8 @@ class PoolingHead(OutputHead):
     is kept by the head, or by an owner of per-slot state.
     """
 
+    memory_name, memory_why = "pooling", "pooling"
+
     def __init__(self, parts: HeadParts) -> None:
         self._device: Device = parts.device
         self._rank = parts.rank

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from penstock.config.pooling import TOKEN_TASKS
+from penstock.contract import PoolingParams
 from penstock.features.pooling.base import PoolingHead
-from penstock.features.pooling.states import PoolingStates
+from penstock.features.pooling.states import AllTokens, Pooled, PoolingStates
+from penstock.models.interface import LanguageModel
 from penstock.models.pooling import PoolingModel
 from penstock.runner.output_heads.base import HeadParts
 from penstock.step.frame import Frame, WantedOutputs
@@ -44,11 +47,23 @@ class TextPooling(PoolingHead):
             vectors.append(self._finish(model, slot) if complete else None)
         return vectors
 
+    def profile_prompt(self, model: LanguageModel, hidden_TD: Tensor) -> None:
+        assert isinstance(model, PoolingModel), "the head belongs to pooling models"
+        # A vector per token takes most.
+        task = next(task for task in model.pooling.tasks if task in TOKEN_TASKS)
+        pooled = AllTokens()
+        pooled.add(hidden_TD)
+        self._result(model, pooled, PoolingParams(task=task))
+
     def _finish(self, model: PoolingModel, slot: int) -> Tensor:
         params = self._states.params[slot]
-        with torch.no_grad():
-            result = model.finish(self._states.pooled[slot].result(), params)
+        result = self._result(model, self._states.pooled[slot], params)
         if params.step_tag_id is not None:
             token_ids = torch.tensor(self._states.prompt_token_ids[slot], device=result.device)
             result = result[token_ids == params.step_tag_id]
-        return result.to(torch.float32).contiguous()
+        return result.contiguous()
+
+    @staticmethod
+    def _result(model: PoolingModel, pooled: Pooled, params: PoolingParams) -> Tensor:
+        with torch.no_grad():
+            return model.finish(pooled.result(), params).to(torch.float32)

@@ -6,8 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
+from torch import Tensor
+
 from penstock.contract import SchedulerOutput
 from penstock.device import Device
+from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import StepOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
@@ -31,7 +34,12 @@ class HeadParts(NamedTuple):
 
 
 class OutputHead(ABC):
-    """Decides which outputs a frame wants of the forward pass, and makes the step's result from them."""
+    """Decides which outputs a frame wants of the forward pass, and makes the step's result from them.
+
+    memory_name, memory_why: of the memory term that `profile` and `profile_prompt` measure.
+    """
+
+    memory_name, memory_why = "outputs", "outputs"
 
     @abstractmethod
     def wants(self, frame: Frame) -> WantedOutputs:
@@ -40,6 +48,12 @@ class OutputHead(ABC):
     @abstractmethod
     def finish(self, frame: Frame) -> StepOutput:
         """Return the result of an executed step, with its copy to the host started; all owners commit the outcome."""
+
+    def profile(self, num_reqs: int, num_rows: int) -> None:  # noqa: B027
+        """Make the results of so many requests, which ask for everything. num_rows: logits rows, with drafts."""
+
+    def profile_prompt(self, model: LanguageModel, hidden_TD: Tensor) -> None:  # noqa: B027
+        """Make the results of the largest prompt, which asks for everything. hidden_TD: its hidden states."""
 
     def settle(self, output: SchedulerOutput, buffer_set: int | None) -> None:  # noqa: B027
         """Receive and commit the outcomes that a step depends on, or whose frames are in the buffers that it takes."""

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from penstock.contract import SampledOutput
 from penstock.layers.adapters import HEAD_SLOTS
-from penstock.models.interface import routed
+from penstock.models.interface import LanguageModel, routed
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
+from penstock.runner.sampling.heaviest import profile_prompt_logprobs, profile_sampling
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.step.frame import Frame, WantedOutputs
 
 
 class Generation(OutputHead):
     """Samples tokens from the logits rows."""
+
+    memory_name, memory_why = "sampling", "logits and sampling"
 
     def __init__(self, parts: HeadParts) -> None:
         self._device = parts.device
@@ -77,6 +82,12 @@ class Generation(OutputHead):
             self._stage.share_drafts(step_id, self._requests.draft_token_ids.tensor, layout.slots)
         frame.drop_outputs()
         return result
+
+    def profile(self, num_reqs: int, num_rows: int) -> None:
+        profile_sampling(self._device, self._sampler, num_reqs, num_rows)
+
+    def profile_prompt(self, model: LanguageModel, hidden_TD: Tensor) -> None:
+        profile_prompt_logprobs(self._prompt_logprobs, model, hidden_TD, self._sampler.most_logprobs)
 
     def _sample(self, frame: Frame) -> SamplerOutput:
         if frame.chosen is not None:

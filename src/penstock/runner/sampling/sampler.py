@@ -54,7 +54,7 @@ class Sampler(SlotOwner):
     `max_rows` is sampled in parts, because transforms hold several copies of their rows' logits.
     token_ids_SL: the runner's token table, int32 [slots, positions].
     processors: custom logits processors; None for the installed ones and those that `config` names.
-    verification: acceptance rule of drafts.
+    verification: acceptance rule of drafts. most_logprobs: log-probabilities that a request may ask for.
     Raises ConfigError for a custom logits processor that cannot be loaded or made.
     """
 
@@ -70,6 +70,8 @@ class Sampler(SlotOwner):
     ) -> None:
         context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
         self._device = device
+        self.vocab_size = vocab_size
+        self.most_logprobs = config.most_logprobs(vocab_size)
         self.max_rows = rows_at_once(vocab_size, device.kind)
         classes = load_logits_processors(config.logits_processors) if processors is None else processors
         self._custom = CustomProcessors(context, classes)
