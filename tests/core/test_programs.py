@@ -132,7 +132,7 @@ def test_more_last_tokens_than_go_from_kernel_to_kernel_at_once(
     assert together() == recorded
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gpt2"])
+@pytest.mark.parametrize("family", ["olmo2", "gpt2", "llama4", "minimax_m2", "olmoe"])
 def test_others_run_layer_by_layer(tmp_path: Path, family: str) -> None:
     tiny_checkpoint(tmp_path, family)
     assert results(tmp_path)[1] == 0

@@ -18,7 +18,7 @@ from penstock.kernels.linear import linear, pack_weight, packed_linear
 from penstock.kernels.native import NATIVE, NativeKernels
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import StepTokens
-from penstock.kernels.native.tracing import Trace, TracedRequests, TracedTensor, Untraceable, trace_opaque
+from penstock.kernels.native.tracing import Trace, TracedRequests, TracedTensor, Untraceable
 from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
 from penstock.kernels.rows import concatenate_rows, sum_rows
 
@@ -245,19 +245,22 @@ def doubled_and_rolled(_: object, x_TD: Tensor) -> list[Tensor]:
     return [2 * x_TD, x_TD[:, :3].roll(1, 0)]
 
 
+def call_opaque(function: Callable[..., list[Tensor]], rows: Tensor, widths: list[int]) -> list[Tensor]:
+    """Call an opaque operation; a traced one is recorded."""
+    return rows.origin.call_opaque(function, [rows], widths) if isinstance(rows, TracedTensor) else function(None, rows)
+
+
 def adapted(ids_T: Tensor, adapters_T: Tensor, weights: dict[str, Tensor], last: Tensor | None = None) -> list[Tensor]:
     """Rows of two inputs, an opaque operation, then last rows alone."""
     x_TD = sum_rows(
         embedding(ids_T, weights["table"], torch.float32), embedding(adapters_T, weights["adapters"], torch.float32)
     )
-    called = trace_opaque(doubled_and_rolled, [x_TD], [WIDTH, 3])
-    x_TD, side_T3 = called or doubled_and_rolled(None, x_TD)
+    x_TD, side_T3 = call_opaque(doubled_and_rolled, x_TD, [WIDTH, 3])
     if last is not None:
         x_TD, side_T3, adapters_T = (rows.index_select(0, last) for rows in (x_TD, side_T3, adapters_T))
     normed_RD, _ = add_rms_norm(x_TD, embedding(adapters_T, weights["adapters"], torch.float32), weights["norm"], 1e-5)
     both_RX = concatenate_rows(normed_RD, side_T3)
-    called = trace_opaque(doubled_and_rolled, [both_RX], [WIDTH + 3, 3])
-    return [concatenate_rows(*(called or doubled_and_rolled(None, both_RX)))]
+    return [concatenate_rows(*call_opaque(doubled_and_rolled, both_RX, [WIDTH + 3, 3]))]
 
 
 @pytest.mark.parametrize("last", [None, [0], [2, 5, 298, 299], list(range(300))])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from penstock.attention.base import SequenceGeometry
 from penstock.attention.step import AttentionMetadata, AttentionRows, AttentionStep, LastRows, LayerAttention
-from penstock.kernels.native.tracing import trace_opaque
 from penstock.kernels.rows import sum_rows
 from penstock.parallel.scattered_rows import ScatteredRows
 
@@ -124,9 +123,14 @@ class ForwardContext:
         """
         if not rows:
             raise ValueError(f"opaque operation {function}: pass it at least one tensor of rows, [T, width].")
-        called = partial(_call, function, tuple(widths), asks_for_last=self.last is not None)
-        traced = trace_opaque(called, rows, widths)
-        return called(self, *rows) if traced is None else traced
+        call = partial(_call, function, tuple(widths), asks_for_last=self.last is not None)
+        return self.call_opaque(call, rows, widths)
+
+    def call_opaque(
+        self, call: Callable[..., Sequence[Tensor]], rows: Sequence[Tensor], widths: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Run a checked opaque operation, `call(context, *rows)`; where a program is recorded, it is noted instead."""
+        return call(self, *rows)
 
     def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:
         """Return a layer's cache, and its group's metadata of this step."""

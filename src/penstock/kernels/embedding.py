@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.native import NATIVE, WEIGHT_TYPES
-from penstock.kernels.native.tracing import share_of_input
+from penstock.kernels.native.operations import ids_of_share
 
 
 def embedding(ids: Tensor, table_VD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -29,13 +29,9 @@ def rows_of_share(ids_T: Tensor, start: int, size: int, whole: int, look_up: Cal
 
     look_up: takes ids relative to the shard.
     """
-    share_T = share_of_input(ids_T, start, size, whole)
-    if share_T is not None:
-        return look_up(share_T)
-    local_T = ids_T - start
-    is_here_T = (local_T >= 0) & (local_T < size)
-    rows_TD = look_up(torch.where(is_here_T, local_T, 0))
-    return torch.where(is_here_T.unsqueeze(-1), rows_TD, 0)
+    local_T, is_here_T = ids_of_share(ids_T, start, size, whole)
+    rows_TD = look_up(local_T)
+    return rows_TD if is_here_T is None else torch.where(is_here_T.unsqueeze(-1), rows_TD, 0)
 
 
 def native_takes(table_VD: Tensor) -> bool:

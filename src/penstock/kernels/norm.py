@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.operations import have_same_shape
+from penstock.kernels.native.operations import can_be_added
 from penstock.kernels.triton import triton_runs
 
 
@@ -49,7 +49,7 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 
     Overwrites x with the new residual; `residual_TD` is not changed, since it may be the caller's input.
     """
-    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and _native_adds(x_TD, residual_TD):
+    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and can_be_added(x_TD, residual_TD):
         return NATIVE.rms_norm(x_TD, weight_D, eps, residual_TD), x_TD
     if (triton_rms_norm := _triton_kernel(x_TD, weight_D, residual_TD)) is not None:
         return triton_rms_norm(x_TD, weight_D, eps, residual=residual_TD), x_TD
@@ -107,7 +107,7 @@ def add_layer_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Add the residual to x, in place, and normalise the sum: (normalised, sum)."""
-    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and _native_adds(x_TD, residual_TD):
+    if NATIVE is not None and NATIVE.runs(x_TD) and x_TD.is_contiguous() and can_be_added(x_TD, residual_TD):
         return NATIVE.layer_norm(x_TD, weight_D, bias_D, eps, residual_TD), x_TD
     residual_TD = x_TD.add_(residual_TD)
     return layer_norm(residual_TD, weight_D, bias_D, eps), residual_TD
@@ -124,10 +124,6 @@ def _triton_kernel(x: Tensor, weight: Tensor, residual: Tensor | None = None) ->
 
 def _shifted(weight_D: Tensor, offset: float) -> Tensor:
     return weight_D if offset == 0 else weight_D + offset
-
-
-def _native_adds(x: Tensor, residual: Tensor) -> bool:
-    return residual.dtype is x.dtype and residual.is_contiguous() and have_same_shape(x, residual)
 
 
 def _native_takes(x: Tensor, weight: Tensor) -> bool:

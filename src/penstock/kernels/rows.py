@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.operations import have_same_shape
+from penstock.kernels.native.operations import can_be_added
 
 
 def sum_rows(x_TD: Tensor, residual_TD: Tensor | None) -> Tensor:
     """x + residual, or a copy of x without a residual: [T, D]."""
-    if NATIVE is not None and NATIVE.runs(x_TD) and _are_contiguous(x_TD, residual_TD) and _fits(x_TD, residual_TD):
+    adds = residual_TD is None or can_be_added(x_TD, residual_TD)
+    if NATIVE is not None and NATIVE.runs(x_TD) and _are_contiguous(x_TD) and adds:
         return NATIVE.sum_rows(x_TD, residual_TD)
     return x_TD.clone() if residual_TD is None else x_TD + residual_TD
 
@@ -23,10 +24,6 @@ def concatenate_rows(first_TD: Tensor, second_TD: Tensor) -> Tensor:
     return torch.cat((first_TD, second_TD), dim=-1)
 
 
-def _fits(x: Tensor, residual: Tensor | None) -> bool:
-    return residual is None or have_same_shape(x, residual)
-
-
-def _are_contiguous(*rows: Tensor | None) -> bool:
-    """Whether the native kernels take these rows; None is skipped."""
-    return all(x is None or (x.dtype is torch.float32 and x.dim() == 2 and x.is_contiguous()) for x in rows)
+def _are_contiguous(*rows: Tensor) -> bool:
+    """Whether the native kernels take these rows."""
+    return all(x.dtype is torch.float32 and x.dim() == 2 and x.is_contiguous() for x in rows)

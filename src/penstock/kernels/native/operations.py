@@ -21,11 +21,25 @@ def row_width(x: Tensor) -> int:
     return x.stride(0) if type(x) is TracedTensor else x.shape[1]
 
 
-def have_same_shape(x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape; for the rows of a trace, the same width."""
-    if type(x) is TracedTensor or type(other) is TracedTensor:
-        return type(x) is type(other) and x.dim() == other.dim() and x.stride(0) == other.stride(0)
-    return x.shape == other.shape
+def can_be_added(x: Tensor, residual: Tensor) -> bool:
+    """Whether an operation can read `residual` beside the contiguous rows `x`: same dtype and shape, contiguous."""
+    if residual.dtype is not x.dtype or not residual.is_contiguous():
+        return False
+    if type(x) is TracedTensor or type(residual) is TracedTensor:
+        return type(x) is type(residual) and x.dim() == residual.dim() and x.stride(0) == residual.stride(0)
+    return x.shape == residual.shape
+
+
+def ids_of_share(ids_T: Tensor, start: int, size: int, whole: int) -> tuple[Tensor, Tensor | None]:
+    """Ids relative to a shard of rows, `size` of `whole` from `start` on, and whether each is one of them.
+
+    None in place of the latter where the lookup itself makes the rows of other shards zero.
+    """
+    if type(ids_T) is TracedTensor:
+        return ids_T.origin.share_of(ids_T, start, size, whole), None
+    local_T = ids_T - start
+    is_here_T = (local_T >= 0) & (local_T < size)
+    return torch.where(is_here_T, local_T, 0), is_here_T
 
 
 def _row_stride(x: Tensor) -> int:

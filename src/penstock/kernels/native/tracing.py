@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import MethodWrapperType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,7 +152,9 @@ class TracedTensor(Tensor):
             return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         traced = _TRACED.get(function)
         if traced is None or kwargs or not isinstance(args[0], TracedTensor):
-            raise Untraceable(f"torch's {getattr(function, '__name__', function)} of a step's tensor is not a kernel")
+            # Of a property, its getter.
+            named = function.__self__ if isinstance(function, MethodWrapperType) else function
+            raise Untraceable(f"torch's {getattr(named, '__name__', named)} of a step's tensor is not a kernel")
         return traced(*args)
 
 
@@ -381,17 +384,6 @@ class Trace:
             raise Untraceable(f"a kernel's {of_field.name} does not lie on {of_field.alignment} bytes")
         self.keeps_alive.append(argument)
         return address
-
-
-def trace_opaque(function: Callable[..., Any], rows: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor] | None:
-    """Record an opaque operation on traced rows; None if none of them is traced."""
-    origin = next((x.origin for x in rows if isinstance(x, TracedTensor)), None)
-    return None if origin is None else origin.call_opaque(function, rows, widths)
-
-
-def share_of_input(ids_T: Tensor, start: int, size: int, whole: int) -> Tensor | None:
-    """Mark a traced step input as looked up in a shard of `size` rows from `start` on; None for a tensor of ids."""
-    return ids_T.origin.share_of(ids_T, start, size, whole) if isinstance(ids_T, TracedTensor) else None
 
 
 def _scale(x: TracedTensor, factor: object) -> TracedTensor:

@@ -17,7 +17,6 @@ from penstock.attention import ForwardContext
 from penstock.checkpoints.architectures import Use
 from penstock.config import ModelConfig
 from penstock.errors import UnsupportedModel
-from penstock.kernels.native.tracing import Untraceable
 from penstock.layers.weights import WeightSlot, weight_slots
 from penstock.models.bert import TOKEN_TYPE_IDS
 from penstock.models.causal_lm import CausalLM
@@ -52,10 +51,8 @@ class TransformersTexts(CausalLM):
         replace_linears(self.model, parallel)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        sequences = context.sequences
-        if sequences is None:
-            raise Untraceable("Transformers runs a text at a time")
-        num_tokens = len(input_ids_T)
+        num_tokens, sequences = len(input_ids_T), context.sequences
+        assert sequences is not None, "a step has its sequences"
         starts = sequences.query_start_loc_np[: sequences.num_actual_reqs + 1].tolist()
         if self._is_dummy(starts):
             starts = [0, min(num_tokens, self._longest)]

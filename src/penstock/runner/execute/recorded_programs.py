@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,19 @@ class RecordedPrograms:
         metadata_of_last = [TracedRequests(group, is_last=True) for group in groups]
         rows_R = trace.last_rows()
         last = LastTokens(rows_R, rows_R, rows_R, rows_R, metadata_of_last)
-        return ForwardContext(self._layers, [TracedRequests(group) for group in groups], last)
+        return RecordingContext(self._layers, [TracedRequests(group) for group in groups], last, trace=trace)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingContext(ForwardContext):
+    """Forward context of a recording, with traced metadata and without sequences. Opaque operations are noted."""
+
+    trace: Trace = field(kw_only=True)
+
+    def call_opaque(
+        self, call: Callable[..., Sequence[Tensor]], rows: Sequence[Tensor], widths: Sequence[int]
+    ) -> Sequence[Tensor]:
+        return self.trace.call_opaque(call, rows, widths)
 
 
 @dataclass(frozen=True)
