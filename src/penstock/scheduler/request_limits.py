@@ -1,15 +1,44 @@
-"""Checks for requests that the engine can never serve."""
+"""Length limits of requests, and checks for those that the engine can never serve."""
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass
 
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request
 
 
-def check_prompt(request: Request, max_model_len: int) -> None:
+@dataclass(frozen=True, slots=True)
+class LengthLimits:
+    """Limits of a request's length.
+
+    max_model_len: maximum context length in tokens, prompt and output together. longest_chunk: the token budget where a
+    step must run a whole prompt, without chunked prefill; None with it.
+    """
+
+    max_model_len: int
+    longest_chunk: int | None
+    kv_cache: KVCacheManager
+
+    def apply(self, request: Request) -> None:
+        """Set the request's `length_limit`.
+
+        Raises InvalidRequest for an empty prompt, or a complete request; ContextTooLong for a request that can never
+        fit: no room for an output token, a prompt longer than a chunk, or more blocks than there are.
+        """
+        _check_prompt(request, self.max_model_len)
+        max_tokens = 0 if request.pools else request.sampling_params.max_tokens
+        length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
+        request.length_limit = min(length, self.max_model_len)
+        _check_unfinished(request)
+        if self.longest_chunk is not None:
+            _check_chunks(request, self.longest_chunk)
+        _check_fits(request, self.kv_cache, max_model_len=self.max_model_len)
+
+
+def _check_prompt(request: Request, max_model_len: int) -> None:
     """Raise InvalidRequest for an empty prompt, and ContextTooLong for one without room for an output token.
 
     A pooling request needs no room for output, nor does a single token, which is never computed.
@@ -30,7 +59,7 @@ def check_prompt(request: Request, max_model_len: int) -> None:
         )
 
 
-def check_chunks(request: Request, max_num_batched_tokens: int) -> None:
+def _check_chunks(request: Request, max_num_batched_tokens: int) -> None:
     """Raise ContextTooLong for a prompt longer than the token budget, without chunked prefill."""
     if request.num_tokens > max_num_batched_tokens:
         raise ContextTooLong(
@@ -40,7 +69,7 @@ def check_chunks(request: Request, max_num_batched_tokens: int) -> None:
         )
 
 
-def check_unfinished(request: Request) -> None:
+def _check_unfinished(request: Request) -> None:
     """Raise InvalidRequest for a resumed request that is complete already."""
     if not request.pools and request.num_output_tokens and request.num_tokens >= request.length_limit:
         limit = request.length_limit - request.num_prompt_tokens
@@ -50,7 +79,7 @@ def check_unfinished(request: Request) -> None:
         )
 
 
-def check_fits(request: Request, kv_cache: KVCacheManager, *, max_model_len: int) -> None:
+def _check_fits(request: Request, kv_cache: KVCacheManager, *, max_model_len: int) -> None:
     """Raise ContextTooLong when the request's `length_limit` needs more blocks than there are."""
     num_usable = kv_cache.pool.num_blocks - 1
     num_needed = kv_cache.blocks_needed(request, request.length_limit)

@@ -18,7 +18,7 @@ from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.repetition import RepeatedSteps
 from penstock.scheduler.request import Request, RequestStatus
-from penstock.scheduler.request_limits import check_chunks, check_fits, check_prompt, check_unfinished
+from penstock.scheduler.request_limits import LengthLimits
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
 from penstock.scheduler.step import Step, StepBuilder
@@ -59,10 +59,8 @@ class Scheduler:
         features: Sequence[SchedulerFeatureFactory] = (),
     ) -> None:
         self._tell_ends = tell_ends
-        self.max_model_len = max_model_len
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._runs_chunks = config.enable_chunked_prefill
         self._runs_ahead = async_scheduling
         self._max_concurrent_steps = max_concurrent_steps
         self._last_turns: deque[Step] = deque(maxlen=max_concurrent_steps - 1)
@@ -77,6 +75,8 @@ class Scheduler:
             num_lookahead_tokens=speculation.num_lookahead_tokens,
             blocks_need_next_token=speculation.blocks_need_next_token,
         )
+        longest_chunk = None if config.enable_chunked_prefill else config.max_num_batched_tokens
+        self._limits = LengthLimits(max_model_len, longest_chunk, self.kv_cache)
         self._requests = RequestLists(config.policy, self.kv_cache)
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._next_step_id = 0
@@ -143,21 +143,13 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Add a waiting request.
 
-        Raises InvalidRequest for an id in use, an empty prompt, or a complete request; ContextTooLong for a request
-        that can never fit: no room for an output token, or more blocks than there are.
+        Raises InvalidRequest for an id in use, and errors of `LengthLimits.apply`.
         """
         if request.req_id in self._requests.by_id:
             raise InvalidRequest(
                 f"There is a request {request.req_id!r} already, and it has not ended. Give each request its own id."
             )
-        check_prompt(request, self.max_model_len)
-        max_tokens = 0 if request.pools else request.sampling_params.max_tokens
-        length = self.max_model_len if max_tokens is None else request.num_prompt_tokens + max_tokens
-        request.length_limit = min(length, self.max_model_len)
-        check_unfinished(request)
-        if not self._runs_chunks:
-            check_chunks(request, self._max_num_batched_tokens)
-        check_fits(request, self.kv_cache, max_model_len=self.max_model_len)
+        self._limits.apply(request)
         if self.kv_cache.is_transferring(request.req_id):
             raise InvalidRequest(
                 f"Blocks of an earlier request {request.req_id!r} are being transferred. Give this one another id."
