@@ -30,9 +30,10 @@ from benchmarks.workloads import make_workloads
 from penstock.bench.serving.api import BACKENDS, RequestBodies
 from penstock.bench.serving.datasets import SampleRequest
 from penstock.bench.serving.http import HttpClient, raise_descriptor_limit
-from penstock.bench.serving.load import LoadSettings, PreparedRequest, run_load
+from penstock.bench.serving.load import PreparedRequest, run_load
 from penstock.bench.serving.outcome import Outcome, Status
 from penstock.bench.serving.results import failures
+from penstock.bench.serving.settings import LoadSettings
 
 CONCURRENCY = 32
 _DRAWS_PER_RUN = 4

@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from penstock.cli.app import app
+from penstock.cli.command import ENGINE
 from penstock.cli.docstrings import meanings_in
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.engine import option_names
@@ -47,8 +48,6 @@ TITLES = {
     "live_view": "Live view",
     "expert_stats": "Routing statistics",
 }
-# An option whose flag has another name: commands have a --seed for their requests or prompts.
-OTHER_FLAGS = {"seed": "engine_seed"}
 # What has no flag of its own is in a dictionary.
 KEY_OF = "--speculative-config JSON"
 HEAD = """# Options
@@ -159,10 +158,10 @@ def _allowed(make: Callable[[dict[str, Any]], object], name: str) -> str:
 def _engine_flags() -> dict[str, str]:
     """Return the flag of each option: of a command that lists it, else the general one."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    with_engine = [command for command in commands.values() if _flag(command, "option") is not None]
+    with_engine = [command for command in commands.values() if _flag(command, f"{ENGINE}option") is not None]
     flags = {}
     for option in option_names():
-        listed = [_flag(command, OTHER_FLAGS.get(option, option)) for command in with_engine]
+        listed = [_flag(command, ENGINE + option) for command in with_engine]
         flags[option] = next(filter(None, listed), None) or f"--{option.replace('_', '-')}"
     return flags
 

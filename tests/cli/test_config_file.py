@@ -26,21 +26,32 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_entries_are_flags_before_those_of_the_command_line(file: Path) -> None:
-    path, flags, model, others = read_config_file(["--port", "7", "--config", str(file)])
-    assert (path, model) == (file, "some/folder")
-    assert flags == [
-        *("--port", "9000", "--api-key", "one", "--api-key", "two", "--enable-log-requests"),
-        *("--no-enable-prefix-caching", "--speculative-config", '{"method": "ngram"}', "--host", "0.0.0.0"),
-    ]
-    assert others == ["--port", "7"]
-
-
 def arguments_of(command: str, *args: str) -> dict[str, Any]:
     """Arguments that a command gets."""
     found = get_command(app).commands[command]  # type: ignore[attr-defined]
     context = found.make_context(command, list(args))
     return dict(context.params)
+
+
+def test_entries_are_values_of_flags_unless_the_command_line_gives_others(file: Path) -> None:
+    found = arguments_of("serve", "--port", "7", "--config", str(file), "--response-role", "tool")
+    assert (found["model"], found["port"], found["response_role"]) == ("some/folder", 7, "tool")
+    assert (list(found["api_keys"]), found["enable_log_requests"], found["uds"]) == (["one", "two"], True, None)
+    assert (found["host"], found["engine_speculative_config"]) == ("0.0.0.0", '{"method": "ngram"}')
+    assert found["engine_option"] == ["enable_prefix_caching=false"]
+
+
+def test_options_that_the_help_does_not_list_have_values_of_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        "no-enable-prefix-caching: true\ncudagraph_capture_sizes: [1, 2]\nspeculative_config.method: ngram\n"
+        "gpu_memory_utilization: 0.5\nblock-size: 8\noption: a=1\nenable_lora: false\n"
+    )
+    found = arguments_of("generate", "x", "--option", "b=2", "--enable-lora", f"--config={path}")
+    assert found["engine_option"] == [
+        *("enable_prefix_caching=false", "cudagraph_capture_sizes=[1, 2]", 'speculative_config={"method": "ngram"}'),
+        *("gpu_memory_utilization=0.5", "block_size=8", "b=2", "enable_lora=true"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,17 +104,17 @@ def test_a_model_in_front_of_plan_replaces_that_of_the_file(file: Path) -> None:
     assert arguments_of("plan", "mine", "--config", str(path))["model"] == "mine"
 
 
-def test_without_a_file_nothing_changes() -> None:
-    args = ["demo", "--port", "1", "--", "--config", "x"]
-    assert read_config_file(args) == (None, [], None, args)
+def test_a_file_behind_the_end_of_flags_is_a_word() -> None:
+    assert arguments_of("generate", "--", "--config")["prompt"] == "--config"
 
 
 def test_a_date_is_the_text_that_it_is(tmp_path: Path) -> None:
     path = tmp_path / "dates.yaml"
     path.write_text("served-model-name: 2024-01-02\nspeculative_config: {a: 2024-01-02 10:00:00}\n")
-    assert read_config_file(["--config", str(path)]).flags == [
-        *("--served-model-name", "2024-01-02", "--speculative-config", '{"a": "2024-01-02 10:00:00"}')
-    ]
+    assert read_config_file(path) == {
+        "served-model-name": "2024-01-02",
+        "speculative_config": {"a": "2024-01-02 10:00:00"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -141,7 +152,7 @@ def test_a_file_that_is_no_mapping_of_flags_is_refused(
     path = tmp_path / "bad.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SystemExit) as ended:
-        read_config_file(["--config", str(path)])
+        arguments_of("serve", "--config", str(path))
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert re.search(rf"bad.yaml.*({message})", said, re.DOTALL), said[:500]
@@ -151,13 +162,13 @@ def test_a_file_that_is_no_mapping_of_flags_is_refused(
 def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(SystemExit):
-        read_config_file(["--config", str(tmp_path / "pipe.yaml")])
+        arguments_of("serve", "--config", str(tmp_path / "pipe.yaml"))
     assert "pipe.yaml is a pipe" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        read_config_file(["--config", str(tmp_path / "none.yaml")])
+        arguments_of("serve", "--config", str(tmp_path / "none.yaml"))
     assert "none.yaml" in capsys.readouterr().err
 
 
@@ -172,3 +183,30 @@ def test_an_unknown_entry_is_named_with_its_file(command: str, tmp_path: Path) -
     assert "--max-model-len" in output
     typed = CliRunner().invoke(app, [command, "--max-modl-len", "200"])
     assert "--config" not in typed.output
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("max_model_len: -3", "--max-model-len -3 is not valid"),
+        ("max-num-seqs: x", "Invalid value for '--max-num-seqs'"),
+        ("cp_kv_cache_interleave_size: 0", "--cp-kv-cache-interleave-size 0 is not valid"),
+        ("gpu_memory_utilization: 7", "--memory-fraction 7 is not valid"),
+        ("num_threads: 0", "--threads 0 is not valid"),
+        ("temperature: -1", "--temperature -1"),
+        ("enable_lora: maybe", "--enable-lora maybe is not valid"),
+        ("enable_expert_parallel: true", "--enable-expert-parallel asks for"),
+    ],
+)
+def test_a_bad_value_of_a_file_is_named_with_its_file(entry: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"{entry}\n")
+    result = CliRunner().invoke(app, ["generate", "x", "--config", str(path)])
+    assert result.exit_code == 2
+    assert f"--config {path}: {message}" in " ".join(result.output.split())
+    flag, _, value = entry.partition(": ")
+    typed = [f"--{flag}"] if value == "true" else [f"--{flag}={value}"]
+    result = CliRunner().invoke(app, ["generate", "x", "--config", str(path), *typed])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert "--config" not in result.output

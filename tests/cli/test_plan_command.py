@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -11,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock import EngineConfig
-from penstock.cli.plan import plan
-from penstock.config.engine import option_names
 from support.checkpoints import tiny_checkpoint
 
 
@@ -91,10 +87,3 @@ def test_help_fits_a_screen(columns: int, num_lines: int) -> None:
     out = run("--help", columns=columns).stdout
     assert len(out.splitlines()) <= num_lines
     assert max(map(len, out.splitlines())) <= columns
-
-
-def test_defaults_are_the_configurations_own() -> None:
-    parameters = inspect.signature(plan).parameters.values()
-    given = {parameter.name: parameter.default for parameter in parameters if parameter.name in option_names()}
-    assert len(given) > 8
-    assert EngineConfig.create("demo", **given) == EngineConfig.create("demo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import subprocess
 import sys
@@ -13,13 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import penstock
 from penstock import LLM, AsyncEngine, BeamSearchParams, EngineConfig, SamplingParams
 from penstock.cli.app import app
-from penstock.cli.flags import read_engine_flags
 from penstock.cli.options import parse_options
+from penstock.cli.sections import with_dashes
 from penstock.config import vllm
 from penstock.config.engine import option_is_flag, option_names
 from penstock.contract.named_parameters import NamedParameters
@@ -54,12 +54,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model")))
 
 
+def arguments_of(*args: str) -> dict[str, Any]:
+    """Arguments that `penstock generate` gets."""
+    command = get_command(app).commands["generate"]  # type: ignore[attr-defined]
+    return dict(command.make_context("generate", list(args), token_normalize_func=with_dashes).params)
+
+
 def create_by_flags(model: str, *flags: str) -> EngineConfig:
     """The configuration that a command makes of these flags."""
-    command = functools.partial(read_engine_flags, None)
-    rewritten = command(list(flags), {})
-    assert rewritten[::2] == ["--option"] * (len(rewritten) // 2)
-    return EngineConfig.create(model, **parse_options(rewritten[1::2]))
+    return EngineConfig.create(model, **parse_options(arguments_of(*flags)["engine_option"]))
 
 
 # Options.
@@ -136,7 +139,8 @@ def test_a_collection_asks_for_a_feature_where_one_of_its_values_does(
         EngineConfig.create(model, **{name: asks})
 
 
-@pytest.mark.parametrize("name", of_kind("options", refused=True))
+# `--config` is the commands' own.
+@pytest.mark.parametrize("name", [name for name in of_kind("options", refused=True) if name != "config"])
 def test_a_flag_of_a_command_means_the_option(name: str, model: str) -> None:
     value = asking(OPTIONS[name])
     flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
@@ -256,35 +260,38 @@ def test_who_uses_our_own_names_does_not_pay_for_the_table() -> None:
         (["-tp", "2", "-pp", "1"], {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}),
         (["--scheduling-policy", "priority"], {"scheduling_policy": "priority"}),
         (["--speculative-config.method", "ngram"], {"speculative_config": {"method": "ngram"}}),
-        (["--speculative-config", '{"method": "ngram"}'], {"speculative_config": {"method": "ngram"}}),
+        (["--attention-config", '{"method": "ngram"}'], {"attention_config": {"method": "ngram"}}),
         (["--enable-lora=false"], {"enable_lora": False}),
     ],
 )
 def test_flags_become_options(flags: list[str], options: dict[str, Any]) -> None:
-    assert parse_options(read_engine_flags(None, flags, {})[1::2]) == options
-
-
-OWN = {"--max-tokens": True, "--json": False, "-m": True}
+    assert parse_options(arguments_of(*flags)["engine_option"]) == options
 
 
 @pytest.mark.parametrize(
-    "args",
+    ("args", "own"),
     [
-        ["--max-tokens", "--enable-lora", "x"],
-        ["--max_tokens=3", "x"],
-        ["-m", "-tp", "x"],
-        ["--json", "x", "--", "--enable-lora"],
-        ["-"],
-        ["-mdemo"],
+        (["--stop", "--enable-lora", "x"], {"stop": ("--enable-lora",), "prompt": "x"}),
+        (["--max_tokens=3", "x"], {"max_tokens": 3, "prompt": "x"}),
+        (["-m", "-tp", "x"], {"model": "-tp", "prompt": "x"}),
+        (["--seed", "3", "x"], {"seed": 3, "prompt": "x"}),
+        (["--json", "--", "--enable-lora"], {"json": True, "prompt": "--enable-lora"}),
+        (["-"], {"prompt": "-"}),
+        (["-mdemo"], {"model": "demo", "prompt": None}),
+        (["--block-size", "3", "--enforce-eager", "x"], {"prompt": "x"}),
     ],
 )
-def test_what_is_the_commands_own_stays(args: list[str]) -> None:
-    assert read_engine_flags(None, args, OWN) == args
+def test_what_is_the_commands_own_stays(args: list[str], own: dict[str, Any]) -> None:
+    found = arguments_of(*args)
+    assert {name: tuple(found[name]) if name == "stop" else found[name] for name in own} == own
+    others = ["block_size=3", "enforce_eager=true"] if "--block-size" in args else []
+    assert found["engine_option"] == others
 
 
-def test_a_flag_takes_no_value_from_behind_it() -> None:
-    args = read_engine_flags(None, ["--enforce-eager", "x", "--json", "--block-size", "3"], OWN)
-    assert args == ["--option", "enforce_eager=true", "x", "--json", "--option", "block_size=3"]
+def test_a_flag_without_its_value_is_named() -> None:
+    result = CliRunner().invoke(app, ["generate", "x", "--cp-kv-cache-interleave-size"])
+    assert result.exit_code == 2
+    assert "'--cp-kv-cache-interleave-size' requires an argument" in " ".join(result.stderr.split())
 
 
 def test_options_know_whether_they_are_flags() -> None:

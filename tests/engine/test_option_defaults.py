@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from penstock import LLM, EngineConfig, SamplingParams
+from penstock.cli.bench import bench
+from penstock.cli.chat import chat
+from penstock.cli.command import ENGINE
+from penstock.cli.evaluate import evaluate
 from penstock.cli.generate import generate
 from penstock.cli.options import with_defaults
+from penstock.cli.plan import plan
+from penstock.cli.pool import embed
+from penstock.cli.profile import profile
+from penstock.cli.serve import serve
 from penstock.config.engine import option_names
 from support.fake_engine import write_model
 
@@ -21,13 +29,17 @@ def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
-@pytest.mark.parametrize("function", [LLM.__init__, generate])
-def test_engine_options_default_to_the_configurations_own(function: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [bench, chat, embed, evaluate, generate, plan, profile, serve])
+def test_commands_give_no_engine_option_by_themselves(command: Callable[..., Any]) -> None:
+    defaults = [value for name, value in defaults_of(command).items() if name.startswith(ENGINE)]
+    assert len(defaults) > 8
+    assert set(defaults) == {None}
+
+
+def test_engine_options_default_to_the_configurations_own(tmp_path: Path) -> None:
     model = str(write_model(tmp_path))
-    given = {name: value for name, value in defaults_of(function).items() if name in option_names()}
+    given = {name: value for name, value in defaults_of(LLM.__init__).items() if name in option_names()}
     assert len(given) > 8
-    if function is generate:
-        given["seed"] = defaults_of(generate)["engine_seed"]
     assert EngineConfig.create(model, **given) == EngineConfig.create(model)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.options import parse_json
+from penstock.cli.sections import parse_json
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
 

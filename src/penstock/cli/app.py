@@ -10,15 +10,16 @@ from typer.core import TyperGroup
 from penstock.cli.bench import bench
 from penstock.cli.bench_serve import ManyValuesCommand, bench_serve
 from penstock.cli.chat import chat
+from penstock.cli.command import EngineCommand
 from penstock.cli.env import env
 from penstock.cli.evaluate import evaluate
 from penstock.cli.failures import readable_errors
-from penstock.cli.flags import EngineCommand, with_dashes
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.pool import classify, embed, score
 from penstock.cli.profile import profile, profile_serve
 from penstock.cli.replay import replay
+from penstock.cli.sections import with_dashes
 from penstock.cli.serve import serve
 from penstock.cli.top import top
 from penstock.version import __version__

@@ -11,8 +11,8 @@ import msgspec
 from rich.console import Console
 
 from penstock.cli.conversation import Conversation
-from penstock.cli.options import parse_value
 from penstock.cli.output import standard_output, write
+from penstock.cli.sections import parse_value
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.observability.printable import without_controls

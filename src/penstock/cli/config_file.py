@@ -2,67 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.checkpoints.json_file import MAX_DEPTH, shown
-from penstock.cli.failures import read_file, readable_errors
-from penstock.cli.flags import with_dashes
+from penstock.cli.failures import read_file
+from penstock.cli.sections import with_dashes
 from penstock.errors import ConfigError
 
 _FLAG = "--config"
-
-
 # Values of a file, those in lists and mappings included: no file has so many, but one that repeats its own parts.
 _MOST_VALUES = 100_000
 _MOST_BYTES = 1 << 20
 _Plain = str | int | float | bool | None
 
 
-class ConfigFile(NamedTuple):
-    """Flags of a configuration file, its model, and the arguments beside it. path: None without a file."""
-
-    path: Path | None
-    flags: list[str]
-    model: str | None
-    others: list[str]
-
-
-def read_config_file(args: Sequence[str]) -> ConfigFile:
-    """Read the flags of the file that `--config` names; those of the command line are to follow and override them.
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Entries of a file: flags by name, without those that are null.
 
     An entry `max-model-len: 4096` is the flag `--max-model-len 4096`; true and false are `--flag` and `--no-flag`; a
-    list repeats the flag; a dictionary is JSON; `model` is the model. Errors end the command.
+    list is several values; a dictionary is JSON; `model` is the model. Raises ConfigError.
     """
-    others, path = _without_config(args)
-    if path is None:
-        return ConfigFile(None, [], None, others)
-    with readable_errors():
-        entries = _read(path)
-        model = entries.pop("model", None)
-        if model is not None and not isinstance(model, str):
-            raise ConfigError(
-                f"{_FLAG} {path} has model: {shown(model)}. Allowed: a text, in quotes if it is a number."
-            )
-        flags = [flag for name, value in entries.items() for flag in _flags(name, value)]
-    return ConfigFile(path, flags, model, others)
-
-
-def _without_config(args: Sequence[str]) -> tuple[list[str], Path | None]:
-    rest: list[str] = []
-    path = None
-    remaining = iter(args)
-    for arg in remaining:
-        flag, equals, value = arg.partition("=")
-        if arg == "--":
-            rest += [arg, *remaining]
-        elif flag == _FLAG:
-            path = Path(value if equals else next(remaining, ""))
-        else:
-            rest.append(arg)
-    return rest, path
+    entries = _read(path)
+    model = entries.get("model")
+    if model is not None and not isinstance(model, str):
+        raise ConfigError(f"{_FLAG} {path} has model: {shown(model)}. Allowed: a text, in quotes if it is a number.")
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -118,20 +83,3 @@ def _check(path: Path, name: str, entry: Any) -> None:
                 f"{where}: {shown(value)}, a {type(value).__name__}. Allowed: texts, numbers, true, false, null, and "
                 "lists and mappings of these; quotes make a text of anything."
             )
-
-
-def _flags(name: str, value: Any) -> Iterator[str]:
-    flag = f"--{with_dashes(name).removeprefix('--')}"
-    if value is None:
-        return
-    if isinstance(value, bool):
-        yield flag if value else f"--no-{flag[2:]}"
-    elif isinstance(value, list):
-        for item in value:
-            yield from (flag, _text(item))
-    else:
-        yield from (flag, _text(value))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -14,7 +14,7 @@ from penstock.cli.failures import read_text_file
 from penstock.cli.plots import check_plot, write_plot
 
 
-@options.engine_command(without=("quantization", "dtype", "engine_seed", "speculative_config"))
+@options.engine_command(without=("quantization", "dtype", "seed", "speculative_config"))
 def evaluate(
     model: Annotated[str, typer.Argument(help="demo, smollm2, a folder, GGUF file or hub id")],
     text: Annotated[Path, typer.Option("--text", "-t", help="Text file, UTF-8, like what the model will read")],

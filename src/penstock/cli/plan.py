@@ -11,7 +11,7 @@ from penstock.cli import options
 from penstock.cli.failures import OutputClosed
 
 
-@options.engine_command(without=("tokenizer", "num_threads", "engine_seed"), shows_log=False)
+@options.engine_command(without=("tokenizer", "num_threads", "seed"), shows_log=False)
 def plan(
     model: Annotated[str, typer.Argument(help="demo, smollm2, a folder, GGUF file or hub id")],
     json: Annotated[bool, typer.Option("--json", help="Write JSON, sizes in bytes")] = False,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.dataclass_flags import create
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.queue import QueueLimits
 from penstock.config.recording import RecordingConfig
@@ -21,28 +20,16 @@ from penstock.system import env
 _REASONING = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 
 
-@options.engine_command(
-    without=(),
-    groups={
-        "network": NetworkOptions,
-        "server": ServerOptions,
-        "queue": QueueLimits,
-        "recording": RecordingConfig,
-        "statistics": ExpertStatsConfig,
-    },
-    group_flags={"api_keys": "--api-key"},
-)
+@options.engine_command(without=(), lists=(RecordingConfig, ExpertStatsConfig))
 def serve(
     model_tag: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="demo, a folder, or a hub id  [default: demo]")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="The model, as a flag")] = None,
     *,
-    network: dict[str, Any],
-    server: dict[str, Any],
-    queue: dict[str, Any],
-    recording: dict[str, Any],
-    statistics: dict[str, Any],
+    network: NetworkOptions,
+    server: Annotated[dict[str, Any], ServerOptions],
+    queue: QueueLimits,
     engine: dict[str, Any],
 ) -> None:
     """Serve a model over HTTP, with the APIs of OpenAI and Anthropic.
@@ -53,14 +40,10 @@ def serve(
     if model_tag is not None and model is not None:
         raise ConfigError(f"The model is given twice: {model_tag!r} and model={model!r}. Leave one of them out.")
     name = model_tag or model or "demo"
-    keys = [*(server.pop("api_keys") or []), *env.api_keys()]
-    names = tuple(server.pop("served_model_name") or [name])
+    keys = (*server.pop("api_keys", ()), *env.api_keys())
     # The engine's constraints begin after the reasoning, and the server's parser splits it off.
-    engine.update({name: server[name] for name in _REASONING if server[name] is not None})
-    engine.update({name: value for name, value in {**recording, **statistics}.items() if value is not None})
-    server_options = create(ServerOptions, server, api_keys=tuple(keys), served_model_name=names)
-    network_options = create(NetworkOptions, network)
-    limits = create(QueueLimits, queue)
+    engine.update({name: server[name] for name in _REASONING if name in server})
+    server_options = ServerOptions(**{"served_model_name": (name,), **server}, api_keys=keys)
     _check_packages()
     if server_options.otlp_traces_endpoint is not None:
         from penstock.server.tracing import check_packages
@@ -74,7 +57,7 @@ def serve(
     config = EngineConfig.create(name, **engine)
     for adapter in server_options.adapters:
         PeftConfig.read(adapter.lora_name, read_fields(adapter.lora_name, Path(adapter.lora_path).expanduser()))
-    Launcher(config, server_options, network_options, limits, began=began).run()
+    Launcher(config, server_options, network, queue, began=began).run()
 
 
 def _check_packages() -> None:

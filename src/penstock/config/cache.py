@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.config.checks import check_choice, check_flag, check_integer, size_in_bytes
+from penstock.config.flags import listed
 from penstock.errors import ConfigError
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
@@ -24,11 +25,15 @@ class CacheConfig:
         "fp8" (e4m3), on a GPU, takes the checkpoint's scales; without them keys and values beyond 448 saturate.
     """
 
-    block_size: int = 16
-    memory_fraction: float | None = None
-    kv_cache_memory_bytes: int | None = None
+    block_size: int = field(default=16, metadata=listed("Tokens per block of the KV cache"))
+    memory_fraction: float | None = field(
+        default=None, metadata=listed("Share of the device's memory (also: --gpu-memory-utilization)")
+    )
+    kv_cache_memory_bytes: int | None = field(
+        default=None, metadata=listed("KV cache size, such as 1GiB", metavar="SIZE")
+    )
     enable_prefix_caching: bool = True
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = field(default="auto", metadata=listed(", ".join(KV_CACHE_DTYPES)))
 
     def __post_init__(self) -> None:
         check_integer("block_size", self.block_size, 1)

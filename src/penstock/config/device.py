@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.config.checks import check_choice, check_integer
+from penstock.config.flags import listed
 
 DEVICES = ("auto", "cpu", "cuda")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -22,8 +23,10 @@ class DeviceConfig:
         "high" and "medium" take tensor cores (TF32, bfloat16), which round the factors.
     """
 
-    device: str = "auto"
-    num_threads: int | None = None
+    device: str = field(default="auto", metadata=listed(", ".join(DEVICES)))
+    num_threads: int | None = field(
+        default=None, metadata=listed("CPU threads  [default: one per physical core]", flag="--threads")
+    )
     attention_backend: str | None = None
     float32_matmul_precision: str = "highest"
 

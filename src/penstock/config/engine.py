@@ -281,10 +281,14 @@ def option_names() -> list[str]:
     return [*MODEL_OPTIONS, _SPECULATIVE_CONFIG, *(name for config in _CONCERNS.values() for name in _fields(config))]
 
 
+def sections() -> tuple[type[Any], ...]:
+    """Dataclasses whose fields are the engine's options, but for those of drafts."""
+    return (ModelConfig, *_CONCERNS.values())
+
+
 def option_is_flag(name: str) -> bool | None:
     """Whether an option, of Penstock's or of vLLM's, is a flag; None for an unknown name."""
-    concerns: list[type[Any]] = [ModelConfig, *_CONCERNS.values()]
-    types = {field.name: str(field.type) for config in concerns for field in dataclasses.fields(config)}
+    types = {field.name: str(field.type) for config in sections() for field in dataclasses.fields(config)}
     own_name = vllm.table().other_names["options"].get(name, name)
     if own_name in option_names():
         return types.get(own_name, "str").startswith("bool")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.config.checks import check_choice, check_flag
+from penstock.config.flags import listed
 from penstock.errors import ConfigError
 
 SHARDED_STATE = "sharded_state"
@@ -24,7 +25,7 @@ class LoadConfig:
     model_loader_extra_config: options of one load format; "sharded_state" has `pattern`, for the names of its files.
     """
 
-    load_format: str = "auto"
+    load_format: str = field(default="auto", metadata=listed(", ".join(LOAD_FORMATS[1:])))
     use_tqdm_on_load: bool = True
     model_loader_extra_config: Mapping[str, Any] | None = None
 

@@ -17,6 +17,7 @@ from penstock.checkpoints.quantized_checkpoint import FP8, MXFP4, quantization_o
 from penstock.checkpoints.resolve import SHIPPED_MODELS, resolve_metadata_folder, resolve_model_folder
 from penstock.checkpoints.size_limits import MAX_POSITIONS, check_sizes
 from penstock.config.checks import check_choice, check_flag, check_integer
+from penstock.config.flags import listed
 from penstock.config.generation import (
     AUTO_GENERATION_CONFIG,
     check_override,
@@ -94,18 +95,22 @@ class ModelConfig:
     tokenizer_folder: Path
     hf_config: Mapping[str, Any] = field(repr=False)
     hf_generation_config: Mapping[str, Any] = field(repr=False)
-    dtype: str = "auto"
+    dtype: str = field(default="auto", metadata=listed(", ".join(DTYPES)))
     cpu_arithmetic: str = "auto"
     batch_invariant: bool = False
     moe_backend: str = "auto"
-    max_model_len: int | str | None = None
-    seed: int = 0
+    max_model_len: int | str | None = field(
+        default=None, metadata=listed("Context length  [default: the model's]", metavar="N|auto")
+    )
+    seed: int = field(default=0, metadata=listed("Base of request seeds", flag="--engine-seed"))
     model_impl: str = "auto"
     output_head: str = GENERATE
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: Mapping[str, Any] | str | None = None
-    quantization: str | None = None
+    quantization: str | None = field(
+        default=None, metadata=listed("int8, int4: quantize the weights; none: GGUF as floats")
+    )
     quantization_calibration: str = AUTO_CALIBRATION
     generation_config: str | Path = AUTO_GENERATION_CONFIG
     override_generation_config: Mapping[str, Any] | None = None

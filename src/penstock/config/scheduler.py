@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.config.checks import check_choice, check_flag, check_integer
+from penstock.config.flags import listed
 
 POLICIES = ("fcfs", "priority")
 FAST_PATHS = ("auto", "off")
@@ -25,8 +26,10 @@ class SchedulerConfig:
     fast_paths: "off" turns off the reuse of the previous step's batch: slower, with the same tokens and bits.
     """
 
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = field(default=256, metadata=listed("Running requests"))
+    max_num_batched_tokens: int = field(
+        default=2048, metadata=listed("Token budget of a step  [default: 2048, PP: 512]")
+    )
     enable_chunked_prefill: bool = True
     policy: str = "fcfs"
     async_scheduling: bool | None = None

@@ -63,7 +63,7 @@ class ServerOptions:
 
     served_model_name: tuple[str, ...]
     lora_modules: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), metadata={"flag": "--api-key"})
     enable_admin: bool = False
     admin_api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()

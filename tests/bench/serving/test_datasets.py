@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.serving.datasets import DatasetSettings, SampleRequest, as_text, sample
+from penstock.bench.serving.datasets import SampleRequest, as_text, sample
+from penstock.bench.serving.settings import DatasetSettings
 from penstock.checkpoints.resolve import resolve_metadata_folder
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
@@ -84,7 +85,7 @@ def write(folder: Path, *lines: Any) -> Path:
 
 def test_a_custom_file_gives_prompts_and_lengths(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a", "output_tokens": 7}, {"prompt": [1, 2, 3]}, "")
-    settings = DatasetSettings(name="custom", path=path, num_prompts=3, is_shuffled=False)
+    settings = DatasetSettings(name="custom", path=path, num_prompts=3, disable_shuffle=True)
     expected = [SampleRequest("a", None, 7), SampleRequest([1, 2, 3], 3, 256), SampleRequest("a", None, 7)]
     assert sample(settings, pytest.fail) == expected
 
@@ -101,9 +102,9 @@ def test_files_are_shuffled_by_the_seed(tmp_path: Path) -> None:
     def prompts(**options: Any) -> list[Any]:
         return [request.prompt for request in draw(name="custom", path=path, **options)]
 
-    assert prompts(is_shuffled=False) == [str(number) for number in range(20)]
+    assert prompts(disable_shuffle=True) == [str(number) for number in range(20)]
     assert prompts(seed=1) == prompts(seed=1) != prompts(seed=2)
-    assert sorted(prompts(seed=1), key=int) == prompts(is_shuffled=False)
+    assert sorted(prompts(seed=1), key=int) == prompts(disable_shuffle=True)
 
 
 @pytest.mark.parametrize(

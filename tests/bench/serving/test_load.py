@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from penstock.bench.serving.api import BACKENDS, RequestBodies
 from penstock.bench.serving.datasets import SampleRequest
 from penstock.bench.serving.http import HttpClient
-from penstock.bench.serving.load import LoadSettings, PreparedRequest, run_load
+from penstock.bench.serving.load import PreparedRequest, run_load
 from penstock.bench.serving.outcome import Outcome, Status
 from penstock.bench.serving.results import failures, peak_concurrency
+from penstock.bench.serving.settings import LoadSettings
 from penstock.errors import ConfigError
 from support.completion_server import CompletionServer, Handler, ServedRequest, answer, serving
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.serving.datasets import DatasetSettings
-from penstock.bench.serving.load import LoadSettings
 from penstock.bench.serving.outcome import Outcome, Status
 from penstock.bench.serving.results import details, parse_goodput, summarize
 from penstock.bench.serving.run import ServeSettings
 from penstock.bench.serving.run import run as run_benchmark
+from penstock.bench.serving.settings import DatasetSettings, LoadSettings
 from penstock.errors import ConfigError
 from support.completion_server import ServedRequest, serving
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from benchmarks.soak_requests import KINDS, Maker, name_of
 
-from penstock.bench.serving.datasets import DatasetSettings
 from penstock.bench.serving.http import HttpClient
-from penstock.bench.serving.load import LoadSettings, PreparedRequest, send
+from penstock.bench.serving.load import PreparedRequest, send
 from penstock.bench.serving.outcome import Outcome
 from penstock.bench.serving.run import ServeResult, ServeSettings
 from penstock.bench.serving.run import run as run_benchmark
+from penstock.bench.serving.settings import DatasetSettings, LoadSettings
 from penstock.engine.async_engine import AsyncEngine
 from support.servers import Served, serving
 

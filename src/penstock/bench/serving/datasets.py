@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from penstock.bench.serving.settings import DatasetSettings
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError
 
@@ -28,63 +29,6 @@ class SampleRequest:
     output_len: int
 
 
-@dataclass(frozen=True)
-class DatasetSettings:
-    """Settings of a dataset. Lengths are in tokens; each belongs to the dataset that begins its name.
-
-    path: file of "sharegpt" and "custom". random_range_ratio: lengths are uniform within this share of their value, up
-    and down. custom_output_len, sharegpt_output_len: None takes the file's. is_shuffled: of files.
-    """
-
-    name: str = "random"
-    path: Path | None = None
-    num_prompts: int = 1000
-    seed: int = 0
-    is_shuffled: bool = True
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    random_prefix_len: int = 0
-    prefix_repetition_prefix_len: int = 256
-    prefix_repetition_suffix_len: int = 256
-    prefix_repetition_num_prefixes: int = 10
-    prefix_repetition_output_len: int = 128
-    sharegpt_output_len: int | None = None
-    custom_output_len: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.name not in DATASETS:
-            raise ConfigError(f"--dataset-name {self.name} is not valid. Allowed: {', '.join(DATASETS)}.")
-        if self.name in _FILES and self.path is None:
-            raise ConfigError(f"--dataset-name {self.name} needs --dataset-path with its file.")
-        if self.name not in _FILES and self.path is not None:
-            raise ConfigError(
-                f"--dataset-path {self.path} means nothing to --dataset-name {self.name}. "
-                f"Datasets with a file: {', '.join(_FILES)}."
-            )
-        if not 0 <= self.random_range_ratio < 1:
-            raise ConfigError(f"--random-range-ratio {self.random_range_ratio} is not valid. Allowed: 0 to below 1.")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} {value} is not valid. Allowed: {least} or more.")
-
-
-_LEAST = {
-    "num_prompts": 1,
-    "random_input_len": 1,
-    "random_output_len": 1,
-    "random_prefix_len": 0,
-    "prefix_repetition_prefix_len": 1,
-    "prefix_repetition_suffix_len": 0,
-    "prefix_repetition_num_prefixes": 1,
-    "prefix_repetition_output_len": 1,
-    "sharegpt_output_len": 1,
-    "custom_output_len": 1,
-}
-
-
 def sample(settings: DatasetSettings, load_tokenizer: TokenizerLoader, num_more: int = 0) -> list[SampleRequest]:
     """Return the dataset's requests, equal for equal settings, and `num_more` after them for the warm-up.
 
@@ -92,7 +36,7 @@ def sample(settings: DatasetSettings, load_tokenizer: TokenizerLoader, num_more:
 
     Raises ConfigError for a file that cannot be read, and the errors of `load_tokenizer`.
     """
-    requests = DATASETS[settings.name](settings, load_tokenizer, settings.num_prompts + num_more)
+    requests = _DATASETS[settings.name](settings, load_tokenizer, settings.num_prompts + num_more)
     assert len(requests) == settings.num_prompts + num_more
     return requests
 
@@ -171,9 +115,7 @@ def _custom(settings: DatasetSettings, _load_tokenizer: TokenizerLoader, num_req
     return _repeated(found, num_requests, settings.path)
 
 
-DATASETS = {"random": _random, "prefix_repetition": _prefix_repetition, "sharegpt": _sharegpt, "custom": _custom}
-# Datasets that are a file.
-_FILES = ("sharegpt", "custom")
+_DATASETS = {"random": _random, "prefix_repetition": _prefix_repetition, "sharegpt": _sharegpt, "custom": _custom}
 
 
 def _token_source(
@@ -186,7 +128,7 @@ def _token_source(
 
 
 def _in_order(found: list[Any], settings: DatasetSettings) -> list[Any]:
-    if settings.is_shuffled:
+    if not settings.disable_shuffle:
         random.Random(settings.seed).shuffle(found)
     return found
 

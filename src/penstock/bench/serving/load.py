@@ -3,70 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from penstock.bench.serving.http import Clock, ConnectionLost, HttpClient, MalformedResponse, Message
 from penstock.bench.serving.outcome import AnswerReader, ClientLeaves, Outcome, RequestFailed, Status
-from penstock.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class LoadSettings:
-    """Load of a benchmark.
-
-    request_rate: mean arrivals per second; infinity sends all requests at once. burstiness: shape of the gamma
-    distribution of gaps between arrivals; 1 is a Poisson process, less is burstier. max_concurrency: open requests; a
-    request that arrives meanwhile waits, and its time begins when it is sent. request_timeout_s: of the client.
-    disconnect_fraction: share of requests whose client disconnects in the middle of the response.
-
-    Raises ConfigError for values that are not allowed.
-    """
-
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    request_timeout_s: float = 6 * 3600.0
-    disconnect_fraction: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        concurrency = self.max_concurrency
-        for flag, value, is_valid, allowed in (
-            ("--request-rate", self.request_rate, self.request_rate > 0, "more than 0, or inf"),
-            ("--burstiness", self.burstiness, 0 < self.burstiness < math.inf, "more than 0"),
-            ("--max-concurrency", concurrency, concurrency is None or concurrency > 0, "1 or more"),
-            ("--request-timeout", self.request_timeout_s, self.request_timeout_s > 0, "more than 0 seconds"),
-            ("--disconnect-fraction", self.disconnect_fraction, 0 <= self.disconnect_fraction <= 1, "0 to 1"),
-            ("--seed", self.seed, self.seed >= 0, "0 or more"),
-        ):
-            if not is_valid:
-                raise ConfigError(f"{flag} {value} is not valid. Allowed: {allowed}.")
-
-    def arrivals(self, num_requests: int) -> list[float]:
-        """Seconds from the start to each request's arrival, in order.
-
-        They are scaled to take num_requests / request_rate seconds, so that the rate is exact for few requests too.
-        """
-        if math.isinf(self.request_rate):
-            return [0.0] * num_requests
-        rng = np.random.default_rng([self.seed, 1])
-        offsets = np.cumsum(rng.gamma(shape=self.burstiness, size=num_requests))
-        scale = num_requests / self.request_rate / offsets[-1]
-        return [float(offset) for offset in offsets * scale]
-
-    def leave_after(self, output_lens: Sequence[int]) -> list[int | None]:
-        """Chunks after which each request's client disconnects; None for clients that stay.
-
-        output_lens: requested output lengths, in tokens.
-        """
-        rng = np.random.default_rng([self.seed, 2])
-        leaves = rng.random(len(output_lens)) < self.disconnect_fraction
-        chunks = [int(rng.integers(1, max(length, 2))) for length in output_lens]
-        return [number if does else None for number, does in zip(chunks, leaves, strict=True)]
+from penstock.bench.serving.settings import LoadSettings
 
 
 @dataclass(frozen=True)

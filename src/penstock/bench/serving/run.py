@@ -9,11 +9,12 @@ from functools import cache
 from typing import Any, Protocol
 
 from penstock.bench.serving.api import RequestBodies, ServedModel, backend_named, first_model
-from penstock.bench.serving.datasets import DatasetSettings, sample
+from penstock.bench.serving.datasets import sample
 from penstock.bench.serving.http import Clock, HttpClient, raise_descriptor_limit
-from penstock.bench.serving.load import LoadSettings, PreparedRequest, run_load
+from penstock.bench.serving.load import PreparedRequest, run_load
 from penstock.bench.serving.outcome import Outcome
 from penstock.bench.serving.results import METRICS, details, summarize
+from penstock.bench.serving.settings import DatasetSettings, LoadSettings
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError
 
