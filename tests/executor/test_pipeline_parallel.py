@@ -11,11 +11,12 @@ import pytest
 from torch import Tensor
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, engine
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.executor import MultiprocessExecutor
+from penstock.kernels import native
 from penstock.parallel.connections import open_store
 from penstock.worker import WorkerBase
 from support import gloo_worker
@@ -114,6 +115,12 @@ def test_as_many_steps_are_under_way_as_there_are_stages(tmp_path: Path) -> None
 def test_no_more_steps_are_under_way_than_channels_hold(stages: int, max_num_seqs: int, expected: int) -> None:
     config = EngineConfig.create("demo", pipeline_parallel_size=stages, max_num_seqs=max_num_seqs)
     assert config.max_concurrent_batches == expected
+
+
+def test_the_sizes_of_a_channel_are_those_of_the_source() -> None:
+    source = Path(native.__file__).with_name("csrc").joinpath("collectives.cpp").read_text()
+    assert f"constexpr uint32_t kChannelPieces = {engine._CHANNEL_PIECES};" in source
+    assert f"constexpr int64_t kPieceBytes = {engine._PIECE_BYTES >> 10} << 10;" in source
 
 
 @pytest.mark.parametrize(("drafts", "most"), [({}, 14336), ({"method": "ngram", "num_speculative_tokens": 8}, 4778)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import msgspec
 
@@ -27,7 +28,27 @@ _PHASE_SECONDS = tuple(digit * 10.0**power for power in range(-5, 1) for digit i
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
-class Observations(msgspec.Struct):
+class Totals(msgspec.Struct):
+    """Counts that add up, field by field. Tuples, such as the bounds of a histogram, are equal in all."""
+
+    def add(self, other: Self) -> None:
+        """Add the counts of others."""
+        for name in self.__struct_fields__:
+            setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
+
+
+def _sum(mine: Any, its: Any) -> Any:
+    if isinstance(mine, (Totals, SpecDecodeMetrics)):
+        mine.add(its)
+        return mine
+    if isinstance(mine, dict):
+        return {**mine, **{key: _sum(mine[key], value) if key in mine else value for key, value in its.items()}}
+    if isinstance(mine, list):
+        return [_sum(*pair) for pair in zip(mine, its, strict=True)]
+    return mine if isinstance(mine, tuple) else mine + its
+
+
+class Observations(Totals):
     """Histogram. bounds: upper bounds of its buckets. counts: values by bucket, the last one beyond all bounds."""
 
     bounds: tuple[float, ...]
@@ -44,11 +65,6 @@ class Observations(msgspec.Struct):
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
-    def add(self, other: Observations) -> None:
-        """Add the values of a histogram with the same bounds."""
-        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
-        self.sum += other.sum
-
 
 # Histograms of requests that have ended: their bounds, and the value of a request. None is not counted.
 _AT_THE_END: dict[str, tuple[tuple[float, ...], Callable[[RequestMetrics], float | None]]] = {
@@ -61,7 +77,7 @@ _AT_THE_END: dict[str, tuple[tuple[float, ...], Callable[[RequestMetrics], float
 }
 
 
-class RequestTotals(msgspec.Struct):
+class RequestTotals(Totals):
     """Counters and histograms of the requests of one front end, or of several together.
 
     num_queried_tokens: prompt tokens that were looked up in the prefix cache; num_cached_tokens: found there.
@@ -141,23 +157,8 @@ class RequestTotals(msgspec.Struct):
             self.inter_token_latency.note(now - last, num_reqs)
         self.inter_token_latency.counts[0] += num_accepted
 
-    def add(self, other: RequestTotals) -> None:
-        """Add the counts of other requests."""
-        self.num_prompt_tokens += other.num_prompt_tokens
-        self.num_queried_tokens += other.num_queried_tokens
-        self.num_cached_tokens += other.num_cached_tokens
-        self.num_generated_tokens += other.num_generated_tokens
-        self.num_preemptions += other.num_preemptions
-        self.drafts.add(other.drafts)
-        for mine, its in ((self.num_ended, other.num_ended), (self.num_refused, other.num_refused)):
-            for key, count in its.items():
-                mine[key] = mine.get(key, 0) + count
-        histograms = other.histograms
-        for name, observations in self.histograms.items():
-            observations.add(histograms[name])
 
-
-class StepTotals(msgspec.Struct):
+class StepTotals(Totals):
     """Steps of one core, or of several together.
 
     seconds: time of a step, from the decision what runs to the outputs of the step before or of itself. tokens: its
@@ -177,10 +178,3 @@ class StepTotals(msgspec.Struct):
         self.tokens.note(num_tokens)
         for phase, phase_seconds in phase_s.items():
             self.phases[phase].note(phase_seconds)
-
-    def add(self, other: StepTotals) -> None:
-        """Add the steps of another core."""
-        self.seconds.add(other.seconds)
-        self.tokens.add(other.tokens)
-        for phase, observations in self.phases.items():
-            observations.add(other.phases[phase])
