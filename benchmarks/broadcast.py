@@ -31,6 +31,7 @@ from penstock.contract import (
     GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCachePool,
     KVCacheSpec,
     RpcCall,
     SampledOutput,
@@ -109,7 +110,7 @@ class Steps:
         groups = (KVCacheGroupSpec(layer_names=("0",), spec=spec),)
         self._scheduler = Scheduler(
             SchedulerConfig(max_num_batched_tokens=_NUM_REQUESTS * _PROMPT_LENGTH),
-            KVCacheConfig(num_blocks=50_000, tensors=(), groups=groups),
+            KVCacheConfig(pools=(KVCachePool(num_blocks=50_000),), groups=groups),
             max_model_len=20_000,
             enable_prefix_caching=False,
             async_scheduling=True,

@@ -100,7 +100,7 @@ def measure_step(clock: Turns, folder: str, arguments: argparse.Namespace) -> fl
         model.compute_logits(runner.execution.programs.run(model, inputs, context))
 
     seconds, speed = clock.time(run)
-    latents = arguments.context * cache.config.size_bytes // cache.config.num_blocks // _BLOCK_SIZE
+    latents = arguments.context * cache.config.size_bytes // cache.config.pools[0].num_blocks // _BLOCK_SIZE
     num_bytes = active_bytes(model) + latents
     core.close()
     bound = num_bytes / speed

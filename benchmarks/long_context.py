@@ -242,7 +242,7 @@ def _bytes_of_step(model: torch.nn.Module, core: EngineCore, batch: int, context
     """Bytes read by a step: all weights but the embedding, of which it reads a few rows, and the KV cache."""
     embedding = _LLAMA_60M["vocab_size"] * _LLAMA_60M["hidden_size"] * 4
     config = core.kv_cache_config
-    per_position = config.size_bytes / config.num_blocks / _BLOCK_SIZE
+    per_position = config.size_bytes / config.pools[0].num_blocks / _BLOCK_SIZE
     return weights_size_bytes(model) - embedding + int(batch * context * per_position)
 
 

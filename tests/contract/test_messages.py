@@ -36,7 +36,6 @@ _specs = st.one_of(
     st.builds(contract.FullAttentionSpec, dtype=st.just("float32")),
     st.builds(contract.SlidingWindowSpec, dtype=st.just("bfloat16")),
     st.builds(contract.MLAAttentionSpec, dtype=st.just("int8")),
-    st.builds(contract.CrossAttentionSpec, dtype=st.just("float16")),
     st.builds(contract.RecurrentStateSpec),
 )
 _groups = st.builds(contract.KVCacheGroupSpec, spec=_specs)
@@ -44,7 +43,11 @@ _new = st.builds(contract.NewRequestData, sampling_params=_params)
 _strategies: dict[type, st.SearchStrategy[msgspec.Struct]] = {
     contract.NewRequestData: _new,
     contract.SchedulerOutput: st.builds(contract.SchedulerOutput, scheduled_new_reqs=st.lists(_new, max_size=3)),
-    contract.KVCacheConfig: st.builds(contract.KVCacheConfig, groups=st.lists(_groups, max_size=3).map(tuple)),
+    contract.KVCacheConfig: st.builds(
+        contract.KVCacheConfig,
+        pools=st.lists(st.builds(contract.KVCachePool), max_size=3).map(tuple),
+        groups=st.lists(_groups, max_size=3).map(tuple),
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from penstock.contract import (
     GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCachePool,
     NewRequestData,
     SamplingParams,
     SchedulerOutput,
@@ -25,7 +26,9 @@ BLOCK_SIZE = 4
 @pytest.fixture
 def checks() -> StepChecks:
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype="float32")
-    config = KVCacheConfig(num_blocks=20, tensors=(), groups=(KVCacheGroupSpec(layer_names=("a",), spec=spec),))
+    config = KVCacheConfig(
+        pools=(KVCachePool(num_blocks=20),), groups=(KVCacheGroupSpec(layer_names=("a",), spec=spec),)
+    )
     return StepChecks(config, max_num_reqs=2, max_num_tokens=16, max_model_len=24, vocab_size=50, max_drafts=3)
 
 

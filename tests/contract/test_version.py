@@ -20,6 +20,7 @@ FINGERPRINTS = {
     5: "2535c3ae03b7aba9",
     6: "93567f0649f0a0d6",
     7: "fbe31f372e60e505",
+    8: "7c1f123e4ede78a8",
 }
 
 

@@ -100,7 +100,7 @@ def test_tokens_are_those_of_a_run_without_drafts(
         assert [list(row) for row in found.prompt_logprobs or ()] == [list(row) for row in right.prompt_logprobs or ()]
     assert max(num_by_step) > 1
     core.step()
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
 
 
@@ -168,7 +168,7 @@ def test_what_the_workers_speculator_drafts_is_verified(
     core = make_core(tmp_path, dtype="float32", worker_cls=f"{__name__}.SpeculatingWorker", **options)
     found = run(core, PROMPTS, PARAMS)
     core.step()
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
     assert [result.tokens for result in found] == [result.tokens for result in expected]
     drafts = [tokens for step in SpeculatingWorker.verified for tokens in step.values()]

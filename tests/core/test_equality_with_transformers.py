@@ -213,4 +213,4 @@ def _barely_enough(folder: Path, options: dict[str, Any]) -> int:
     core = make_core(folder, **options)
     groups = core.kv_cache_config.groups
     core.close()
-    return bytes_to_serve(groups, 72, 8) + 2 * bytes_per_block(groups)
+    return bytes_to_serve(groups, 72, 8) + 2 * bytes_per_block(groups, 0)

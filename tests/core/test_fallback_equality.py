@@ -89,7 +89,7 @@ def test_preemption_under_a_tiny_kv_cache(name: str, tmp_path: Path) -> None:
     core = make_core(folder, **options)
     groups = core.kv_cache_config.groups
     core.close()
-    barely_enough = bytes_to_serve(groups, 72, 8) + 2 * bytes_per_block(groups)
+    barely_enough = bytes_to_serve(groups, 72, 8) + 2 * bytes_per_block(groups, 0)
     core = make_core(folder, **options, kv_cache_memory_bytes=barely_enough)
     prompts = random_prompts((20, 31, 17, 25, 40, 6), VOCAB_SIZE, seed=7)
     results = run(core, prompts, greedy(30, logprobs=1))

@@ -79,9 +79,9 @@ def test_sampled_tokens_are_the_same_alone_in_a_batch_and_in_chunks(
 
 
 def _assert_no_block_is_held(core: EngineCore) -> None:
-    pool = core.scheduler.kv_cache.pool
+    pool = core.scheduler.kv_cache.pools[0]
     assert pool.num_used_blocks == 0
-    assert pool.num_free_blocks == core.kv_cache_config.num_blocks - 1
+    assert pool.num_free_blocks == core.kv_cache_config.pools[0].num_blocks - 1
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

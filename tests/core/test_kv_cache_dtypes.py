@@ -55,7 +55,7 @@ def test_tokens_are_the_same_in_a_batch_in_chunks_after_a_prefix_hit_and_after_p
             assert [result.tokens for result in run(core, PROMPTS, SAMPLED)] == expected
         core.close()
     probe = make_core(folder, kv_cache_dtype=dtype)
-    block_bytes = probe.kv_cache_config.size_bytes // probe.kv_cache_config.num_blocks
+    block_bytes = probe.kv_cache_config.size_bytes // probe.kv_cache_config.pools[0].num_blocks
     probe.close()
     # Room for the longest request and little more.
     core = make_core(
@@ -99,7 +99,7 @@ def test_plan_and_engine_count_the_same_bytes(folder: Path, dtype: str, num_byte
         return
     core = make_core(folder, kv_cache_dtype=dtype, **options)
     assert core.kv_cache_config.size_bytes == planned.kv_cache.size_bytes
-    assert core.kv_cache_config.num_blocks == planned.kv_cache.num_blocks
+    assert core.kv_cache_config.pools[0].num_blocks == planned.kv_cache.pools[0].num_blocks
     core.close()
 
 

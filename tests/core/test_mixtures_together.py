@@ -75,7 +75,7 @@ def crowded(folder: Path, speculative: dict[str, Any], *, async_scheduling: bool
     core = make_core(folder, **options)
     groups = core.kv_cache_config.groups
     core.close()
-    room = bytes_to_serve(groups, LENGTH, STEP) + 4 * bytes_per_block(groups)
+    room = bytes_to_serve(groups, LENGTH, STEP) + 4 * bytes_per_block(groups, 0)
     worker = f"{__name__}.WatchedWorker"
     return make_core(folder, **options, kv_cache_memory_bytes=room, worker_cls=worker)
 

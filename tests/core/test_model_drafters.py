@@ -120,7 +120,7 @@ def test_tokens_are_those_of_an_engine_without_drafts(
     found = run(core, PROMPTS, PARAMS)
     assert_same(found, expected(target_of(models, method)))
     core.step()
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
     assert any(output.scheduled_spec_decode_tokens for output in outputs)
     if "block_size" in options:

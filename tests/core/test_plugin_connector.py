@@ -57,7 +57,7 @@ def fill(folder: Path) -> None:
     # The last step tells the workers of what has ended.
     core.step()
     assert side_of(core).num_loaded_tokens == 0
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
 
 
@@ -93,11 +93,11 @@ def test_a_request_that_is_aborted_during_its_load_gives_its_blocks_back_when_it
     for output in core.step():
         results[output.req_id].take(output)
     core.abort_requests(["gone"])
-    assert core.scheduler.kv_cache.pool.num_used_blocks > 9
+    assert core.scheduler.kv_cache.num_used_blocks > 9
     finish(core, results)
     core.step()
     assert_equal([results["stays"]], [expected[3]])
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
 
 
@@ -115,7 +115,7 @@ def test_requests_begin_anew_where_a_worker_fails_during_their_load(
     assert_equal(run(core, PROMPTS, greedy(12, logprobs=2)), expected)
     assert not FailingDuringLoads.fails_at
     core.step()
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
 
 

@@ -152,7 +152,7 @@ def test_every_request_ends_with_what_its_prompt_came_to(
         assert not any(output.new_token_ids for output in outputs.values())
     core.step()
     core.step()
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     assert not executors[0].pending
 
 

@@ -42,7 +42,7 @@ def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
 def assert_nothing_is_left(core: Any) -> None:
     assert isinstance(core, EngineCore)
     assert not core.scheduler.has_unfinished_requests()
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -142,7 +142,7 @@ def test_the_prefix_cache_can_be_reset_at_any_step_of_running_requests(
                 results.setdefault(output.req_id, Result()).take(output)
         assert not core.reset_prefix_cache()
         assert core.reset_prefix_cache(reset_running_requests=True)
-        assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+        assert core.scheduler.kv_cache.num_used_blocks == 0
         finish(core, results)
         assert [results[f"r{index}"].tokens for index in range(4)] == undisturbed
         assert all(result.num_preemptions == 1 for result in results.values())

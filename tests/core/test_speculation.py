@@ -135,7 +135,7 @@ def assert_same(found: Sequence[Result], expected: Sequence[Result]) -> None:
 
 def assert_nothing_is_held(core: EngineCore) -> None:
     core.step()
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
 
 
 @pytest.fixture(scope="module")
@@ -431,12 +431,14 @@ def test_an_engine_that_pools_has_no_use_for_drafts(folder: Path, speculative: d
         make_speculating_core(folder, speculative, output_head="mean")
 
 
-def test_a_model_that_keeps_a_state_has_no_use_for_drafts(
+def test_a_state_that_cannot_be_rolled_back_is_no_place_for_drafts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, speculative: dict[str, Any]
 ) -> None:
-    specs = [{"layers.0.mixer": RecurrentStateSpec(state_bytes=64)}]
+    specs = [{"layers.0.mixer": RecurrentStateSpec(state_bytes=64, block_size=16)}]
     monkeypatch.setattr(UniProcExecutor, "get_kv_cache_specs", lambda executor: specs)
-    with pytest.raises(UnsupportedFeature, match=r"speculative_config: layers.0.mixer keeps a state"):
+    with pytest.raises(
+        UnsupportedFeature, match=r"speculative_config: layers.0.mixer keeps a state .* cannot roll it back"
+    ):
         make_speculating_core(folder, speculative)
 
 

@@ -192,7 +192,7 @@ def assert_nothing_is_half_launched(core: EngineCore) -> None:
     core.step()
     assert core.collective_rpc(RpcCall(lambda worker: worker.unsampled)) == [set()]
     assert core.scheduler.num_in_flight_steps == 0
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
 
 
 ALL = [f"r{index}" for index in range(len(PROMPTS))]

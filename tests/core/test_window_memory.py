@@ -50,7 +50,7 @@ def test_a_request_never_holds_more_than_the_plan_says_and_windows_hold_less(mod
             assert held * 4 <= group.spec.sliding_window - 1 + 8 + 2 * 4
         else:
             assert held == 30
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
 
 
@@ -62,10 +62,10 @@ def test_the_longest_request_runs_in_the_memory_that_the_windows_leave_it(model:
     core.close()
     num_bytes = bytes_to_serve(groups, LENGTH, 8)
     num_full = sum(isinstance(group.spec, FullAttentionSpec) for group in groups)
-    assert blocks_per_request(groups, LENGTH, 8) == num_full * 32 + sum(
+    assert blocks_per_request(groups, 0, LENGTH, 8) == num_full * 32 + sum(
         group.spec.max_blocks_per_request(LENGTH, 8) for group in groups if isinstance(group.spec, SlidingWindowSpec)
     )
-    assert num_bytes < len(groups) * 32 * bytes_per_block(groups), "without windows this would be too little"
+    assert num_bytes < len(groups) * 32 * bytes_per_block(groups, 0), "without windows this would be too little"
     core = make_core(folder, **OPTIONS, kv_cache_memory_bytes=num_bytes)
     prompts = random_prompts([100, 64, 100], VOCAB_SIZE, seed=3)
     for prompt, result in zip(prompts, run(core, prompts, greedy(28)), strict=True):

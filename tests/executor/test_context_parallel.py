@@ -56,7 +56,7 @@ def test_a_token_takes_half_the_memory_of_each_rank(tmp_path: Path) -> None:
     for context in (1, 2):
         core = make(tmp_path, 2, context)
         (group,) = core.kv_cache_config.groups
-        found.append((core.kv_cache_config.num_blocks, group.spec.block_size, group.spec.page_size_bytes))
+        found.append((core.kv_cache_config.pools[0].num_blocks, group.spec.block_size, group.spec.page_size_bytes))
         core.close()
     (num_blocks, positions, page_bytes), shared = found
     assert shared == (num_blocks, 2 * positions, page_bytes)

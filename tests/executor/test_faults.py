@@ -413,7 +413,7 @@ def test_restarts_that_go_on_failing_end_the_engine_with_the_first_cause_and_the
 
 def contents_of_blocks(worker: WorkerBase) -> list[bytes]:
     cache = worker.runner.kv_cache  # type: ignore[attr-defined]
-    pages = cache.memory_of_blocks(1, cache.config.num_blocks)
+    pages = cache.memory_of_blocks(0, 1, cache.config.pools[0].num_blocks)
     return [page.contiguous().view(-1).numpy().tobytes() for page in pages]
 
 

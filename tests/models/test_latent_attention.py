@@ -204,7 +204,7 @@ def test_prefix_hits_and_preemption(model: tuple[PreTrainedModel, Path]) -> None
     groups = core.kv_cache_config.groups
     core.close()
     core = make_core(
-        folder, **options, kv_cache_memory_bytes=bytes_to_serve(groups, 72, 8) + 2 * bytes_per_block(groups)
+        folder, **options, kv_cache_memory_bytes=bytes_to_serve(groups, 72, 8) + 2 * bytes_per_block(groups, 0)
     )
     shared = random_prompts([17], VOCAB_SIZE, seed=5)[0]
     prompts = [shared + tail for tail in random_prompts([3, 14, 1, 8, 23, 6], VOCAB_SIZE, seed=7)]
@@ -222,9 +222,9 @@ def test_the_cache_keeps_one_latent_per_position_and_layer(
     model: tuple[PreTrainedModel, Path], dtype: str, num_bytes: int
 ) -> None:
     core = make_core(model[1], kv_cache_dtype=dtype, block_size=16)
-    (tensor, *_), (group,) = core.kv_cache_config.tensors, core.kv_cache_config.groups
+    (tensor, *_), (group,) = core.kv_cache_config.pools[0].tensors, core.kv_cache_config.groups
     assert group.spec.page_size_bytes == 16 * LATENT * num_bytes
-    assert tensor.size_bytes == core.kv_cache_config.num_blocks * group.spec.page_size_bytes
+    assert tensor.size_bytes == core.kv_cache_config.pools[0].num_blocks * group.spec.page_size_bytes
     core.close()
 
 

@@ -191,7 +191,7 @@ def test_in_an_engine_the_request_ends_and_the_others_go_on(
         assert (bad.finish_reason, bad.tokens) == (FinishReason.ERROR, [])
         assert bad.error is not None
         assert "Logits processor 'fragile' failed in" in bad.error
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
     core.close()
 
 

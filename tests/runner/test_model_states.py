@@ -73,7 +73,7 @@ class EmbeddingState(ModelState):
 
 def make_runner(model: Any, decoder: nn.Module, **options: Any) -> ModelRunner:
     device = create_device(DeviceConfig(device="cpu", num_threads=1))
-    config = make_kv_cache_config(group_layers(kv_cache_specs(decoder, 4, "float32")), num_blocks=32)
+    config = make_kv_cache_config(group_layers(kv_cache_specs(decoder, 4, "float32")), [32])
     limits = RunnerLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=64, vocab_size=VOCAB_SIZE)
     return ModelRunner(device, model, cache_layers(decoder), config, limits, **options)
 

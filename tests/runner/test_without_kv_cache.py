@@ -32,7 +32,7 @@ class WithoutCache(ArithmeticModel):
 
 
 def runner_of(model: WithoutCache, **options: Any) -> Any:
-    nothing = KVCacheConfig(num_blocks=1, tensors=(), groups=())
+    nothing = KVCacheConfig()
     return make_runner(model=model, kv_cache=nothing, **options)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
-from scheduler_fakes import EOS, FakeWorker, cache_config, guess, pooled_vector, undisturbed
+from scheduler_fakes import EOS, Block, FakeWorker, cache_config, guess, pooled_vector, undisturbed
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SamplingParams, SchedulerOutput, decode, encode
@@ -27,15 +28,23 @@ def make_request(req_id: str, prompt: list[int], **options: Any) -> Request:
     return Request(req_id, prompt, SamplingParams(**options), frozenset([EOS]), **fields)
 
 
-def new_blocks(output: SchedulerOutput, manager: KVCacheManager) -> set[int]:
+def new_blocks(output: SchedulerOutput, manager: KVCacheManager, config: KVCacheConfig) -> set[Block]:
     """The blocks that a step gave out, without those that requests found."""
-    taken: set[int] = set()
+    taken: set[Block] = set()
     for groups in output.scheduled_cached_reqs.new_block_ids:
-        taken.update(*(groups or ()))
+        taken |= blocks_of(config, groups or ())
     for new in output.scheduled_new_reqs:
-        for group, ids in zip(manager.groups, new.block_ids, strict=True):
-            taken.update(ids[new.num_computed_tokens // group.block_size :])
+        not_found = [
+            [*ids[: group.num_own_blocks], *ids[group.num_own_blocks + new.num_computed_tokens // group.block_size :]]
+            for group, ids in zip(manager.groups, new.block_ids, strict=True)
+        ]
+        taken |= blocks_of(config, not_found)
     return taken
+
+
+def blocks_of(config: KVCacheConfig, block_ids: Sequence[Sequence[int]]) -> set[Block]:
+    """Pools and ids of blocks that are given by group, but the null blocks."""
+    return {(group.pool, one) for group, ids in zip(config.groups, block_ids, strict=False) for one in ids if one}
 
 
 def check_repetition(steps: list[SchedulerOutput], output: SchedulerOutput) -> None:
@@ -106,13 +115,12 @@ class Driver:
         self.pools = pools
         self.rng = random.Random(seed)
         self.salts: dict[str, str | None] = {}
-        self.num_encoder_tokens: dict[str, int] = {}
         self.requests: dict[str, Request] = {}
         self.worker = self._new_worker()
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         # By step, the blocks that it touches; by what holds them, those that others do.
-        self.touched: dict[int, set[int]] = {}
-        self.holds: dict[tuple[str, str], set[int]] = {}
+        self.touched: dict[int, set[Block]] = {}
+        self.holds: dict[tuple[str, str], set[Block]] = {}
         self.steps: list[SchedulerOutput] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}
@@ -123,7 +131,6 @@ class Driver:
         request = make_request(req_id, prompt, pools=self.pools, **options)
         self.scheduler.add_request(request)
         self.salts[req_id] = request.cache_salt
-        self.num_encoder_tokens[req_id] = request.num_encoder_tokens
         self.requests[req_id] = request
         self.tokens[req_id] = request.all_token_ids[request.num_prompt_tokens :]
         self.ends.pop(req_id, None)
@@ -149,7 +156,7 @@ class Driver:
             # All that it has in flight is of this step.
             request = self.requests[req_id]
             assert not request.needs_tokens_on_host or request.num_output_placeholders <= 1 + num_drafts
-        taken = new_blocks(output, self.scheduler.kv_cache)
+        taken = new_blocks(output, self.scheduler.kv_cache, self.config)
         touched = [self.touched[launched.step_id] for launched, _ in self.in_flight]
         assert taken.isdisjoint(set().union(*touched, *self.holds.values()))
         self.worker.is_exact = not self.in_flight
@@ -177,7 +184,7 @@ class Driver:
         """Hold the blocks of a request that runs."""
         manager = self.scheduler.kv_cache
         manager.hold_blocks(req_id, holder)
-        self.holds[req_id, holder] = {block_id for ids in manager.get_block_ids(req_id) for block_id in ids} - {0}
+        self.holds[req_id, holder] = blocks_of(self.config, manager.get_block_ids(req_id))
         manager.check_integrity()
 
     def release(self, req_id: str, holder: str) -> None:
@@ -214,8 +221,8 @@ class Driver:
         assert not self.worker.requests
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight_steps) == (0, 0, 0)
         assert not scheduler.has_work()
-        pool = scheduler.kv_cache.pool
-        assert (pool.num_used_blocks, pool.num_pending_blocks) == (0, 0)
+        for pool in scheduler.kv_cache.pools:
+            assert (pool.num_used_blocks, pool.num_pending_blocks) == (0, 0)
         assert not scheduler.kv_cache._held
         scheduler.kv_cache.check_integrity()
 
@@ -265,7 +272,6 @@ class Driver:
             self.max_num_batched_tokens,
             self.max_model_len,
             self.salts,
-            self.num_encoder_tokens,
             self.pools,
             rng=self.rng,
         )

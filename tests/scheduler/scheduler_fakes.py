@@ -10,16 +10,16 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.contract import (
     ArrayBytes,
     AttentionSpec,
     ChunkedLocalSpec,
-    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCachePool,
     LogprobsLists,
     MLAAttentionSpec,
     NewRequestData,
@@ -34,6 +34,8 @@ from penstock.scheduler.outputs import FinishReason
 
 VOCAB_SIZE = 11
 EOS = 0
+# Pool and id of a block.
+Block: TypeAlias = tuple[int, int]
 # What is in a position that a broken request should have filled, or one that read such positions.
 UNFILLED = -1
 
@@ -56,17 +58,8 @@ def latent_spec(block_size: int = 4) -> MLAAttentionSpec:
     return MLAAttentionSpec(block_size=block_size, head_size=12, dtype="float32")
 
 
-def encoder_spec(block_size: int = 4, max_num_encoder_tokens: int = 13) -> CrossAttentionSpec:
-    return CrossAttentionSpec(
-        block_size=block_size,
-        num_kv_heads=1,
-        head_size=8,
-        dtype="float32",
-        max_num_encoder_tokens=max_num_encoder_tokens,
-    )
-
-
-STATE = RecurrentStateSpec(state_bytes=64)
+def state_spec(block_size: int = 4, max_drafts: int = 0) -> RecurrentStateSpec:
+    return RecurrentStateSpec(state_bytes=64, block_size=block_size, rolls_back=True, max_drafts=max_drafts)
 
 
 def cache_config(num_blocks: int, *specs: Any) -> KVCacheConfig:
@@ -74,10 +67,19 @@ def cache_config(num_blocks: int, *specs: Any) -> KVCacheConfig:
     return cache_of(num_blocks, specs or (full_spec(),))
 
 
-def cache_of(num_blocks: int, specs: Sequence[Any]) -> KVCacheConfig:
-    """A cache with one group per spec, one layer each."""
-    groups = tuple(KVCacheGroupSpec(layer_names=(f"layer.{index}",), spec=spec) for index, spec in enumerate(specs))
-    return KVCacheConfig(num_blocks=num_blocks, tensors=(), groups=groups)
+def cache_of(num_blocks: int, specs: Sequence[Any], num_states: int | None = None, num_pools: int = 1) -> KVCacheConfig:
+    """A cache with one group per spec, one layer each.
+
+    num_states: blocks of the pool of recurrent states; `num_blocks` by default. num_pools: of groups of positions.
+    """
+    kinds = [-1 if isinstance(spec, RecurrentStateSpec) else index % num_pools for index, spec in enumerate(specs)]
+    pools = list(dict.fromkeys(kinds))
+    groups = tuple(
+        KVCacheGroupSpec(layer_names=(f"layer.{index}",), spec=spec, pool=pools.index(kind))
+        for index, (spec, kind) in enumerate(zip(specs, kinds, strict=True))
+    )
+    counts = [num_states if kind < 0 and num_states is not None else num_blocks for kind in pools]
+    return KVCacheConfig(pools=tuple(KVCachePool(num_blocks=count) for count in counts), groups=groups)
 
 
 def fingerprints(token_ids: list[int], salt: str | None) -> list[int]:
@@ -139,9 +141,9 @@ class FakeRequest:
 
 @dataclass
 class FakeWorker:
-    """Executes steps in order. `salts` and `num_encoder_tokens` tell what the contract does not.
+    """Executes steps in order. `salts` tell what the contract does not.
 
-    touched: blocks that the last step read or wrote.
+    touched: blocks that the last step read or wrote, by pool and id.
     pools: answers with a pooled vector of each whole prompt.
     is_exact: the results of all steps before have been taken in, so that the scheduler knows what was rejected.
     """
@@ -151,14 +153,16 @@ class FakeWorker:
     max_num_batched_tokens: int
     max_model_len: int
     salts: Mapping[str, str | None]
-    num_encoder_tokens: Mapping[str, int] = field(default_factory=dict)
     pools: bool = False
     is_exact: bool = True
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     requests: dict[str, FakeRequest] = field(default_factory=dict)
-    contents: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    touched: set[int] = field(default_factory=set)
+    contents: dict[tuple[Block, int], tuple[int, int]] = field(default_factory=dict)
+    touched: set[Block] = field(default_factory=set)
     last_step_id: int = -1
+    # Of states, in one step.
+    _readers: dict[Block, str] = field(default_factory=dict)
+    _writers: dict[Block, str] = field(default_factory=dict)
 
     def execute(self, output: SchedulerOutput, failing: Collection[str] = ()) -> SampledOutput | PooledOutput:
         """Run a step. Requests in `failing` leave their blocks unfilled and end with an error, now and in later steps.
@@ -176,12 +180,12 @@ class FakeWorker:
         # Shortest first, as a runner sorts its batch, so that batch order is not scheduling order.
         batch = sorted(output.num_scheduled_tokens, key=lambda req_id: (output.num_scheduled_tokens[req_id], req_id))
         healthy = [req_id for req_id in batch if not self.requests[req_id].is_broken]
-        for new in output.scheduled_new_reqs:
-            self._write_encoder_positions(new.req_id, self.requests[new.req_id])
         # All of a step is written before any of it is read.
         for req_id in batch:
             self._write(self.requests[req_id], output.num_scheduled_tokens[req_id])
         self._mislead(healthy, output.num_scheduled_tokens)
+        self._readers.clear()
+        self._writers.clear()
         for req_id in healthy:
             if not self.requests[req_id].is_misled:
                 self._read(req_id, self.requests[req_id], output.num_scheduled_tokens[req_id])
@@ -283,12 +287,11 @@ class FakeWorker:
         values = [UNFILLED] * end if is_wrong else fingerprints(token_ids[:end], request.salt)
         for group_id, size, _ in self._token_groups():
             for position in range(request.num_computed_tokens, end):
-                block_id = request.tables[group_id][position // size]
-                assert 0 < block_id < self.config.num_blocks
+                block = self._block(group_id, request.tables[group_id][position // size])
                 # A broken request stays where it was, which may be behind its window; the device does steps in order.
                 if not request.is_broken:
-                    self.touched.add(block_id)
-                self.contents[block_id, position % size] = (group_id, values[position])
+                    self.touched.add(block)
+                self.contents[block, position % size] = (group_id, values[position])
 
     def _mislead(self, req_ids: list[str], num_tokens: Mapping[str, int]) -> None:
         """Find out who reads what is unfilled, and so writes nonsense for others to read."""
@@ -304,78 +307,66 @@ class FakeWorker:
     def _reads_unfilled(self, request: FakeRequest, num_tokens: int) -> bool:
         for group_id, size, spec in self._token_groups():
             for position in range(spec.first_read(request.num_computed_tokens), request.num_computed_tokens):
-                block_id = request.tables[group_id][position // size]
-                if self.contents.get((block_id, position % size), (0, 0))[1] == UNFILLED:
+                block = self._block(group_id, request.tables[group_id][position // size])
+                if self.contents.get((block, position % size), (0, 0))[1] == UNFILLED:
                     return True
         return False
 
     def _read(self, req_id: str, request: FakeRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
         values = fingerprints((request.token_ids + request.drafts)[:end], request.salt)
-        self._read_encoder_positions(req_id, request)
-        self._read_state(req_id, request)
+        self._run_states(req_id, request, num_tokens)
         for group_id, size, spec in self._token_groups():
             for position in range(spec.first_read(request.num_computed_tokens), end):
-                block_id = request.tables[group_id][position // size]
-                self.touched.add(block_id)
-                found = self.contents.get((block_id, position % size))
+                block = self._block(group_id, request.tables[group_id][position // size])
+                self.touched.add(block)
+                found = self.contents.get((block, position % size))
                 assert found == (group_id, values[position]), f"{req_id}: position {position} of group {group_id}"
 
+    def _block(self, group_id: int, block_id: int) -> Block:
+        assert 0 < block_id < self.config.num_blocks_of(group_id)
+        return self.config.groups[group_id].pool, block_id
+
     def _token_groups(self) -> Iterator[tuple[int, int, AttentionSpec]]:
-        """Groups whose positions are those of tokens: their number, block size and spec."""
+        """Groups whose blocks hold positions of tokens: their number, block size and spec."""
         for group_id, group in enumerate(self.config.groups):
-            if not isinstance(group.spec, CrossAttentionSpec | RecurrentStateSpec):
+            if not isinstance(group.spec, RecurrentStateSpec):
                 yield group_id, group.spec.block_size, group.spec
 
-    def _encoder_positions(self, req_id: str, request: FakeRequest) -> Iterator[tuple[int, int, tuple[int, int]]]:
-        """Slots of encoder positions, with their content."""
+    def _run_states(self, req_id: str, request: FakeRequest, num_tokens: int) -> None:
+        """Read the recurrent state before the step's tokens, and write those after them, and snapshots."""
+        begin, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        values = fingerprints((request.token_ids + request.drafts)[:end], request.salt)
         for group_id, group in enumerate(self.config.groups):
-            if isinstance(group.spec, CrossAttentionSpec):
-                size, num_positions = group.spec.block_size, self.num_encoder_tokens[req_id]
-                assert len(request.tables[group_id]) == -(-num_positions // size)
-                for position in range(num_positions):
-                    block_id = request.tables[group_id][position // size]
-                    self.touched.add(block_id)
-                    yield block_id, position % size, (group_id, hash((req_id, position)))
-
-    def _write_encoder_positions(self, req_id: str, request: FakeRequest) -> None:
-        for block_id, offset, content in self._encoder_positions(req_id, request):
-            self.contents[block_id, offset] = content
-
-    def _read_encoder_positions(self, req_id: str, request: FakeRequest) -> None:
-        for block_id, offset, content in self._encoder_positions(req_id, request):
-            assert self.contents[block_id, offset] == content, f"{req_id}: the encoder's positions"
-
-    def _states(self, request: FakeRequest) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Blocks of recurrent states, with their content once something is computed."""
-        for group_id, group in enumerate(self.config.groups):
-            if isinstance(group.spec, RecurrentStateSpec):
-                block_id = request.tables[group_id][0]
-                self.touched.add(block_id)
-                yield block_id, (group_id, fingerprints(request.token_ids[: request.num_computed_tokens], "state")[-1])
-
-    def _read_state(self, req_id: str, request: FakeRequest) -> None:
-        if request.num_computed_tokens > 0:
-            for block_id, content in self._states(request):
-                assert self.contents[block_id, 0] == content, f"{req_id}: a recurrent state"
-
-    def _write_state(self, request: FakeRequest) -> None:
-        for block_id, content in self._states(request):
-            self.contents[block_id, 0] = content
+            if not isinstance(group.spec, RecurrentStateSpec):
+                continue
+            size, num_own, table = group.spec.block_size, group.spec.num_own_blocks, request.tables[group_id]
+            if begin:
+                snapshot = table[num_own + begin // size - 1] if begin % size == 0 else 0
+                block = self._block(group_id, snapshot or table[(begin - 1) % num_own])
+                self.touched.add(block)
+                found = self.contents.get((block, 0))
+                assert found == (group_id, values[begin - 1]), f"{req_id}: the state before position {begin}"
+                self._readers[block] = req_id
+                # Requests of a step run in any order.
+                assert self._writers.get(block, req_id) == req_id
+            for position in range(begin, end):
+                written = [table[position % num_own]] if position >= end - num_own else []
+                if (position + 1) % size == 0 and (snapshot := table[num_own + position // size]):
+                    written.append(snapshot)
+                for block_id in written:
+                    block = self._block(group_id, block_id)
+                    self.touched.add(block)
+                    assert {self._writers.setdefault(block, req_id), self._readers.get(block, req_id)} == {req_id}
+                    self.contents[block, 0] = (group_id, values[position])
 
     def _pool(self, request: FakeRequest, num_tokens: int) -> ArrayBytes | None:
         request.num_computed_tokens += num_tokens
-        self._write_state(request)
         if request.num_computed_tokens < len(request.token_ids):
             return None
         return pooled_vector(request.token_ids, request.salt, is_misled=request.is_misled)
 
     def _advance(self, request: FakeRequest, num_tokens: int) -> list[int]:
-        sampled = self._sample(request, num_tokens)
-        self._write_state(request)
-        return sampled
-
-    def _sample(self, request: FakeRequest, num_tokens: int) -> list[int]:
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens < len(request.token_ids):
             return []

@@ -12,7 +12,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def free_and_pending(driver: Driver) -> tuple[int, int]:
-    pool = driver.scheduler.kv_cache.pool
+    pool = driver.scheduler.kv_cache.pools[0]
     return pool.num_free_blocks, pool.num_pending_blocks
 
 
@@ -55,7 +55,7 @@ def test_what_is_found_while_it_is_pending_is_held_again() -> None:
 
     assert output.scheduled_new_reqs[0].num_computed_tokens == 4
     assert output.scheduled_new_reqs[0].block_ids[0][0] == driver.steps[0].scheduled_new_reqs[0].block_ids[0][0]
-    assert driver.scheduler.kv_cache.pool.num_pending_blocks == 1
+    assert driver.scheduler.kv_cache.pools[0].num_pending_blocks == 1
     driver.drain()
 
 
@@ -170,9 +170,9 @@ def test_each_holder_holds_for_itself() -> None:
     with pytest.raises(LifecycleError, match="'one' holds no blocks of request 'r'"):
         manager.release_blocks("r", "one")
 
-    assert manager.pool.num_used_blocks == 2
+    assert manager.pools[0].num_used_blocks == 2
     driver.release("r", "two")
-    assert manager.pool.num_used_blocks == 0
+    assert manager.pools[0].num_used_blocks == 0
 
 
 def test_no_request_holds_the_same_twice() -> None:
@@ -192,6 +192,6 @@ def test_after_a_crash_what_is_held_is_kept_and_holds_nothing_worth_finding() ->
 
     driver.crash()
 
-    assert driver.scheduler.kv_cache.pool.num_used_blocks == 3
+    assert driver.scheduler.kv_cache.num_used_blocks == 3
     assert driver.step().scheduled_new_reqs[0].num_computed_tokens == 0
     driver.drain()

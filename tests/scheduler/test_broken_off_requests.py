@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver
 from scheduler_fakes import cache_config, cache_of, full_spec, window_spec
-from test_scheduler_properties import LAYOUTS, MOVES, REQUESTS, SETUPS, play
+from test_scheduler_properties import MOVES, REQUESTS, SETUPS, make_driver, play
 
 from penstock.scheduler import steps_in_flight
 from penstock.scheduler.outputs import FinishReason
@@ -66,7 +66,7 @@ class Faults:
     def planted(self) -> Iterator[None]:
         scheduler = self._driver.scheduler
         manager = scheduler.kv_cache
-        owners: list[Any] = [manager, manager._hasher, manager.pool, scheduler._requests.waiting, *manager.groups]
+        owners: list[Any] = [manager, manager._hasher, scheduler._requests.waiting, *manager.pools, *manager.groups]
         with ExitStack() as stack:
             for owner in [*owners, StepBuilder, steps_in_flight]:
                 for name in {name for name, _ in PLACES}:
@@ -109,9 +109,7 @@ def test_a_fault_ends_one_request_and_no_block_is_lost_or_shared_wrongly(
     moves: list[tuple[str, int]],
     wanted_faults: list[tuple[tuple[str, str], int]],
 ) -> None:
-    setup = dict(setup)
-    specs = LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
-    driver = Driver(cache_of(setup.pop("num_blocks"), specs), **setup)
+    driver = make_driver(setup)
     faults = Faults(driver)
     with faults.planted():
         for place, num_calls_before in wanted_faults:
@@ -150,7 +148,7 @@ def test_blocks_that_a_failed_step_would_have_filled_are_not_found() -> None:
         faults.arm("_add", "before")
         driver.add("a", PROMPT, max_tokens=2)
         driver.turn()
-        assert (driver.num_broken_off, driver.scheduler.kv_cache.pool.num_free_blocks) == (1, 39)
+        assert (driver.num_broken_off, driver.scheduler.kv_cache.pools[0].num_free_blocks) == (1, 39)
         driver.add("b", PROMPT, max_tokens=2)
         driver.drain()
     assert driver.ends["b"].num_cached_tokens == 0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver
-from scheduler_fakes import cache_config, cache_of, full_spec
-from test_scheduler_properties import LAYOUTS, MOVES, REQUESTS, SETUPS, play
+from scheduler_fakes import cache_config, full_spec
+from test_scheduler_properties import MOVES, REQUESTS, SETUPS, make_driver, play
 
 from penstock.contract import SchedulerOutput
 from penstock.scheduler.outputs import EngineCoreOutput
@@ -20,9 +20,7 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 def _driver(setup: dict[str, Any], **options: Any) -> Driver:
-    setup = {**setup, **options}
-    specs = LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
-    return Driver(cache_of(setup.pop("num_blocks"), specs), **setup)
+    return make_driver({**setup, **options})
 
 
 @settings(max_examples=150, deadline=None)

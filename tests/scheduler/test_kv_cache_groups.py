@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import pytest
 from scheduler_driver import Driver
-from scheduler_fakes import STATE, cache_config, cache_of, encoder_spec, full_spec, latent_spec, window_spec
+from scheduler_fakes import cache_config, cache_of, full_spec, latent_spec, state_spec, window_spec
 
+from penstock.contract import FullAttentionSpec
 from penstock.errors import ContextTooLong, UnsupportedFeature
+from penstock.scheduler.kv_cache_groups import FullAttentionGroup, register_kv_cache_group
 
 PROMPT = [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(("num_encoder_tokens", "num_blocks"), [(0, 0), (1, 1), (8, 2), (9, 3)])
-def test_the_encoders_positions_get_their_blocks_once(num_encoder_tokens: int, num_blocks: int) -> None:
-    driver = Driver(cache_config(20, full_spec(2), encoder_spec(4)), max_num_batched_tokens=4)
-    driver.add("r", PROMPT, max_tokens=5, ignore_eos=True, num_encoder_tokens=num_encoder_tokens)
-
-    [new] = driver.turn().scheduled_new_reqs
-
-    assert [len(ids) for ids in new.block_ids] == [2, num_blocks]
-    while "r" not in driver.ends:
-        for ids in driver.turn().scheduled_cached_reqs.new_block_ids:
-            assert ids is not None
-            assert ids[1] == []
-    driver.drain()
 
 
 def test_latents_are_found_as_a_prefix() -> None:
@@ -36,28 +23,20 @@ def test_latents_are_found_as_a_prefix() -> None:
     assert driver.ends["b"].num_cached_tokens == 4
 
 
-def test_the_encoders_keys_are_not_found_again_and_no_prefix_beside_them() -> None:
-    driver = Driver(cache_config(20, full_spec(2), encoder_spec(4)))
-    for name in ("a", "b"):
-        driver.add(name, PROMPT, max_tokens=1, num_encoder_tokens=8)
-        driver.drain()
-
-    assert driver.ends["b"].num_cached_tokens == 0
-
-
-def test_a_recurrent_layer_keeps_one_block_however_long_the_request() -> None:
-    driver = Driver(cache_config(3, STATE))
+def test_a_recurrent_layer_keeps_one_state_however_long_the_request() -> None:
+    driver = Driver(cache_config(5, state_spec()), enable_prefix_caching=False)
     for name in ("a", "b"):
         driver.add(name, PROMPT, max_tokens=50, ignore_eos=True)
     driver.turn()
 
-    assert driver.scheduler.kv_cache.pool.num_used_blocks == 2
+    assert driver.scheduler.kv_cache.num_used_blocks == 2
     driver.drain()
     assert driver.scheduler.num_preemptions == 0
 
 
 def test_who_finds_no_state_waits_for_one() -> None:
-    driver = Driver(cache_config(2, STATE))
+    # Its own, and the snapshot that a request may begin from.
+    driver = Driver(cache_config(3, state_spec()))
     for name in ("a", "b"):
         driver.add(name, PROMPT, max_tokens=3, ignore_eos=True)
 
@@ -66,20 +45,64 @@ def test_who_finds_no_state_waits_for_one() -> None:
 
 
 def test_states_are_there_for_every_token_that_may_be_taken_back() -> None:
-    driver = Driver(cache_config(9, STATE), num_lookahead_tokens=3)
+    driver = Driver(cache_config(9, state_spec(16, max_drafts=3)))
     driver.add("r", PROMPT, max_tokens=3)
 
     assert [len(ids) for ids in driver.turn().scheduled_new_reqs[0].block_ids] == [4]
     driver.drain()
 
 
-def test_a_model_with_a_state_begins_no_request_in_the_middle() -> None:
-    driver = Driver(cache_config(20, full_spec(2), STATE))
+def test_a_prompt_goes_on_from_the_deepest_snapshot_that_it_shares() -> None:
+    driver = Driver(cache_of(40, [full_spec(2), state_spec(4)]), max_num_batched_tokens=9)
+    prompt = list(range(1, 11)) * 3
+    driver.add("a", prompt, max_tokens=2, ignore_eos=True)
+    driver.drain()
+    # Chunks of 9 tokens, and the last one: snapshots at 8, 16, 24 and 28.
+    for name, num_shared, num_cached in (("b", 30, 28), ("c", 27, 24), ("d", 23, 16), ("e", 7, 0)):
+        driver.add(name, [*prompt[:num_shared], *[10] * 5], max_tokens=2, ignore_eos=True)
+        driver.drain()
+        assert driver.ends[name].num_cached_tokens == num_cached
+
+
+def test_a_snapshot_is_one_block_earlier_where_the_last_one_of_a_hit_is_left_out() -> None:
+    driver = Driver(cache_of(40, [full_spec(2), state_spec(2)]))
+    driver.scheduler.kv_cache._blocks_need_next_token = True
     for name in ("a", "b"):
-        driver.add(name, PROMPT, max_tokens=1)
+        driver.add(name, [1, 2, 3, 4, 5, 6, 7], max_tokens=1)
         driver.drain()
 
-    assert driver.ends["b"].num_cached_tokens == 0
+    assert driver.ends["b"].num_cached_tokens == 4
+
+
+def test_snapshots_make_room_for_requests() -> None:
+    driver = Driver(cache_of(40, [full_spec(), state_spec()], num_states=5))
+    for name in range(8):
+        driver.add(f"{name}", [name + 1] * 9, max_tokens=2, ignore_eos=True)
+    driver.drain()
+
+    assert driver.scheduler.num_preemptions == 0
+    # Those of the last prompts are left.
+    states = driver.scheduler.kv_cache.pools[1]
+    assert 0 < states.num_cached_blocks <= 4
+    driver.add("again", [8] * 9, max_tokens=2, ignore_eos=True)
+    driver.drain()
+    assert driver.ends["again"].num_cached_tokens == 8
+
+
+def test_blocks_of_a_model_with_states_are_not_reserved() -> None:
+    driver = Driver(cache_of(40, [full_spec(), state_spec()]))
+    driver.add("r", PROMPT, max_tokens=2)
+
+    assert driver.scheduler.reserve_blocks("r", 4, "load") is None
+    driver.drain()
+
+
+def test_pages_of_one_pool_are_no_room_for_another() -> None:
+    driver = Driver(cache_of(4, [full_spec(), full_spec()], num_pools=2))
+    driver.add("fits", PROMPT, max_tokens=6)
+    with pytest.raises(ContextTooLong, match="need 4 blocks of KV cache, but there are 3"):
+        driver.add("long", PROMPT, max_tokens=7)
+    driver.drain()
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1])
@@ -94,14 +117,6 @@ def test_a_model_that_keeps_nothing_is_limited_by_no_block(num_blocks: int, dept
     assert driver.scheduler.num_preemptions == 0
     assert all(new.block_ids == () for step in driver.steps for new in step.scheduled_new_reqs)
     assert any(step.repeats_step_id is not None for step in driver.steps)
-
-
-def test_the_encoders_positions_count_when_a_request_is_refused() -> None:
-    driver = Driver(cache_config(6, full_spec(), encoder_spec(4)))
-    driver.add("fits", PROMPT, max_tokens=2, num_encoder_tokens=12)
-    with pytest.raises(ContextTooLong, match="need 6 blocks"):
-        driver.add("long", PROMPT, max_tokens=2, num_encoder_tokens=13)
-    driver.drain()
 
 
 def test_a_speculator_has_room_beyond_the_tokens_of_a_step_but_not_beyond_the_end() -> None:
@@ -127,7 +142,21 @@ def test_a_window_has_room_for_what_a_speculator_writes() -> None:
 
 def test_an_unknown_kind_is_refused_by_name() -> None:
     class OddSpec:
-        block_size = 4
+        block_size, num_own_blocks = 4, 0
 
     with pytest.raises(UnsupportedFeature, match="No KV cache group is registered for OddSpec"):
         Driver(cache_of(4, [OddSpec()]))
+
+
+def test_a_kind_of_a_plugin_is_managed_by_the_group_that_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OddSpec(FullAttentionSpec, frozen=True, kw_only=True, tag=True):
+        pass
+
+    monkeypatch.setattr("penstock.scheduler.kv_cache_groups.GROUPS", {})
+    register_kv_cache_group(OddSpec, FullAttentionGroup)
+    driver = Driver(cache_of(9, [OddSpec(block_size=2, num_kv_heads=1, head_size=8, dtype="float32")]))
+    for name in ("a", "b"):
+        driver.add(name, PROMPT, max_tokens=1)
+        driver.drain()
+
+    assert driver.ends["b"].num_cached_tokens == 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler_driver import make_request
-from scheduler_fakes import cache_config, full_spec, window_spec
+from scheduler_fakes import cache_config, full_spec, state_spec, window_spec
 
-from penstock.contract import KVCacheConfig, RecurrentStateSpec
+from penstock.contract import KVCacheConfig
 from penstock.scheduler.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.scheduler.request import Request
 
@@ -79,7 +79,7 @@ def test_a_first_allocation_without_room_takes_nothing() -> None:
     assert hit.num_tokens == 4
     assert manager.allocate_slots(request, 8, hit) is None
     manager.check_integrity()
-    assert manager.pool.num_free_blocks == 1
+    assert manager.pools[0].num_free_blocks == 1
 
 
 def test_blocks_of_a_hit_that_are_free_count_as_taken() -> None:
@@ -130,7 +130,7 @@ def test_a_prefix_without_its_last_block_is_still_covered_by_windows() -> None:
     assert hit.num_tokens == 20
     assert len(full) == len(window) == 5
     # Those that a token at position 20 reads: 15 to 19.
-    assert all(block is not manager.pool.null_block for block in window[3:])
+    assert all(block is not manager.pools[0].null_block for block in window[3:])
 
 
 def test_requests_share_the_blocks_of_a_common_prefix() -> None:
@@ -140,7 +140,7 @@ def test_requests_share_the_blocks_of_a_common_prefix() -> None:
 
     assert manager.get_block_ids("a") == ([1, 2, 3],)
     assert manager.get_block_ids("b") == ([1, 2, 4],)
-    assert [manager.pool.blocks[number].ref_count for number in (1, 2, 3, 4)] == [2, 2, 1, 1]
+    assert [manager.pools[0].blocks[number].ref_count for number in (1, 2, 3, 4)] == [2, 2, 1, 1]
 
 
 def test_salts_keep_prefixes_apart() -> None:
@@ -172,7 +172,7 @@ def test_what_was_not_computed_after_all_is_not_found_any_more() -> None:
     start(manager, second)
     assert hit_length(manager, [1] * 13) == 12
 
-    manager.forget_content(manager.pool.blocks[2:3])
+    manager.forget_content(manager.pools[0].blocks[2:3])
     manager.check_integrity()
     assert hit_length(manager, [1] * 13) == 4
     manager.free(second)
@@ -224,7 +224,7 @@ def test_blocks_that_slide_out_of_the_window_are_given_back() -> None:
     assert manager.get_block_ids("a") == ([0, 2, 3],)
     run(manager, request, 1)
     assert manager.get_block_ids("a")[0][:3] == [0, 0, 3]
-    assert manager.pool.num_used_blocks == 2
+    assert manager.pools[0].num_used_blocks == 2
 
 
 def test_a_long_request_in_a_window_stays_within_what_the_plan_says() -> None:
@@ -233,9 +233,9 @@ def test_a_long_request_in_a_window_stays_within_what_the_plan_says() -> None:
     start(manager, request, 16)
     while request.num_computed_tokens < 200:
         run(manager, request, min(16, 200 - request.num_computed_tokens))
-        assert manager.pool.num_used_blocks <= manager.blocks_needed(request, 200)
+        assert [manager.num_used_blocks] <= manager.blocks_needed(200)
 
-    assert manager.blocks_needed(request, 200) == 7
+    assert manager.blocks_needed(200) == [7]
 
 
 def test_a_window_needs_only_the_blocks_that_it_covers() -> None:
@@ -275,8 +275,8 @@ def test_a_window_falls_back_to_where_it_is_covered() -> None:
 
 
 def evict(manager: KVCacheManager, block_id: int) -> None:
-    block = manager.pool.blocks[block_id]
-    manager.pool._forget(block)
+    block = manager.pools[0].blocks[block_id]
+    manager.pools[0]._forget(block)
 
 
 def test_groups_agree_on_the_longest_prefix_that_all_have() -> None:
@@ -358,17 +358,25 @@ def test_the_prefix_cache_can_be_reset_only_when_nothing_is_held() -> None:
     assert hit_length(manager, [1] * 8) == 0
 
 
-def test_a_state_takes_one_block_for_a_whole_request_and_is_never_found_again() -> None:
-    manager = make_manager(20, RecurrentStateSpec(state_bytes=8), full_spec())
-    start(manager, make_request("a", list(range(30))))
-    assert [len(blocks) for blocks in manager.get_block_ids("a")] == [1, 8]
-    run(manager, make_request("a", list(range(30))), 0)
-    # A prefix of keys and values alone cannot be gone on from.
-    assert manager.get_computed_blocks(make_request("b", list(range(30)))).num_tokens == 0
+def test_a_state_is_found_again_at_its_snapshot_and_a_request_has_its_own() -> None:
+    manager = make_manager(20, state_spec(), full_spec())
+    prompt = list(range(30))
+    first = make_request("a", prompt)
+    start(manager, first)
+    # Its own, and one at the last border before the last token.
+    assert [len(blocks) for blocks in manager.get_block_ids("a")] == [1 + 7, 8]
+    assert [index for index, block_id in enumerate(manager.get_block_ids("a")[0]) if block_id] == [0, 7]
+    second = make_request("b", [*prompt, 5])
+    assert manager.get_computed_blocks(second).num_tokens == 28
+    start(manager, second)
+    (own, *snapshots), _ = manager.get_block_ids("b")
+    assert own != manager.get_block_ids("a")[0][0]
+    assert snapshots == manager.get_block_ids("a")[0][1:]
+    manager.check_integrity()
 
 
 def test_requests_of_a_model_without_a_cache_need_no_blocks() -> None:
-    config = KVCacheConfig(num_blocks=1, tensors=(), groups=())
+    config = KVCacheConfig()
     manager = KVCacheManager(config, enable_prefix_caching=True, max_num_batched_tokens=16)
     request = make_request("a", list(range(30)))
     assert start(manager, request).num_tokens == 0

@@ -29,7 +29,7 @@ def load(driver: Driver, req_id: str, block_ids: tuple[list[int], ...], num_toke
     for group, ids in enumerate(block_ids):
         size = driver.config.groups[group].spec.block_size
         for position in range(num_tokens):
-            driver.worker.contents[ids[position // size], position % size] = (group, values[position])
+            driver.worker.contents[(0, ids[position // size]), position % size] = (group, values[position])
     driver.scheduler.blocks_loaded(req_id, num_tokens, LOAD)
     driver.scheduler.kv_cache.check_integrity()
 
@@ -71,7 +71,7 @@ def test_blocks_of_a_request_that_is_aborted_while_it_waits_are_free_once_the_tr
     reserve(driver, "a", 8)
     driver.hold("a", "transfer")
     driver.abort("a")
-    pool = driver.scheduler.kv_cache.pool
+    pool = driver.scheduler.kv_cache.pools[0]
     assert pool.num_used_blocks == 2
     driver.release("a", "transfer")
     assert pool.num_used_blocks == 0

@@ -135,7 +135,7 @@ def test_late_tokens_of_a_preempted_request_count_and_are_computed_again() -> No
 def test_a_preempted_request_does_not_return_before_its_late_tokens() -> None:
     driver = preempted_in_flight([*PROMPT, 8], max_tokens=3, ignore_eos=True)
     driver.abort("first")
-    assert driver.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert driver.scheduler.kv_cache.num_used_blocks == 0
 
     assert driver.step().total_num_scheduled_tokens == 0
     driver.deliver()
@@ -148,7 +148,7 @@ def test_it_does_not_return_before_them_where_other_blocks_are_free_either() -> 
     driver.add("r", PROMPT, max_tokens=3, ignore_eos=True)
     driver.step()
     driver.scheduler.preempt_all()
-    assert driver.scheduler.kv_cache.pool.num_free_blocks > driver.scheduler.kv_cache.pool.num_pending_blocks
+    assert driver.scheduler.kv_cache.pools[0].num_free_blocks > driver.scheduler.kv_cache.pools[0].num_pending_blocks
 
     assert driver.step().num_scheduled_tokens == {}
     [late] = driver.deliver()
@@ -174,7 +174,7 @@ def test_an_abort_drops_what_is_in_flight() -> None:
         driver.step()
     driver.abort("r")
 
-    assert driver.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert driver.scheduler.kv_cache.num_used_blocks == 0
     assert [driver.deliver() for _ in range(3)] == [[], [], []]
     assert driver.step().finished_req_ids == {"r"}
     driver.check_empty()
@@ -193,7 +193,7 @@ def test_after_a_crash_requests_go_on_from_their_known_tokens() -> None:
     driver.crash()
 
     assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (0, 3)
-    assert driver.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert driver.scheduler.kv_cache.num_used_blocks == 0
     back = driver.turn().scheduled_new_reqs
     assert [request.req_id for request in back] == names
     assert [request.prefill_token_ids for request in back] == [known[name] for name in names]

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_driver import Driver, make_request
-from scheduler_fakes import STATE, cache_of, chunk_spec, encoder_spec, full_spec, latent_spec, undisturbed, window_spec
+from scheduler_fakes import cache_of, chunk_spec, full_spec, latent_spec, state_spec, undisturbed, window_spec
 
+from penstock.contract import RecurrentStateSpec
 from penstock.errors import ContextTooLong, InvalidRequest
 
 LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
@@ -25,9 +27,9 @@ LAYOUTS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "two windows": lambda size: (window_spec(6, size), full_spec(size), window_spec(2, size)),
     "latents": lambda size: (latent_spec(size),),
     "latents and window": lambda size: (latent_spec(size), window_spec(3, 2 * size)),
-    "encoder": lambda size: (full_spec(size), encoder_spec(3)),
-    "state": lambda size: (STATE,),
-    "state and window": lambda size: (STATE, window_spec(4, size), encoder_spec(size)),
+    "state": lambda size: (state_spec(size),),
+    "state and full": lambda size: (state_spec(size), full_spec(size)),
+    "two states and window": lambda size: (state_spec(2 * size), window_spec(4, size), state_spec(size)),
     "nothing": lambda size: (),
     "two block sizes": lambda size: (full_spec(2 * size), window_spec(4, size)),
 }
@@ -49,7 +51,6 @@ REQUESTS = st.fixed_dictionaries(
         "arrival_time": st.sampled_from([0.0, 1.0, 2.0]),
         "cache_salt": st.sampled_from([None, None, None, "salt"]),
         "logprobs": st.sampled_from([None, None, None, 2]),
-        "num_encoder_tokens": st.sampled_from([0, 3, 7]),
         "num_resumed": st.sampled_from([0, 0, 0, 1, 5]),
         "needs_tokens_on_host": st.sampled_from([False, False, False, True]),
     }
@@ -59,6 +60,9 @@ SETUPS = st.fixed_dictionaries(
         "layout": st.sampled_from(sorted(LAYOUTS)),
         "block_size": st.sampled_from([4, 2, 1]),
         "num_blocks": st.sampled_from([8, 10, 12, 16, 24, 40]),
+        "num_pools": st.sampled_from([1, 1, 1, 2]),
+        # Beyond those that one request needs.
+        "num_states": st.sampled_from([0, 1, 3, 12, 40]),
         "max_num_seqs": st.sampled_from([4, 3, 5, 2, 1]),
         "max_num_batched_tokens": st.sampled_from([20, 12, 8, 5, 2, 1]),
         "max_model_len": st.integers(20, 32),
@@ -86,6 +90,18 @@ MOVES = st.one_of(
 )
 
 
+def make_driver(setup: dict[str, Any]) -> Driver:
+    """Make the driver of one of the `SETUPS`."""
+    setup = dict(setup)
+    most_drafts = max(setup["max_drafts"], setup["num_speculative_tokens"])
+    specs = [
+        msgspec.structs.replace(spec, max_drafts=most_drafts) if isinstance(spec, RecurrentStateSpec) else spec
+        for spec in LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
+    ]
+    num_states = 1 + 2 * (2 + most_drafts) + setup.pop("num_states")
+    return Driver(cache_of(setup.pop("num_blocks"), specs, num_states, setup.pop("num_pools")), **setup)
+
+
 def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, int]]) -> None:
     """Make the moves. A request's id is used again once it has ended, even while its results are in flight."""
     for move, number in moves:
@@ -97,7 +113,7 @@ def play(driver: Driver, wanted: list[dict[str, Any]], moves: list[tuple[str, in
         elif move == "crash":
             driver.crash()
         elif move == "reset cache":
-            may_reset = driver.scheduler.kv_cache.pool.num_used_blocks == 0
+            may_reset = driver.scheduler.kv_cache.num_used_blocks == 0
             assert driver.scheduler.reset_prefix_cache() is may_reset
         elif move == "reset all":
             driver.scheduler.preempt_all()
@@ -146,9 +162,7 @@ def add(driver: Driver, req_id: str, request: dict[str, Any]) -> None:
 def test_every_request_gets_the_tokens_of_an_undisturbed_run(
     setup: dict[str, Any], wanted: list[dict[str, Any]], moves: list[tuple[str, int]]
 ) -> None:
-    setup = dict(setup)
-    specs = LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
-    driver = Driver(cache_of(setup.pop("num_blocks"), specs), **setup)
+    driver = make_driver(setup)
 
     play(driver, wanted, moves)
     driver.drain()

@@ -120,7 +120,7 @@ def test_an_abort_frees_blocks_at_once_and_is_answered_once() -> None:
     outputs = driver.scheduler.finish_requests(["waiting", "unknown", "running", "running"])
 
     assert [(output.req_id, output.finish_reason) for output in outputs] == [("waiting", "abort"), ("running", "abort")]
-    assert driver.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert driver.scheduler.kv_cache.num_used_blocks == 0
     # The worker never saw the one that waited.
     assert driver.step().finished_req_ids == {"running"}
     driver.check_empty()

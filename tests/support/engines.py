@@ -69,7 +69,7 @@ def make_core(folder: Path | str, *, num_blocks: int | None = None, **options: A
 def bytes_of_blocks(folder: Path | str, num_blocks: int, **options: Any) -> int:
     """Bytes of so many blocks of KV cache per worker, in the dtype that this processor's kernels choose for it."""
     planned = plan_engine(folder, **{**SMALL, **options}).stages[0].kv_cache
-    return num_blocks * planned.size_bytes // planned.num_blocks
+    return num_blocks * planned.size_bytes // planned.pools[0].num_blocks
 
 
 def add(core: EngineCore, req_id: str, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> None:

@@ -16,7 +16,6 @@ from penstock.contract import (
     GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
     NewRequestData,
     SampledOutput,
     SamplingParams,
@@ -25,6 +24,7 @@ from penstock.contract import (
 from penstock.device import create_device
 from penstock.runner.build.batch_builder import BatchBuilder
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
+from penstock.scheduler.kv_cache_plan import make_kv_cache_config
 
 VOCAB_SIZE = 97
 BLOCK_SIZE = 4
@@ -61,11 +61,7 @@ class ArithmeticModel:
 
 def kv_cache_config(num_blocks: int = 64) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=4, dtype="float32")
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        tensors=(KVCacheTensor(size_bytes=num_blocks * spec.page_size_bytes, shared_by=(LAYER.name,)),),
-        groups=(KVCacheGroupSpec(layer_names=(LAYER.name,), spec=spec),),
-    )
+    return make_kv_cache_config((KVCacheGroupSpec(layer_names=(LAYER.name,), spec=spec),), [num_blocks])
 
 
 def make_runner(

@@ -129,7 +129,7 @@ def test_an_engines_plan_shows_it(tmp_path: Path, target: Path) -> None:
     assert plan.kv_bytes_per_token == alone.kv_bytes_per_token * 6 // 5
     core = make_core(target, speculative_config=speculative)
     assert core.memory_plan["weights"] == plan.memory["weights"]
-    assert core.kv_cache_config.num_blocks == plan.kv_cache.num_blocks
+    assert core.kv_cache_config.pools[0].num_blocks == plan.kv_cache.pools[0].num_blocks
     core.close()
 
 
@@ -166,10 +166,10 @@ def test_dummy_batches_touch_nothing(tmp_path: Path, target: Path, method: str) 
         for output in core.step():
             results.setdefault(output.req_id, []).extend(output.new_token_ids)
         cache = worker.runner.kv_cache
-        before = [pages.clone() for pages in cache.memory_of_blocks(1, cache.config.num_blocks)]
+        before = [pages.clone() for pages in cache.memory_of_blocks(0, 1, cache.config.pools[0].num_blocks)]
         drafts = worker.runner.requests.draft_token_ids.tensor.clone()
         worker.execute_dummy_batch()
-        after = list(cache.memory_of_blocks(1, cache.config.num_blocks))
+        after = list(cache.memory_of_blocks(0, 1, cache.config.pools[0].num_blocks))
         assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
         assert torch.equal(drafts, worker.runner.requests.draft_token_ids.tensor)
     while core.has_unfinished_requests():
@@ -309,11 +309,6 @@ def _other_head(folder: Path) -> dict[str, Any]:
     return options
 
 
-def _other_pages(folder: Path) -> dict[str, Any]:
-    tiny_checkpoint(folder / "drafter", head_dim=24)
-    return {"method": "draft_model", "model": str(folder / "drafter")}
-
-
 def _no_mtp(folder: Path) -> dict[str, Any]:
     return {"method": "mtp"}
 
@@ -327,7 +322,6 @@ def _no_mtp(folder: Path) -> dict[str, Any]:
         (_too_short, ConfigError, "64 positions .* max_model_len=64"),
         (_not_runnable, UnsupportedModel, r"\(MambaForCausalLM\) cannot run through Transformers .* recurrent state"),
         (_other_head, PenstockError, "fc.weight"),
-        (_other_pages, UnsupportedFeature, r"model.layers.0.self_attn.attn .* draft.model.layers.0"),
         (
             _no_mtp,
             UnsupportedFeature,
@@ -400,3 +394,21 @@ def test_a_heads_field_of_another_type_is_named(tmp_path: Path, field: str, valu
     config = edit_config(tmp_path, **{field: value})
     with pytest.raises(ModelError, match=rf"config\.json has {field}="):
         _head(config, "EagleLlamaForCausalLM", 128, None)
+
+
+def test_a_drafter_whose_pages_have_another_size_has_a_pool_of_its_own(tmp_path: Path, target: Path) -> None:
+    tiny_checkpoint(tmp_path / "drafter", head_dim=24)
+    speculative = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
+    prompts = random_prompts((5, 37, 1, 30), VOCAB_SIZE, seed=3)
+    results = []
+    for options in ({}, {"speculative_config": speculative}):
+        core = make_core(target, dtype="float32", max_model_len=64, kv_cache_memory_bytes=160 << 10, **options)
+        assert [group.spec.block_size for group in core.kv_cache_config.groups] == [16] * len(
+            core.kv_cache_config.pools
+        )
+        results.append(run(core, prompts, greedy(20)))
+        core.scheduler.kv_cache.check_integrity()
+        num_pools = len(core.kv_cache_config.pools)
+        core.close()
+    assert num_pools == 2
+    assert [result.tokens for result in results[0]] == [result.tokens for result in results[1]]

@@ -16,12 +16,12 @@ from penstock.contract import (
     GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
     SchedulerOutput,
 )
 from penstock.errors import ConfigError, LifecycleError, OutOfMemory
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import ModelRunner
+from penstock.scheduler.kv_cache_plan import make_kv_cache_config
 from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
 
@@ -51,11 +51,7 @@ def _kv_cache(worker: Worker, num_blocks: int = 16) -> KVCacheConfig:
     specs = worker.get_kv_cache_spec()
     spec = next(iter(specs.values()))
     assert isinstance(spec, FullAttentionSpec)
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        tensors=tuple(KVCacheTensor(size_bytes=spec.page_size_bytes * num_blocks, shared_by=(name,)) for name in specs),
-        groups=(KVCacheGroupSpec(layer_names=tuple(specs), spec=spec),),
-    )
+    return make_kv_cache_config((KVCacheGroupSpec(layer_names=tuple(specs), spec=spec),), [num_blocks])
 
 
 def test_each_call_names_the_one_that_must_come_first(folder: Path) -> None:

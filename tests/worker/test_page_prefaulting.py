@@ -99,25 +99,25 @@ def test_an_eighth_of_the_cache_is_ready_beyond_what_is_used(
     tables, cache = new_cache(device)
     pages = PagePrefaulting(device, tables, cache)
     try:
-        wait_for(lambda: pages.num_ready == NUM_BLOCKS // 8 + 1)
-        assert share_handed_out(next(cache.memory_of_blocks(0, NUM_BLOCKS // 8))) == 1
+        wait_for(lambda: pages.num_ready == [NUM_BLOCKS // 8 + 1])
+        assert share_handed_out(next(cache.memory_of_blocks(0, 0, NUM_BLOCKS // 8))) == 1
         # Where pages are large, the last one reaches beyond.
-        assert share_handed_out(next(cache.memory_of_blocks(NUM_BLOCKS // 4, NUM_BLOCKS // 2))) < 0.1
+        assert share_handed_out(next(cache.memory_of_blocks(0, NUM_BLOCKS // 4, NUM_BLOCKS // 2))) < 0.1
 
         tables.extend(0, ([100],))
         pages.begin_step()
         pages.end_step()
         time.sleep(0.2)  # longer than what an idle worker is known by
-        assert pages.num_ready == NUM_BLOCKS // 8 + 1, "what is ready is enough for a while"
+        assert pages.num_ready == [NUM_BLOCKS // 8 + 1], "what is ready is enough for a while"
 
         tables.extend(0, ([NUM_BLOCKS // 8],))
         pages.begin_step()
         pages.end_step()
-        wait_for(lambda: pages.num_ready == NUM_BLOCKS // 8 * 2 + 1)
+        wait_for(lambda: pages.num_ready == [NUM_BLOCKS // 8 * 2 + 1])
 
         tables.extend(0, ([NUM_BLOCKS - 1],))
         pages.end_step()
-        wait_for(lambda: pages.num_ready == NUM_BLOCKS)
+        wait_for(lambda: pages.num_ready == [NUM_BLOCKS])
         wait_for(lambda: not threads())
     finally:
         pages.close()
@@ -146,7 +146,7 @@ def test_nothing_is_done_beside_a_step(
         wait_for(lambda: num_waits(thread) >= enough)  # it has looked several times whether the step is over
         assert len(asked) == 3
         pages.end_step()
-        wait_for(lambda: pages.num_ready > NUM_BLOCKS // 2)
+        wait_for(lambda: pages.num_ready > [NUM_BLOCKS // 2])
     finally:
         pages.close()
 

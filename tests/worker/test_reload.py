@@ -244,7 +244,7 @@ def test_requests_aborted_right_after_a_reload_leave_nothing_behind(old: Path, n
         core.step()
     (num_reqs,) = core.collective_rpc(RpcCall(lambda worker: worker.runner.requests.num_reqs))
     assert num_reqs == 0
-    assert core.scheduler.kv_cache.pool.num_used_blocks == 0
+    assert core.scheduler.kv_cache.num_used_blocks == 0
 
 
 def test_cached_prefixes_are_forgotten(core: EngineCore, new: Path) -> None:

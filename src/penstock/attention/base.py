@@ -63,7 +63,7 @@ class StepGeometry(SequenceGeometry):
     """Sequences with their block table and slot mapping in one KV-cache group.
 
     max_seq_len_upper_bound: an upper bound on the host, while the device may be a step behind.
-    block_table: int32 [R, B], block ids of each request.
+    block_table: int32 [R, B], block ids of each request. num_own_blocks: its columns before those of positions.
     slot_mapping: int64 [T], flat KV position (block * block_size + offset) of each token, -1 for padding.
     """
 
@@ -71,6 +71,7 @@ class StepGeometry(SequenceGeometry):
     block_table: Tensor
     slot_mapping: Tensor
     block_size: int
+    num_own_blocks: int = 0
 
     def of_last_tokens(self, rows_R: Tensor) -> Self:
         """Narrow to the last token of every request, at these rows, after all keys and values were written."""

@@ -1,8 +1,8 @@
 """KV cache specs of layers, groups of layers with a shared block table, and the memory layout.
 
 A *spec* is the KV cache layout of one layer: bytes per block (a *page*), and the positions that are kept. The attention
-backend defines a page's content. Layers with equal specs form a *group* that shares one block table. All groups draw
-block ids from one pool, so all pages have the same size in bytes.
+backend defines a page's content. Layers with equal specs form a *group* that shares one block table. Groups whose pages
+have one size draw block ids from one *pool*; pages of another size have a pool of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import msgspec
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 # The int8 KV cache has a float32 scale per position and head, after its block.
 SCALE_BYTES = {"int8": 4}
-# Block size of state kept once per request: more positions than any request has.
-WHOLE_REQUEST = 1 << 30
 
 
 def head_elements(head_size: int, dtype: str) -> int:
@@ -32,6 +30,8 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     _vectors_per_head: ClassVar[int] = 2
+    # Columns of a block table before those of positions.
+    num_own_blocks: ClassVar[int] = 0
 
     block_size: int
     num_kv_heads: int
@@ -64,6 +64,14 @@ class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Return the blocks in a row of a block table, skipped ones included."""
         return math.ceil(max_model_len / self.block_size)
 
+    def capacity(self, num_blocks: int) -> int:
+        """Return the positions that so many blocks in a row of a block table are enough for."""
+        return num_blocks * self.block_size
+
+    def blocks_of_one_request(self, num_tokens: int) -> list[int]:
+        """Return a row of a block table for a request that has the pool to itself."""
+        return list(range(1, 1 + math.ceil(num_tokens / self.block_size)))
+
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Return the maximum number of blocks that a request holds at once."""
         return self.table_width(max_model_len)
@@ -87,19 +95,6 @@ class MLAAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
     _vectors_per_head: ClassVar[int] = 1
 
     num_kv_heads: Literal[1] = 1
-
-
-class CrossAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
-    """Cross attention: KV of the encoder's positions, per request, without prefix caching.
-
-    max_num_encoder_tokens: maximum encoder positions of a request.
-    """
-
-    max_num_encoder_tokens: int
-
-    def table_width(self, max_model_len: int) -> int:
-        """Return the blocks of encoder positions in a row of a block table."""
-        return math.ceil(self.max_num_encoder_tokens / self.block_size)
 
 
 class _LocalSpec(_PositionsSpec, frozen=True, kw_only=True):
@@ -145,48 +140,61 @@ class ChunkedLocalSpec(_LocalSpec, frozen=True, kw_only=True, tag=True):
 
 
 class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Recurrent state: one page per request, changed by every step, without prefix caching.
+    """Recurrent state: a page per state.
 
-    state_bytes: size of the state; padding fills the page.
+    A row of a block table has `num_own_blocks` blocks of the request's own: the state after position p is in block
+    p % num_own_blocks, so that the states before rejected drafts are still there. A column per `block_size` positions
+    follows: the block of a snapshot, the state after the last of these positions; 0 where there is none. A request that
+    begins at a border has the snapshot there, which others may share and no step writes again.
+
+    state_bytes: size of a state. block_size: positions between two borders.
+    rolls_back: whether the layer keeps the states of a step's last `num_own_blocks` positions, so that drafts can be
+        rejected. max_drafts: draft tokens of a request in a step.
     """
 
     state_bytes: int
-    padding_bytes: int = 0
+    block_size: int
+    rolls_back: bool = False
+    max_drafts: int = 0
 
     @property
-    def block_size(self) -> int:
-        """Positions per block: all of a request."""
-        return WHOLE_REQUEST
+    def num_own_blocks(self) -> int:
+        """Blocks that a request has for itself."""
+        return 1 + self.max_drafts
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return self.state_bytes + self.padding_bytes
-
-    def with_pages_of(self, page_size_bytes: int) -> Self | None:
-        """Return the spec padded to pages of this size; None if the state is larger."""
-        padding = page_size_bytes - self.state_bytes
-        return None if padding < 0 else msgspec.structs.replace(self, padding_bytes=padding)
+        return self.state_bytes
 
     def table_width(self, max_model_len: int) -> int:
-        """Return the blocks in a row of a block table."""
-        return 1
+        """Return the blocks in a row of a block table, absent snapshots included."""
+        return self.num_own_blocks + math.ceil(max_model_len / self.block_size)
+
+    def capacity(self, num_blocks: int) -> int:
+        """Return the positions that so many blocks in a row of a block table are enough for: up to the next border."""
+        return (num_blocks - self.num_own_blocks + 1) * self.block_size - 1
+
+    def blocks_of_one_request(self, num_tokens: int) -> list[int]:
+        """Return a row of a block table, without snapshots, for a request that has the pool to itself."""
+        return [*range(1, 1 + self.num_own_blocks), *[0] * math.ceil(num_tokens / self.block_size)]
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Return the maximum number of blocks that a request holds at once."""
-        return 1
+        """Return the maximum number of blocks that a request needs at once: its own, and the snapshot to begin from."""
+        return self.num_own_blocks + 1
 
 
 LocalAttentionSpec: TypeAlias = SlidingWindowSpec | ChunkedLocalSpec
 AttentionSpec: TypeAlias = FullAttentionSpec | LocalAttentionSpec | MLAAttentionSpec
-KVCacheSpec: TypeAlias = AttentionSpec | CrossAttentionSpec | RecurrentStateSpec
+KVCacheSpec: TypeAlias = AttentionSpec | RecurrentStateSpec
 
 
 class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that share one block table."""
+    """Layers that share one block table. pool: index of the pool of its blocks."""
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
+    pool: int = 0
 
 
 class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,12 +204,22 @@ class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
     shared_by: tuple[str, ...]
 
 
-class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """KV cache of `num_blocks` block ids (id 0 is the null block, never allocated)."""
+class KVCachePool(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of `num_blocks` block ids, whose pages have one size (id 0 is the null block, never allocated)."""
 
     num_blocks: int
-    tensors: tuple[KVCacheTensor, ...]
-    groups: tuple[KVCacheGroupSpec, ...]
+    tensors: tuple[KVCacheTensor, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+
+class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """KV cache: pools of blocks, and the groups that draw from them. No pool without any layer that keeps something."""
+
+    pools: tuple[KVCachePool, ...] = ()
+    groups: tuple[KVCacheGroupSpec, ...] = ()
 
     def of_layers(self, names: Container[str]) -> KVCacheConfig:
         """Return the config of a worker with these layers alone: all groups, each with its layers there."""
@@ -209,14 +227,18 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         def kept(layer_names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in layer_names if name in names)
 
-        tensors = (msgspec.structs.replace(tensor, shared_by=kept(tensor.shared_by)) for tensor in self.tensors)
-        groups = (msgspec.structs.replace(group, layer_names=kept(group.layer_names)) for group in self.groups)
-        return KVCacheConfig(
-            num_blocks=self.num_blocks,
-            tensors=tuple(tensor for tensor in tensors if tensor.shared_by),
-            groups=tuple(groups),
-        )
+        replace = msgspec.structs.replace
+        pools = []
+        for pool in self.pools:
+            tensors = [replace(tensor, shared_by=kept(tensor.shared_by)) for tensor in pool.tensors]
+            pools.append(replace(pool, tensors=tuple(tensor for tensor in tensors if tensor.shared_by)))
+        groups = (replace(group, layer_names=kept(group.layer_names)) for group in self.groups)
+        return KVCacheConfig(pools=tuple(pools), groups=tuple(groups))
+
+    def num_blocks_of(self, group: int) -> int:
+        """Return the number of block ids of a group's pool."""
+        return self.pools[self.groups[group].pool].num_blocks
 
     @property
     def size_bytes(self) -> int:
-        return sum(tensor.size_bytes for tensor in self.tensors)
+        return sum(pool.size_bytes for pool in self.pools)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.contract.kv_cache import CrossAttentionSpec, KVCacheConfig
+from penstock.contract.kv_cache import KVCacheConfig
 from penstock.contract.param_checks import shown
 from penstock.contract.scheduler_output import GrammarOutput, NewRequestData, SchedulerOutput
 from penstock.errors import InvalidMessage
@@ -231,13 +231,12 @@ class StepChecks:
             raise _wrong("block_ids", f"{len(block_ids)} lists", f"{len(groups)}, one of each KV-cache group")
         num_blocks = [count + len(ids) for count, ids in zip(request.num_blocks, block_ids, strict=True)]
         end = self.max_model_len
-        for count, ids, group in zip(num_blocks, block_ids, groups, strict=True):
-            _check_range("block_ids", ids, 0, self.kv_cache_config.num_blocks)
+        for index, (count, ids, group) in enumerate(zip(num_blocks, block_ids, groups, strict=True)):
+            _check_range("block_ids", ids, 0, self.kv_cache_config.num_blocks_of(index))
             width = group.spec.table_width(self.max_model_len)
             if count > width:
                 raise _wrong("block_ids", f"{count} blocks", f"at most {width}")
-            if not isinstance(group.spec, CrossAttentionSpec):
-                end = min(end, count * group.spec.block_size)
+            end = min(end, group.spec.capacity(count))
         request.num_blocks, request.end = num_blocks, end
 
     def _schedule(self, step: SchedulerOutput, req_id: str, request: _Request, num_computed: int) -> None:

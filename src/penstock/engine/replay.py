@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, RpcCall, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCachePool, ModelRunnerOutput, RpcCall, SchedulerOutput
 from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
 from penstock.contract.runner_output import SampledOutput
@@ -33,7 +33,7 @@ from penstock.executor.recording.entries import (
 from penstock.executor.recording.recorder import arithmetic_of
 from penstock.executor.recording.replayed_steps import ReplayedSteps, num_scratch_blocks
 from penstock.observability.units import format_bytes
-from penstock.scheduler.kv_cache_plan import bytes_per_block, group_layers, make_kv_cache_config
+from penstock.scheduler.kv_cache_plan import bytes_per_block, group_layers, make_kv_cache_config, num_pools
 
 logger = logging.getLogger(__name__)
 
@@ -249,17 +249,19 @@ def _allocate(executor: Executor, config: EngineConfig, start: Start) -> Start:
             f"The recorded engine had KV-cache groups {wanted}, but these workers have {found}. Replay with the model, "
             "block_size and kv_cache_dtype of the recording."
         )
-    num_blocks = recorded.num_blocks
-    if num_blocks < 1 or start.max_model_len < 1:
+    num_blocks = [pool.num_blocks for pool in recorded.pools]
+    if len(num_blocks) != num_pools(groups) or min(num_blocks, default=1) < 1 or start.max_model_len < 1:
         raise InvalidRecording(
             f"The recorded engine has num_blocks={num_blocks} and max_model_len={start.max_model_len}. Allowed: 1 or "
-            "more of each."
+            f"more of each, for {num_pools(groups)} pools."
         )
-    recorded = KVCacheConfig(num_blocks=num_blocks, tensors=(), groups=groups)
+    recorded = KVCacheConfig(pools=tuple(KVCachePool(num_blocks=count) for count in num_blocks), groups=groups)
     if groups:
         factor = config.parallel.decode_context_parallel_size
-        num_blocks += num_scratch_blocks(recorded, factor, start.max_model_len)
-        needed, available = num_blocks * bytes_per_block(groups), whole_kv_cache_bytes(specs_by_rank, plans)
+        for pool, count in enumerate(num_scratch_blocks(recorded, factor, start.max_model_len)):
+            num_blocks[pool] += count
+        needed = sum(count * bytes_per_block(groups, pool) for pool, count in enumerate(num_blocks))
+        available = whole_kv_cache_bytes(specs_by_rank, plans)
         if needed > available:
             raise OutOfMemory(
                 f"The recorded KV cache needs {format_bytes(needed)}, but {format_bytes(available)} are free for it. "

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 from torch import nn
 
 from penstock.attention import CacheLayer, LayerAttention
-from penstock.contract import KVCacheSpec
+from penstock.contract import KVCacheSpec, RecurrentStateSpec
 from penstock.layers.attention import Attention
 from penstock.layers.linear import has_bfloat16_products
 
@@ -81,12 +82,16 @@ def most_query_heads(layers: Mapping[str, CacheLayer]) -> int:
     return max((layer.num_heads for layer in layers.values() if isinstance(layer, LayerAttention)), default=0)
 
 
-def kv_cache_specs(model: nn.Module, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
-    """KV cache specs by layer name. dtype: of the cache, by name."""
-    return {
+def kv_cache_specs(model: nn.Module, block_size: int, dtype: str, max_drafts: int = 0) -> dict[str, KVCacheSpec]:
+    """KV cache specs by layer name. dtype: of the cache, by name. max_drafts: draft tokens of a request in a step."""
+    specs = {
         module.layer.name: module.get_kv_cache_spec(block_size, dtype)
         for module in _modules(model)
         if not isinstance(module.layer, LayerAttention) or module.layer.is_causal
+    }
+    return {
+        name: msgspec.structs.replace(spec, max_drafts=max_drafts) if isinstance(spec, RecurrentStateSpec) else spec
+        for name, spec in specs.items()
     }
 
 

@@ -21,12 +21,15 @@ class BlockTables(SlotOwner):
 
     def __init__(self, device: Device, num_slots: int, max_model_len: int, kv_cache_config: KVCacheConfig) -> None:
         self.block_sizes = [group.spec.block_size for group in kv_cache_config.groups]
+        # Columns before those of positions.
+        self.num_own_blocks = [group.spec.num_own_blocks for group in kv_cache_config.groups]
         widths = [group.spec.table_width(max_model_len) for group in kv_cache_config.groups]
         self._tables = [StagedTensor(device, num_slots, width, torch.int32) for width in widths]
         # Of each slot, by group.
         self._num_blocks = [[0] * num_slots for _ in widths]
-        # The largest block id that any table has held.
-        self.highest_block = 0
+        self._pools = [group.pool for group in kv_cache_config.groups]
+        # The largest block id of each pool that any table has held.
+        self.highest_blocks = [0] * len(kv_cache_config.pools)
 
     def add(self, slot: int, request: NewRequestData) -> None:
         for num_blocks in self._num_blocks:
@@ -34,10 +37,11 @@ class BlockTables(SlotOwner):
         self.extend(slot, request.block_ids)
 
     def extend(self, slot: int, block_ids: Sequence[list[int]]) -> None:
-        for table, num_blocks, ids in zip(self._tables, self._num_blocks, block_ids, strict=True):
+        groups = zip(self._tables, self._num_blocks, self._pools, block_ids, strict=True)
+        for table, num_blocks, pool, ids in groups:
             table.stage(slot, num_blocks[slot], ids)
             num_blocks[slot] += len(ids)
-            self.highest_block = max(self.highest_block, max(ids, default=0))
+            self.highest_blocks[pool] = max(self.highest_blocks[pool], max(ids, default=0))
 
     def rollback(self, slot: int) -> None:
         for table in self._tables:

@@ -102,8 +102,8 @@ def _time_dummy_batch(runner: ModelRunner, num_tokens: int) -> float:
 def run_prompt(runner: ModelRunner, token_ids: Sequence[int]) -> Tensor:
     """Run the forward pass of one prompt in an idle runner; returns its hidden states [T, hidden size].
 
-    Of the runner's state only the KV cache is touched, which needs `num_profile_blocks` blocks. Weights and tokens
-    need no values: the device may be the stand-in without memory.
+    Of the runner's state only the KV cache is touched, which needs `blocks_of_one_request` of each group. Weights and
+    tokens need no values: the device may be the stand-in without memory.
     """
     context, positions = _context_of_prompt(runner, len(token_ids))
     if runner.speculator.aux_layers:
@@ -134,18 +134,14 @@ def _context_of_prompt(runner: ModelRunner, num_tokens: int) -> tuple[ForwardCon
     geometry = [
         StepGeometry(
             *sequences,
-            block_table=place(np.arange(1, num_profile_blocks(num_tokens, block_size), dtype=np.int32)[np.newaxis]),
-            slot_mapping=place(np.arange(block_size, block_size + num_tokens)),
+            block_table=place(np.array([spec.blocks_of_one_request(num_tokens)], dtype=np.int32)),
+            slot_mapping=place(np.arange(spec.block_size, spec.block_size + num_tokens)),
             max_seq_len_upper_bound=num_tokens,
-            block_size=block_size,
+            block_size=spec.block_size,
+            num_own_blocks=spec.num_own_blocks,
         )
-        for block_size in runner.block_tables.block_sizes
+        for spec in (group.spec for group in runner.kv_cache.config.groups)
     ]
     # A step may have more tokens than a request.
     positions = upload(np.arange(num_tokens) % runner.limits.max_model_len)
     return runner.kv_cache.context(SequenceGeometry(*sequences), geometry), positions
-
-
-def num_profile_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks that `run_prompt` needs, the null block included."""
-    return 1 + -(-num_tokens // block_size)

@@ -53,11 +53,14 @@ class PagedKVCache:
         self.config = config
         self.groups: list[AttentionGroup] = []
         self.layers: dict[str, BoundLayer] = {}
-        # uint8 [num_blocks, page_size_bytes] of each allocation, and of each layer.
-        self._pages = [device.allocate(tensor.size_bytes).view(config.num_blocks, -1) for tensor in config.tensors]
-        pages_of = {
-            name: pages for tensor, pages in zip(config.tensors, self._pages, strict=True) for name in tensor.shared_by
-        }
+        # By pool, uint8 [num_blocks, page_size_bytes] of each allocation.
+        self._pages: list[list[Tensor]] = []
+        pages_of: dict[str, Tensor] = {}
+        for pool in config.pools:
+            of_pool = [device.allocate(tensor.size_bytes).view(pool.num_blocks, -1) for tensor in pool.tensors]
+            self._pages.append(of_pool)
+            for tensor, pages in zip(pool.tensors, of_pool, strict=True):
+                pages_of |= dict.fromkeys(tensor.shared_by, pages)
         self._pages_of_group: list[list[Tensor]] = []
         # A pipeline stage may have no layer of a group, but keeps the group's block tables all the same.
         fullest = max(config.groups, key=lambda group: len(group.layer_names), default=None)
@@ -130,17 +133,13 @@ class PagedKVCache:
         for pages_NX in self._pages_of_group[group]:
             pages_NX.index_fill_(0, block_ids, 0)
 
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer; 0 for a model without a KV cache."""
-        return self._pages[0].shape[1] if self._pages else 0
-
-    def memory_of_blocks(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Pages start .. stop of every allocation, contiguous: uint8 [stop - start, page_size_bytes]."""
-        for pages_NX in self._pages:
+    def memory_of_blocks(self, pool: int, start: int, stop: int) -> Iterator[Tensor]:
+        """Pages start .. stop of every allocation of a pool, contiguous: uint8 [stop - start, page_size_bytes]."""
+        for pages_NX in self._pages[pool]:
             yield pages_NX[start:stop]
 
     def touch(self) -> None:
         """Write to all of the memory, so that a system with on-demand paging counts it as used."""
-        for pages_NX in self._pages:
-            pages_NX.zero_()
+        for of_pool in self._pages:
+            for pages_NX in of_pool:
+                pages_NX.zero_()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.contract import SchedulerOutput
+from penstock.contract import RecurrentStateSpec, SchedulerOutput
 from penstock.device import Device
 from penstock.runner.kv_cache import PagedKVCache
 
@@ -23,19 +23,24 @@ class PoisonedBlocks:
     def __init__(self, device: Device, kv_cache: PagedKVCache) -> None:
         self._device = device
         self._kv_cache = kv_cache
-        self._block_sizes = [group.spec.block_size for group in kv_cache.config.groups]
+        # Recurrent states are written whole before they are read.
+        self._block_sizes = {
+            index: group.spec.block_size
+            for index, group in enumerate(kv_cache.config.groups)
+            if not isinstance(group.spec, RecurrentStateSpec)
+        }
 
     def clear(self, output: SchedulerOutput) -> None:
         """Clear the blocks that requests get in this step, except cached prefixes, whose content is known good."""
         if not output.clears_blocks:
             return
         for request in output.scheduled_new_reqs:
-            for group, block_ids in enumerate(request.block_ids):
-                num_shared = request.num_computed_tokens // self._block_sizes[group]
-                self._clear(group, block_ids[num_shared:])
+            for group, block_size in self._block_sizes.items():
+                self._clear(group, request.block_ids[group][request.num_computed_tokens // block_size :])
         for new_block_ids in output.scheduled_cached_reqs.new_block_ids:
-            for group, block_ids in enumerate(new_block_ids or ()):
-                self._clear(group, block_ids)
+            if new_block_ids is not None:
+                for group in self._block_sizes:
+                    self._clear(group, new_block_ids[group])
 
     def _clear(self, group: int, block_ids: Sequence[int]) -> None:
         if block_ids:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, count
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -30,7 +31,8 @@ def warm_up_requests(runner: ModelRunner) -> None:
     most = min(limits.max_num_reqs, limits.max_num_tokens // tokens_per_step)
     length = len(_PROMPT) + 3 * (1 + limits.max_drafts)
     block_ids = _block_ids(runner, length)
-    has_room = max(chain(*block_ids), default=0) < runner.kv_cache.config.num_blocks
+    config = runner.kv_cache.config
+    has_room = all(max(ids) < config.num_blocks_of(group) for group, ids in enumerate(block_ids))
     if not most or length > limits.max_model_len or not has_room:
         return
     step_ids = count()
@@ -47,11 +49,12 @@ def warm_up_requests(runner: ModelRunner) -> None:
 
 def _block_ids(runner: ModelRunner, length: int) -> tuple[list[int], ...]:
     """Blocks for so many tokens in each KV-cache group; all requests write to the same ones."""
-    block_ids, first = [], 1
-    for group, block_size in enumerate(runner.block_tables.block_sizes):
-        num_blocks = min(-(-length // block_size), runner.block_tables.table(group).shape[1])
-        block_ids.append(list(range(first, first + num_blocks)))
-        first += num_blocks
+    block_ids: list[list[int]] = []
+    num_taken: Counter[int] = Counter()
+    for group in runner.kv_cache.config.groups:
+        ids = group.spec.blocks_of_one_request(length)[: group.spec.table_width(runner.limits.max_model_len)]
+        block_ids.append([num_taken[group.pool] + one if one else 0 for one in ids])
+        num_taken[group.pool] += max(ids)
     return tuple(block_ids)
 
 

@@ -70,9 +70,11 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
 class SchedulerServices(NamedTuple):
     """What an engine core gives to a feature.
 
-    scheduler: it, with its KV cache, is complete when a method of the feature is called. call_workers: calls every
-    worker between two steps. tell_ends: sends the last outputs of requests that the feature has ended. wake: ends the
-    core's wait for work; from any thread.
+    scheduler: it, with its KV cache, is complete when a method of the feature is called. A transfer of KV reserves a
+    waiting request's blocks through it (`reserve_blocks`, `blocks_loaded`), and holds blocks that it reads or writes
+    (`kv_cache.hold_blocks`, `release_blocks`).
+    call_workers: calls every worker between two steps. tell_ends: sends the last outputs of requests that the feature
+    has ended. wake: ends the core's wait for work; from any thread.
     """
 
     config: EngineConfig

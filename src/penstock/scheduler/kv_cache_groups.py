@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from penstock.contract import (
     ChunkedLocalSpec,
-    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MLAAttentionSpec,
@@ -19,8 +17,6 @@ from penstock.errors import UnsupportedFeature
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock
 from penstock.scheduler.request import Request
 
-UNLIMITED = sys.maxsize
-
 
 class KVCacheGroup:
     """Layers that share a block table. The manager keeps the block tables of requests.
@@ -28,37 +24,46 @@ class KVCacheGroup:
     By default a block holds the KV of token positions, all of which are read until the end of the request.
 
     block_size: positions per block.
-    hash_block_size: tokens per block hash, a divisor of the block size of groups with a prefix cache.
-    finds_prefixes: whether the group supports prefix caching.
+    pool: pool of its blocks. hash_block_size: tokens per block hash, a divisor of the block size.
+    num_own_blocks: leading blocks of a request's row that are for the request as a whole, and never shared.
+    takes_blocks: whether each block of positions is needed; else blocks are null, unless `take_snapshot` replaces one.
     shares_in_step: whether a request can read a block in the step that fills it for another request. A layer that
         computes requests one after another, such as a recurrent one, cannot.
     """
 
-    finds_prefixes: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
     shares_in_step: ClassVar[bool] = True
 
     def __init__(self, group_id: int, spec: Any, pool: BlockPool, hash_block_size: int) -> None:
         self.group_id = group_id
+        self.pool = pool
         self.block_size: int = spec.block_size
+        self.num_own_blocks: int = spec.num_own_blocks
         self._spec = spec
-        self._pool = pool
         self._hashes_per_block = self.block_size // hash_block_size
 
     def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
-        """Return the blocks of the request's first `num_tokens`, skipped ones included.
+        """Return the blocks of the request's first `num_tokens`, skipped ones included, its own ones not.
 
         lookahead: tokens beyond these that a speculator may write, up to the request's length limit.
         """
         num_positions = min(num_tokens + lookahead, max(num_tokens, request.length_limit)) if lookahead else num_tokens
         return -(-num_positions // self.block_size)
 
-    def num_blocks_at_once(self, request: Request, num_tokens: int, max_new_tokens: int, lookahead: int) -> int:
-        """Return the maximum of blocks held at once up to `num_tokens`, in steps of `max_new_tokens`."""
-        return self._spec.max_blocks_per_request(num_tokens, max_new_tokens + lookahead)  # type: ignore[no-any-return]
+    def num_blocks_at_once(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the maximum of blocks needed at once up to `num_tokens`, in steps of `max_new_tokens`."""
+        return self._spec.max_blocks_per_request(num_tokens, max_new_tokens)  # type: ignore[no-any-return]
 
-    def capacity(self, num_blocks: int) -> int:
-        """Return the tokens of a request for which so many blocks are enough."""
-        return num_blocks * self.block_size
+    def capacity(self, request: Request, num_blocks: int, lookahead: int) -> int:
+        """Return the tokens of a request for which so many blocks of positions are enough, with a `lookahead`."""
+        capacity: int = self._spec.capacity(self.num_own_blocks + num_blocks)
+        return capacity - lookahead if capacity < request.length_limit else capacity
+
+    def take_snapshot(self, request: Request, blocks: list[KVCacheBlock], first: int, *, is_one_earlier: bool) -> None:
+        """Replace a null block, of those from `first` on, by a block that the request's step fills for others.
+
+        is_one_earlier: a prefix-cache hit leaves out the last full block of a prompt.
+        """
 
     def key(self, block_hashes: Sequence[bytes], index: int) -> BlockKey:
         """Return the prefix-cache key of block `index`: the last hash inside it covers all tokens up to its end."""
@@ -66,7 +71,7 @@ class KVCacheGroup:
 
     def find(self, block_hashes: Sequence[bytes], index: int) -> KVCacheBlock | None:
         """Return a cached block for block `index`, if there is one."""
-        return self._pool.find(self.key(block_hashes, index))
+        return self.pool.find(self.key(block_hashes, index))
 
     def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
         """Return the blocks of the longest prefix-cache hit of at most `max_num_tokens`.
@@ -110,36 +115,46 @@ class LocalAttentionGroup(KVCacheGroup):
             else:
                 run.append(block)
         run.reverse()
-        return [self._pool.null_block] * (end - len(run)) + run
+        return [self.pool.null_block] * (end - len(run)) + run
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         return self._spec.first_read(num_computed_tokens) // self.block_size  # type: ignore[no-any-return]
 
 
-class FixedGroup(KVCacheGroup):
-    """Base of groups with a fixed number of blocks per request, which are never shared."""
+class StateGroup(KVCacheGroup):
+    """Recurrent state: blocks of a request's own, and snapshots at borders of blocks.
 
-    finds_prefixes = False
+    A prefix-cache hit goes on from one snapshot, wherever earlier ones are. A snapshot is taken at the last border of
+    each prompt chunk, if a block is free; the least recently used ones make room for others. Once it is cached and
+    passed, the request lets go of it.
+    """
 
-    def num_blocks_at_once(self, request: Request, num_tokens: int, max_new_tokens: int, lookahead: int) -> int:
-        return self.num_blocks(request, num_tokens, lookahead)
-
-    def capacity(self, num_blocks: int) -> int:
-        return UNLIMITED
-
-
-class EncoderGroup(FixedGroup):
-    """Cross attention: positions of the encoder, written before the first token and read by all tokens."""
+    takes_blocks = False
+    shares_in_step = False
 
     def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
-        return -(-request.num_encoder_tokens // self.block_size)
+        return num_tokens // self.block_size
 
+    def capacity(self, request: Request, num_blocks: int, lookahead: int) -> int:
+        return super().capacity(request, num_blocks, lookahead=0)
 
-class StateGroup(FixedGroup):
-    """Recurrent state: one block per request, and one per lookahead token, so that a state can be rolled back."""
+    def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
+        """Search backwards for a snapshot."""
+        for end in range(max_num_tokens // self.block_size, 0, -1):
+            block = self.find(block_hashes, end - 1)
+            if block is not None:
+                return [self.pool.null_block] * (end - 1) + [block]
+        return []
 
-    def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
-        return 1 + lookahead
+    def num_skipped_blocks(self, num_computed_tokens: int) -> int:
+        # The next token still reads a snapshot at the border before it.
+        return max(0, num_computed_tokens - 1) // self.block_size
+
+    def take_snapshot(self, request: Request, blocks: list[KVCacheBlock], first: int, *, is_one_earlier: bool) -> None:
+        # A later request of the same prompt computes at least its last token.
+        border = min(len(blocks), (request.num_tokens - 1) // self.block_size - is_one_earlier)
+        if border > first and self.pool.num_free_blocks > 0:
+            [blocks[border - 1]] = self.pool.get_new_blocks(1)
 
 
 # Group classes by KV cache spec.
@@ -148,7 +163,6 @@ GROUPS: dict[type[Any], type[KVCacheGroup]] = {
     MLAAttentionSpec: FullAttentionGroup,
     SlidingWindowSpec: LocalAttentionGroup,
     ChunkedLocalSpec: LocalAttentionGroup,
-    CrossAttentionSpec: EncoderGroup,
     RecurrentStateSpec: StateGroup,
 }
 

@@ -13,10 +13,10 @@ from penstock.contract import KVCacheConfig
 from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
 from penstock.scheduler.block_pool import BlockPool, KVCacheBlock
-from penstock.scheduler.kv_cache_groups import UNLIMITED, KVCacheGroup, make_group
+from penstock.scheduler.kv_cache_groups import KVCacheGroup, make_group
 from penstock.scheduler.request import Request
 
-_NEVER = sys.maxsize
+_NEVER = _UNLIMITED = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,21 @@ class PrefixHit:
 class _HeldBlocks:
     """Block table of one request.
 
-    groups: per group, blocks by position; the null block where positions are no longer read.
+    own: per group, blocks for the request as a whole.
+    groups: per group, blocks by position; the null block where positions are not, or no longer, read.
     num_found: per group, leading blocks of the prefix-cache hit.
+    num_passed: per group, leading blocks that are not read any more.
     num_cached: per group, leading blocks that are in the prefix cache.
     """
 
-    __slots__ = ("groups", "num_cached", "num_found")
+    __slots__ = ("groups", "num_cached", "num_found", "num_passed", "own")
 
     def __init__(self, groups: list[list[KVCacheBlock]]) -> None:
         self.groups = groups
+        self.own: list[list[KVCacheBlock]] = [[] for _ in groups]
         self.num_found = tuple(len(blocks) for blocks in groups)
         self.num_cached = list(self.num_found)
+        self.num_passed = [0] * len(groups)
 
 
 class KVCacheManager:
@@ -66,26 +70,45 @@ class KVCacheManager:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._blocks_need_next_token = blocks_need_next_token
-        # A null block exists even without any KV cache.
-        self.pool = BlockPool(max(1, kv_cache_config.num_blocks))
-        specs = [group.spec for group in kv_cache_config.groups]
-        hash_block_size = math.gcd(*(spec.block_size for spec in specs)) or 1
+        self.pools = [BlockPool(pool.num_blocks) for pool in kv_cache_config.pools]
+        hash_block_size = math.gcd(*(group.spec.block_size for group in kv_cache_config.groups)) or 1
         self._hasher = BlockHasher(hash_block_size)
         self.groups: list[KVCacheGroup] = [
-            make_group(index, spec, self.pool, hash_block_size) for index, spec in enumerate(specs)
+            make_group(index, group.spec, self.pools[group.pool], hash_block_size)
+            for index, group in enumerate(kv_cache_config.groups)
         ]
-        can_cache = bool(self.groups) and all(group.finds_prefixes for group in self.groups)
-        self._caches_prefixes = enable_prefix_caching and can_cache
+        self._caches_prefixes = enable_prefix_caching and bool(self.groups)
         self._shares_in_step = all(group.shares_in_step for group in self.groups)
+        self._has_snapshots = not all(group.takes_blocks for group in self.groups)
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
-        # Blocks held by transfers, by request id and holder.
-        self._holds: dict[tuple[str, str], list[KVCacheBlock]] = {}
+        # Blocks held by transfers, by request id and holder; those of each pool.
+        self._holds: dict[tuple[str, str], list[list[KVCacheBlock]]] = {}
 
-    def blocks_needed(self, request: Request, num_tokens: int) -> int:
-        """Return the maximum number of blocks, of all groups, that the request holds at this length."""
-        max_new_tokens, lookahead = self._max_num_batched_tokens, self._num_lookahead_tokens
-        return sum(group.num_blocks_at_once(request, num_tokens, max_new_tokens, lookahead) for group in self.groups)
+    @property
+    def num_used_blocks(self) -> int:
+        """Held blocks of all pools, without null blocks."""
+        return sum(pool.num_used_blocks for pool in self.pools)
+
+    @property
+    def can_reserve(self) -> bool:
+        """Whether blocks can be reserved for KV that is computed elsewhere: recurrent states cannot be loaded."""
+        return not self._has_snapshots
+
+    def blocks_needed(self, num_tokens: int) -> list[int]:
+        """Return the maximum number of blocks of each pool that a request needs at this length."""
+        max_new_tokens = self._max_num_batched_tokens + self._num_lookahead_tokens
+        return self._by_pool([group.num_blocks_at_once(num_tokens, max_new_tokens) for group in self.groups])
+
+    def note_launched(self, step_id: int) -> None:
+        """Note the launch of a step, which may access all held blocks."""
+        for pool in self.pools:
+            pool.note_launched(step_id)
+
+    def note_done(self, step_id: int) -> None:
+        """Note that steps up to this one are done; blocks that only they may access become free."""
+        for pool in self.pools:
+            pool.note_done(step_id)
 
     def holds(self, request: Request) -> bool:
         """Whether the request has blocks: it runs, or waits with reserved ones."""
@@ -100,8 +123,11 @@ class KVCacheManager:
         return num_tokens - num_tokens % math.lcm(*(group.block_size for group in self.groups))
 
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
-        """Return the block ids of a request, per group and by position; 0 where positions are no longer read."""
-        return tuple([block.block_id for block in blocks] for blocks in self._held[req_id].groups)
+        """Return the block ids of a request, per group: its own, then by position; 0 where positions are not read."""
+        held = self._held[req_id]
+        return tuple(
+            [block.block_id for block in (*own, *blocks)] for own, blocks in zip(held.own, held.groups, strict=True)
+        )
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """Return the longest prefix-cache hit before the last known token: at least one token must run.
@@ -115,23 +141,27 @@ class KVCacheManager:
         if not self._caches_prefixes or request.needs_all_of_prompt:
             return self._no_hit
         self._hasher.extend(request)
-        hit = self._longest_hit(request.block_hashes, request.num_tokens - 1)
-        if self._blocks_need_next_token and hit.num_tokens:
-            return self._longest_hit(request.block_hashes, hit.num_tokens - 1)
-        return hit
+        length = request.num_tokens - 1
+        if self._blocks_need_next_token:
+            of_positions = [group for group in self.groups if group.takes_blocks]
+            length = self._longest_hit(of_positions, request.block_hashes, length).num_tokens - 1
+            if length <= 0:
+                return self._no_hit
+        return self._longest_hit(self.groups, request.block_hashes, length)
 
-    def _longest_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> PrefixHit:
-        """Return the longest prefix-cache hit of at most so many tokens."""
+    @staticmethod
+    def _longest_hit(groups: Sequence[KVCacheGroup], block_hashes: Sequence[bytes], max_num_tokens: int) -> PrefixHit:
+        """Return the longest prefix-cache hit of at most so many tokens in these groups."""
         length = max_num_tokens
-        hits: list[list[KVCacheBlock]] = [[] for _ in self.groups]
+        hits: list[list[KVCacheBlock]] = [[] for _ in groups]
         # Each group may shorten the hit, until all agree.
         num_agreeing = 0
-        for index, group in cycle(enumerate(self.groups)):
+        for index, group in cycle(enumerate(groups)):
             hits[index] = group.find_hit(block_hashes, length)
             found = len(hits[index]) * group.block_size
             num_agreeing = num_agreeing + 1 if found == length else 1
             length = found
-            if num_agreeing == len(self.groups):
+            if num_agreeing == len(groups):
                 break
         return PrefixHit(length, tuple(hits))
 
@@ -140,12 +170,12 @@ class KVCacheManager:
 
         A request admitted with room for its first prefill chunk only would soon be preempted for its second.
         """
-        num_shared = sum(
-            block is not self.pool.null_block and not self.pool.is_free(block)
-            for blocks in hit.blocks
-            for block in blocks
-        )
-        return self.blocks_needed(request, request.num_tokens) - num_shared <= self.pool.num_free_blocks
+        num_shared = [
+            sum(block is not group.pool.null_block and not group.pool.is_free(block) for block in blocks)
+            for group, blocks in zip(self.groups, hit.blocks, strict=True)
+        ]
+        needed, shared = self.blocks_needed(request.num_tokens), self._by_pool(num_shared)
+        return self._are_free([count - found for count, found in zip(needed, shared, strict=True)])
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None
@@ -163,11 +193,14 @@ class KVCacheManager:
         held = self._held[request.req_id]
         # However many draft tokens in flight are rejected, all known tokens but the last stay computed.
         num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
-        for group, blocks in zip(self.groups, held.groups):  # noqa: B905, as in `StepsInFlight.settle`
+        for index, group in enumerate(self.groups):
             if num_skipped := group.num_skipped_blocks(num_computed_tokens):
-                self._free_skipped(blocks, num_skipped)
+                if not group.takes_blocks:
+                    # A snapshot is kept until it can be found.
+                    num_skipped = min(num_skipped, held.num_cached[index])
+                self._free_skipped(held, index, num_skipped)
         missing = self._num_missing(request, held.groups, num_tokens)
-        if sum(missing) > self.pool.num_free_blocks:
+        if not self._are_free(self._num_taken(missing)):
             return None
         return self._extend(request, held, missing)
 
@@ -175,7 +208,14 @@ class KVCacheManager:
         """Whether `allocate_slots` of a running request will succeed once the steps in flight are done."""
         held = self._held[request.req_id]
         missing = self._num_missing(request, held.groups, request.num_computed_tokens + num_new_tokens)
-        return sum(missing) <= self.pool.num_free_blocks + self.pool.num_pending_blocks
+        return all(
+            count <= pool.num_free_blocks + pool.num_pending_blocks
+            for count, pool in zip(self._num_taken(missing), self.pools, strict=True)
+        )
+
+    def can_decode(self, num_requests: int) -> bool:
+        """Whether so many running requests can get a block of positions each, in all groups."""
+        return self._are_free(self._num_taken([num_requests] * len(self.groups)))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> list[KVCacheBlock]:
         """Add the request's full blocks of its first `num_computed_tokens` known tokens to the prefix cache.
@@ -194,7 +234,7 @@ class KVCacheManager:
             if first < end:
                 keys = [group.key(hashes, block) for block in range(first, end)]
                 held.num_cached[index] = end
-                shared += self.pool.cache_full_blocks(held.groups[index][first:end], keys)
+                shared += group.pool.cache_full_blocks(held.groups[index][first:end], keys)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
         return shared
 
@@ -209,7 +249,9 @@ class KVCacheManager:
 
     def forget_content(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Evict blocks whose content was not computed."""
-        self.pool.forget_content(blocks)
+        for block in blocks:
+            if block.key is not None:
+                self.groups[block.key[0]].pool.forget_content((block,))
 
     def forget(self, request: Request) -> None:
         """Evict all blocks that a request computed or read, whose KV may hold NaN.
@@ -221,13 +263,14 @@ class KVCacheManager:
         for group in self.groups:
             num_blocks = len(hashes) * self._hasher.block_size // group.block_size
             for block in range(num_blocks):
-                self.pool.forget(group.key(hashes, block))
+                group.pool.forget(group.key(hashes, block))
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request; cached ones can be hit until they are reused."""
         held = self._held.pop(request.req_id)
         request.kv_capacity, request.next_cache_at = 0, _NEVER
-        self.pool.free_blocks(_last_first(held.groups))
+        for pool, blocks in zip(self.pools, self._last_first(held), strict=True):
+            pool.free_blocks(blocks)
 
     def take_back(self, request: Request) -> None:
         """Free all blocks, if any, of a request whose next step was not built.
@@ -239,7 +282,7 @@ class KVCacheManager:
             return
         for index, group in enumerate(self.groups):
             first = max(held.num_found[index], request.num_computed_tokens // group.block_size)
-            self.pool.forget_content(held.groups[index][first : held.num_cached[index]])
+            group.pool.forget_content(held.groups[index][first : held.num_cached[index]])
         self.free(request)
 
     def hold_blocks(self, req_id: str, holder: str) -> None:
@@ -253,8 +296,9 @@ class KVCacheManager:
             raise LifecycleError(f"{holder!r} cannot hold blocks of request {req_id!r}, which has none.")
         if (req_id, holder) in self._holds:
             raise LifecycleError(f"{holder!r} holds blocks of request {req_id!r} already. Release them first.")
-        blocks = self._holds[req_id, holder] = _last_first(held.groups)
-        self.pool.touch(blocks)
+        self._holds[req_id, holder] = self._last_first(held)
+        for pool, blocks in zip(self.pools, self._holds[req_id, holder], strict=True):
+            pool.touch(blocks)
 
     def is_transferring(self, req_id: str) -> bool:
         """Whether `hold_blocks` keeps blocks of a request of this id, which may have ended."""
@@ -262,46 +306,61 @@ class KVCacheManager:
 
     def release_blocks(self, req_id: str, holder: str) -> None:
         """Release the blocks of `hold_blocks`. Raises LifecycleError when there are none."""
-        blocks = self._holds.pop((req_id, holder), None)
-        if blocks is None:
+        of_pools = self._holds.pop((req_id, holder), None)
+        if of_pools is None:
             raise LifecycleError(f"{holder!r} holds no blocks of request {req_id!r}.")
-        self.pool.free_blocks(blocks)
+        for pool, blocks in zip(self.pools, of_pools, strict=True):
+            pool.free_blocks(blocks)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block is free, pending, or held as often as its holders say.
 
         Linear in the number of blocks.
         """
-        null_block = self.pool.null_block
+        null_blocks = {pool.null_block for pool in self.pools}
         num_holders: Counter[KVCacheBlock] = Counter()
         groups_of: dict[KVCacheBlock, set[int]] = {}
         for held in self._held.values():
-            for index, blocks in enumerate(held.groups):
-                num_holders.update(blocks)
-                for block in blocks:
+            for index, (own, blocks) in enumerate(zip(held.own, held.groups, strict=True)):
+                assert null_blocks.isdisjoint(own)
+                num_holders.update([*own, *blocks])
+                for block in {*own, *blocks} - null_blocks:
+                    assert self.groups[index].pool.blocks[block.block_id] is block
                     groups_of.setdefault(block, set()).add(index)
-        for blocks in self._holds.values():
-            num_holders.update(blocks)
-        del num_holders[null_block]
-        assert all(len(indices) == 1 for block, indices in groups_of.items() if block is not null_block)
-        self.pool.check_integrity(num_holders)
+        for of_pools in self._holds.values():
+            num_holders.update(block for blocks in of_pools for block in blocks)
+        assert all(len(indices) == 1 for indices in groups_of.values())
+        for pool in self.pools:
+            pool.check_integrity({block: num_holders[block] for block in pool.blocks[1:] if block in num_holders})
 
     def start_over(self) -> None:
         """Reset for a new worker: all cached prefixes are lost, and no step is in flight."""
-        self.pool.start_over()
+        for pool in self.pools:
+            pool.start_over()
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
-        return self.pool.reset_prefix_cache()
+        if self.num_used_blocks:
+            return False
+        return all(pool.reset_prefix_cache() for pool in self.pools)
 
     def _allocate_first(self, request: Request, num_new_tokens: int, hit: PrefixHit) -> tuple[list[int], ...] | None:
         groups = [list(blocks) for blocks in hit.blocks]
         missing = self._num_missing(request, groups, hit.num_tokens + num_new_tokens)
-        num_taken = sum(self.pool.is_free(block) for blocks in groups for block in blocks)
-        if sum(missing) + num_taken > self.pool.num_free_blocks:
+        # Blocks of the hit that are free are taken too.
+        num_found = [
+            sum(group.pool.is_free(block) for block in blocks)
+            for group, blocks in zip(self.groups, groups, strict=True)
+        ]
+        num_own = [group.num_own_blocks for group in self.groups]
+        others = zip(self._num_taken(missing), self._by_pool(num_found), self._by_pool(num_own), strict=True)
+        if not self._are_free([sum(counts) for counts in others]):
             return None
-        self.pool.touch(block for blocks in groups for block in blocks)
+        for group, blocks in zip(self.groups, groups, strict=True):
+            group.pool.touch(blocks)
         held = self._held[request.req_id] = _HeldBlocks(groups)
+        for group, own in zip(self.groups, held.own, strict=True):
+            own += group.pool.get_new_blocks(group.num_own_blocks)
         request.next_cache_at = 0 if self._caches_prefixes else _NEVER
         return self._extend(request, held, missing)
 
@@ -311,27 +370,54 @@ class KVCacheManager:
             for group, blocks in zip(self.groups, groups)  # noqa: B905
         ]
 
+    def _num_taken(self, missing: Sequence[int]) -> list[int]:
+        """Blocks of each pool that so many further blocks of positions per group take."""
+        return self._by_pool(
+            [count if group.takes_blocks else 0 for group, count in zip(self.groups, missing, strict=True)]
+        )
+
+    def _by_pool(self, counts: Sequence[int]) -> list[int]:
+        """Sums of the groups' counts by pool."""
+        pairs = list(zip(self.groups, counts, strict=True))
+        return [sum(count for group, count in pairs if group.pool is pool) for pool in self.pools]
+
+    def _are_free(self, counts: Sequence[int]) -> bool:
+        """Whether each pool has so many free blocks."""
+        return all(count <= pool.num_free_blocks for count, pool in zip(counts, self.pools, strict=True))
+
     def _extend(self, request: Request, held: _HeldBlocks, missing: Sequence[int]) -> tuple[list[int], ...]:
-        new_block_ids: list[list[int]] = []
-        capacity = UNLIMITED
+        capacity = _UNLIMITED
         for group, blocks, num_blocks in zip(self.groups, held.groups, missing):  # noqa: B905
-            new_blocks = self.pool.get_new_blocks(num_blocks)
-            blocks += new_blocks
-            new_block_ids.append([block.block_id for block in new_blocks])
-            capacity = min(capacity, group.capacity(len(blocks)))
-        request.kv_capacity = capacity - self._num_lookahead_tokens if capacity < request.length_limit else capacity
-        return tuple(new_block_ids)
+            if group.takes_blocks:
+                blocks += group.pool.get_new_blocks(num_blocks)
+            else:
+                blocks += [group.pool.null_block] * num_blocks
+            capacity = min(capacity, group.capacity(request, len(blocks), self._num_lookahead_tokens))
+        request.kv_capacity = capacity
+        if self._has_snapshots and self._caches_prefixes:
+            # After all blocks that are needed.
+            for group, blocks, num_blocks in zip(self.groups, held.groups, missing, strict=True):
+                first = len(blocks) - num_blocks
+                group.take_snapshot(request, blocks, first, is_one_earlier=self._blocks_need_next_token)
+        return tuple(
+            [[block.block_id for block in blocks[len(blocks) - count :]] for blocks, count in zip(held.groups, missing)]  # noqa: B905
+        )
 
-    def _free_skipped(self, blocks: list[KVCacheBlock], num_skipped: int) -> None:
-        null_block = self.pool.null_block
-        for index in range(min(num_skipped, len(blocks)) - 1, -1, -1):
-            block = blocks[index]
-            if block is null_block:
-                break
-            blocks[index] = null_block
-            self.pool.free_blocks((block,))
+    def _last_first(self, held: _HeldBlocks) -> list[list[KVCacheBlock]]:
+        """Return the blocks of each pool in order of reuse, null blocks included."""
+        by_pool = []
+        for pool in self.pools:
+            indices = [index for index, group in enumerate(self.groups) if group.pool is pool]
+            by_position = zip_longest(*(held.groups[index] for index in indices))
+            blocks = [block for blocks in reversed(list(by_position)) for block in blocks if block is not None]
+            by_pool.append(blocks + [block for index in indices for block in held.own[index]])
+        return by_pool
 
-
-def _last_first(groups: Sequence[list[KVCacheBlock]]) -> list[KVCacheBlock]:
-    """Return the blocks of all groups in order of reuse, null blocks included."""
-    return [block for blocks in reversed(list(zip_longest(*groups))) for block in blocks if block is not None]
+    def _free_skipped(self, held: _HeldBlocks, index: int, num_skipped: int) -> None:
+        """Release the leading blocks of a group, as many as are skipped."""
+        pool, blocks = self.groups[index].pool, held.groups[index]
+        first, end = held.num_passed[index], min(num_skipped, len(blocks))
+        if first < end:
+            held.num_passed[index] = end
+            pool.free_blocks(reversed(blocks[first:end]))
+            blocks[first:end] = [pool.null_block] * (end - first)

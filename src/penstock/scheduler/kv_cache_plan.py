@@ -1,8 +1,9 @@
 """Layout of the KV cache from the layers' specs and the available memory.
 
-Layers with equal specs share a block table. Where a model has several kinds of layers, each kind is split into groups
-of about equally many layers, and the i-th layers of all groups share one tensor: a block id then costs the same memory
-in every group, so that one pool of ids serves them all.
+Layers with equal specs share a block table. Where a model has several kinds of attention, block sizes grow until the
+pages are equal, each kind is split into groups of about equally many layers, and the i-th layers of all groups share
+one tensor: a block id then costs the same memory in every group, so that one pool of ids serves them all. Pages of
+another size, such as those of recurrent states, have a pool of their own, and no influence on attention's block size.
 """
 
 from __future__ import annotations
@@ -14,112 +15,155 @@ from collections.abc import Mapping, Sequence
 from penstock.contract import (
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCachePool,
     KVCacheSpec,
     KVCacheTensor,
+    RecurrentStateSpec,
 )
-from penstock.errors import OutOfMemory, UnsupportedFeature
+from penstock.errors import OutOfMemory
 from penstock.observability.units import format_bytes
 
 # Below this ratio between the most and the least frequent kind, padding the smaller costs less than splitting further.
 _PADDING_RATIO = 1.25
+# States of running requests, and their snapshots, take at most one part in so many of the memory beyond one request's.
+_SHARE_OF_STATES = 4
 
 
 def plan_kv_cache(
-    specs: Mapping[str, KVCacheSpec], available_bytes: int, *, max_model_len: int, max_num_batched_tokens: int
+    specs: Mapping[str, KVCacheSpec],
+    available_bytes: int,
+    *,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
 ) -> KVCacheConfig:
     """Plan the KV cache that fills `available_bytes`.
 
-    Raises OutOfMemory when a single request of `max_model_len` tokens would not fit into it, and UnsupportedFeature
-    when the layers' pages cannot be given one size.
+    Every pool gets what one request of `max_model_len` tokens needs. Of the rest, recurrent states get up to a quarter,
+    as long as `max_num_seqs` requests have no room for their states and a snapshot each; attention gets what is left,
+    each pool in proportion to one request's need.
+
+    Raises OutOfMemory when a single request of `max_model_len` tokens would not fit into it.
     """
     groups = group_layers(specs)
-    if not groups:
-        return make_kv_cache_config(groups, num_blocks=1)
-    num_blocks = available_bytes // bytes_per_block(groups)
-    if blocks_per_request(groups, max_model_len, max_num_batched_tokens) > num_blocks - 1:
+    needs = _needs(groups, max_model_len, max_num_batched_tokens)
+    if sum(needs) > available_bytes:
         raise OutOfMemory(_too_small(groups, available_bytes, max_model_len, max_num_batched_tokens))
+    sizes = [bytes_per_block(groups, pool) for pool in range(len(needs))]
+    of_states = [pool for pool, group in _first_of_pools(groups).items() if _is_state(group)]
+    of_positions = [pool for pool in range(len(needs)) if pool not in of_states]
+    rest = available_bytes - sum(needs)
+    extra = [0] * len(needs)
+    if of_positions:
+        wanted = {pool: (max_num_seqs - 1) * (needs[pool] - sizes[pool]) for pool in of_states}
+        share = min(1.0, rest / _SHARE_OF_STATES / max(1, sum(wanted.values())))
+        for pool in of_states:
+            extra[pool] = int(wanted[pool] * share)
+        rest -= sum(extra)
+    shared_by = of_positions or of_states
+    for pool in shared_by:
+        extra[pool] = rest * needs[pool] // sum(needs[other] for other in shared_by)
+    num_blocks = [(need + more) // size for need, more, size in zip(needs, extra, sizes, strict=True)]
     return make_kv_cache_config(groups, num_blocks)
 
 
-def make_kv_cache_config(groups: Sequence[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
-    """Return the KV cache of so many blocks, the null block included."""
-    page_size_bytes = _page_size_bytes(groups)
-    tensors = []
-    for index in range(_num_tensors(groups)):
-        shared_by = tuple(group.layer_names[index] for group in groups if index < len(group.layer_names))
-        tensors.append(KVCacheTensor(size_bytes=page_size_bytes * num_blocks, shared_by=shared_by))
-    return KVCacheConfig(num_blocks=num_blocks, tensors=tuple(tensors), groups=tuple(groups))
+def make_kv_cache_config(groups: Sequence[KVCacheGroupSpec], num_blocks: Sequence[int]) -> KVCacheConfig:
+    """Return the KV cache of so many blocks in each pool, null blocks included."""
+    pools = []
+    for pool, count in enumerate(num_blocks):
+        of_pool = [group for group in groups if group.pool == pool]
+        size_bytes = of_pool[0].spec.page_size_bytes * count
+        tensors = []
+        for index in range(max(len(group.layer_names) for group in of_pool)):
+            shared_by = tuple(group.layer_names[index] for group in of_pool if index < len(group.layer_names))
+            tensors.append(KVCacheTensor(size_bytes=size_bytes, shared_by=shared_by))
+        pools.append(KVCachePool(num_blocks=count, tensors=tuple(tensors)))
+    return KVCacheConfig(pools=tuple(pools), groups=tuple(groups))
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroupSpec, ...]:
-    """Sort layers into groups with pages of equal size; no groups without any KV cache.
-
-    Raises UnsupportedFeature when the pages cannot be given one size.
-    """
-    if not specs:
-        return ()
-    kinds: dict[KVCacheSpec, list[str]] = {}
-    for layer_name, spec in _with_equal_pages(specs).items():
-        kinds.setdefault(spec, []).append(layer_name)
-    group_size = _group_size([len(layer_names) for layer_names in kinds.values()])
+    """Sort layers into groups, and these into pools of equal pages; no groups without any KV cache."""
     groups: list[KVCacheGroupSpec] = []
-    for spec, layer_names in kinds.items():
-        num_groups = math.ceil(len(layer_names) / group_size)
-        # Every n-th layer, so that each pipeline stage has about the same share of each group.
-        groups += [
-            KVCacheGroupSpec(layer_names=tuple(layer_names[first::num_groups]), spec=spec)
-            for first in range(num_groups)
-        ]
+    for pool, of_pool in enumerate(_pools(specs)):
+        kinds: dict[KVCacheSpec, list[str]] = {}
+        for layer_name, spec in of_pool.items():
+            kinds.setdefault(spec, []).append(layer_name)
+        group_size = _group_size([len(layer_names) for layer_names in kinds.values()])
+        for spec, layer_names in kinds.items():
+            num_groups = math.ceil(len(layer_names) / group_size)
+            # Every n-th layer, so that each pipeline stage has about the same share of each group.
+            groups += [
+                KVCacheGroupSpec(layer_names=tuple(layer_names[first::num_groups]), spec=spec, pool=pool)
+                for first in range(num_groups)
+            ]
     return tuple(groups)
 
 
-def bytes_per_block(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Return the bytes of one block id, in all tensors together."""
-    return _num_tensors(groups) * _page_size_bytes(groups)
+def num_pools(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Return the number of pools of these groups."""
+    return max((group.pool + 1 for group in groups), default=0)
 
 
-def blocks_per_request(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Return the maximum of blocks, of all groups, that a request of `num_tokens` holds at once."""
-    return sum(group.spec.max_blocks_per_request(num_tokens, max_num_batched_tokens) for group in groups)
+def bytes_per_block(groups: Sequence[KVCacheGroupSpec], pool: int) -> int:
+    """Return the bytes of one block id of a pool, in all its tensors together."""
+    return max(len(group.layer_names) * group.spec.page_size_bytes for group in groups if group.pool == pool)
 
 
-def bytes_per_request(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Return the KV cache of one request of `num_tokens` in bytes, without the null block."""
-    return blocks_per_request(groups, num_tokens, max_num_batched_tokens) * bytes_per_block(groups)
-
-
-def bytes_to_serve(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Return the smallest KV cache for a request of `num_tokens` in bytes, with the null block."""
-    return bytes_per_request(groups, num_tokens, max_num_batched_tokens) + bytes_per_block(groups)
-
-
-def longest_request(
-    groups: Sequence[KVCacheGroupSpec], num_blocks: int, *, limit: int, max_num_batched_tokens: int
+def blocks_per_request(
+    groups: Sequence[KVCacheGroupSpec], pool: int, num_tokens: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the tokens of the longest request that fits into `num_blocks` (with the null block), at most `limit`.
-
-    0 when none fits. This is what `max_model_len="auto"` becomes, with the model's own context as the limit.
-    """
-    return bisect.bisect_right(
-        range(1, limit + 1), num_blocks - 1, key=lambda n: blocks_per_request(groups, n, max_num_batched_tokens)
+    """Return the maximum of blocks of a pool that a request of `num_tokens` holds at once."""
+    return sum(
+        group.spec.max_blocks_per_request(num_tokens, max_num_batched_tokens) for group in groups if group.pool == pool
     )
 
 
-def longest_request_in_bytes(
+def bytes_per_request(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
+    """Return the KV cache of one request of `num_tokens` in bytes, without the null blocks."""
+    return sum(
+        blocks_per_request(groups, pool, num_tokens, max_num_batched_tokens) * bytes_per_block(groups, pool)
+        for pool in range(num_pools(groups))
+    )
+
+
+def bytes_to_serve(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> int:
+    """Return the smallest KV cache for a request of `num_tokens` in bytes, with the null blocks."""
+    return sum(_needs(groups, num_tokens, max_num_batched_tokens))
+
+
+def longest_request(
     groups: Sequence[KVCacheGroupSpec], available_bytes: int, *, limit: int, max_num_batched_tokens: int
 ) -> int:
-    """Return `longest_request` of the KV cache that fills `available_bytes`."""
-    if not groups:
-        return limit
-    num_blocks = available_bytes // bytes_per_block(groups)
-    return longest_request(groups, num_blocks, limit=limit, max_num_batched_tokens=max_num_batched_tokens)
+    """Return the tokens of the longest request that fits into `available_bytes`, at most `limit`; 0 when none fits.
+
+    This is what `max_model_len="auto"` becomes, with the model's own context as the limit.
+    """
+    return bisect.bisect_right(
+        range(1, limit + 1), available_bytes, key=lambda n: bytes_to_serve(groups, n, max_num_batched_tokens)
+    )
 
 
 def max_concurrency(config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int) -> float:
     """Return how many requests of `max_model_len` tokens fit at once; infinity without any KV cache."""
-    if not config.groups:
-        return math.inf
-    return (config.num_blocks - 1) / blocks_per_request(config.groups, max_model_len, max_num_batched_tokens)
+    return min(
+        (
+            (pool.num_blocks - 1) / blocks_per_request(config.groups, index, max_model_len, max_num_batched_tokens)
+            for index, pool in enumerate(config.pools)
+        ),
+        default=math.inf,
+    )
+
+
+def named_pools(config: KVCacheConfig) -> list[tuple[KVCachePool, str]]:
+    """Return the pools with what their blocks are, in the plural: "blocks of 16 tokens", "states of 1.00 MiB"."""
+    names = []
+    for index in range(len(config.pools)):
+        of_pool = [group for group in config.groups if group.pool == index]
+        if _is_state(of_pool[0]):
+            names.append(f"states of {format_bytes(bytes_per_block(config.groups, index))}")
+        else:
+            names.append(f"blocks of {min(group.spec.block_size for group in of_pool)} tokens")
+    return list(zip(config.pools, names, strict=True))
 
 
 def num_tokens_that_fit(config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int) -> int:
@@ -133,12 +177,20 @@ def num_tokens_that_fit(config: KVCacheConfig, *, max_model_len: int, max_num_ba
     return int(concurrency * max_model_len)
 
 
-def _num_tensors(groups: Sequence[KVCacheGroupSpec]) -> int:
-    return max((len(group.layer_names) for group in groups), default=0)
+def _needs(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> list[int]:
+    """Bytes of each pool for one request of `num_tokens`, with the null block."""
+    return [
+        (1 + blocks_per_request(groups, pool, num_tokens, max_num_batched_tokens)) * bytes_per_block(groups, pool)
+        for pool in range(num_pools(groups))
+    ]
 
 
-def _page_size_bytes(groups: Sequence[KVCacheGroupSpec]) -> int:
-    return groups[0].spec.page_size_bytes if groups else 0
+def _first_of_pools(groups: Sequence[KVCacheGroupSpec]) -> dict[int, KVCacheGroupSpec]:
+    return {group.pool: group for group in reversed(groups)}
+
+
+def _is_state(group: KVCacheGroupSpec) -> bool:
+    return isinstance(group.spec, RecurrentStateSpec)
 
 
 def _group_size(layers_per_kind: Sequence[int]) -> int:
@@ -146,28 +198,29 @@ def _group_size(layers_per_kind: Sequence[int]) -> int:
     return most if most < _PADDING_RATIO * fewest else fewest
 
 
-def _with_equal_pages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Enlarge block sizes until all pages are as large as the largest."""
-    largest_name, largest = max(specs.items(), key=lambda item: item[1].page_size_bytes)
-    target = largest.page_size_bytes
-    result: dict[str, KVCacheSpec] = {}
-    for name, spec in specs.items():
-        equal = spec if spec.page_size_bytes == target else spec.with_pages_of(target)
-        if equal is None:
-            raise UnsupportedFeature(
-                f"The KV cache needs pages of one size, but a block of {name} ({type(spec).__name__}) takes "
-                f"{spec.page_size_bytes:,} bytes and one of {largest_name} ({type(largest).__name__}) {target:,}, "
-                "and more positions per block cannot make them equal. This model's mix of layers is not supported."
-            )
-        result[name] = equal
-    return result
+def _pools(specs: Mapping[str, KVCacheSpec]) -> list[dict[str, KVCacheSpec]]:
+    """Sort layers by the size of their pages, in the order of each size's first layer.
+
+    Block sizes of attention grow until the pages are as large as the largest, where they can be.
+    """
+    sized: dict[str, KVCacheSpec] = dict(specs)
+    unequal = {name: spec for name, spec in specs.items() if not isinstance(spec, RecurrentStateSpec)}
+    while unequal:
+        target = max(spec.page_size_bytes for spec in unequal.values())
+        equal = {name: larger for name, spec in unequal.items() if (larger := spec.with_pages_of(target)) is not None}
+        sized |= equal
+        unequal = {name: spec for name, spec in unequal.items() if name not in equal}
+    pools: dict[tuple[bool, int], dict[str, KVCacheSpec]] = {}
+    for name, spec in sized.items():
+        pools.setdefault((isinstance(spec, RecurrentStateSpec), spec.page_size_bytes), {})[name] = spec
+    return list(pools.values())
 
 
 def _too_small(
     groups: Sequence[KVCacheGroupSpec], available_bytes: int, max_model_len: int, max_num_batched_tokens: int
 ) -> str:
     needed = bytes_to_serve(groups, max_model_len, max_num_batched_tokens)
-    longest = longest_request_in_bytes(
+    longest = longest_request(
         groups, available_bytes, limit=max_model_len, max_num_batched_tokens=max_num_batched_tokens
     )
     return (

@@ -31,7 +31,8 @@ class FinishReason(StrEnum):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests and KV cache blocks of one scheduler, or of several together, at one moment.
 
-    num_blocks: usable blocks. num_used_blocks: held blocks. num_cached_blocks: further ones, of the prefix cache.
+    num_blocks: usable blocks of all pools. num_used_blocks: held blocks. num_cached_blocks: further ones, of the prefix
+        cache.
     num_computed_tokens: tokens of all steps so far.
     """
 

@@ -125,7 +125,7 @@ class RepeatedSteps:
 
     def _allocate_for(self, step: Step, rows: list[int]) -> NewBlockIds | None:
         """Allocate a block of each group for these rows of a step; None if that needed a preemption."""
-        if len(rows) * len(self._kv_cache.groups) > self._kv_cache.pool.num_free_blocks:
+        if not self._kv_cache.can_decode(len(rows)):
             return None
         new_block_ids: NewBlockIds = [None] * len(step.requests)
         for row in rows:

@@ -35,7 +35,6 @@ class Request:
     parts: data of features for this request, which may have extra keys of its blocks.
     waits_for: reasons why it may not run yet, such as its grammar; changed by the scheduler only, once added.
     needs_tokens_on_host: the host must see its tokens before its next step, as for a grammar outside the device.
-    num_encoder_tokens: positions of its encoder output; 0 without an encoder.
     pooling_params: of a pooling request whose engine has them.
     pools: pooling request: ends with the pooled hidden states of its prompt, and generates no tokens.
     output_token_ids: tokens generated for it by an earlier engine.
@@ -71,7 +70,6 @@ class Request:
     parts: Parts | None = None
     waits_for: set[str] = field(default_factory=set)
     needs_tokens_on_host: bool = False
-    num_encoder_tokens: int = 0
     pools: bool = False
     pooling_params: PoolingParams | None = None
     output_token_ids: InitVar[Sequence[int]] = ()

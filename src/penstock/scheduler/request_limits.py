@@ -81,15 +81,16 @@ def _check_unfinished(request: Request) -> None:
 
 def _check_fits(request: Request, kv_cache: KVCacheManager, *, max_model_len: int) -> None:
     """Raise ContextTooLong when the request's `length_limit` needs more blocks than there are."""
-    num_usable = kv_cache.pool.num_blocks - 1
-    num_needed = kv_cache.blocks_needed(request, request.length_limit)
-    if num_needed <= num_usable:
-        return
-    lengths = range(1, max_model_len + 1)
-    longest = bisect.bisect_right(lengths, num_usable, key=lambda length: kv_cache.blocks_needed(request, length))
-    raise ContextTooLong(
-        f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
-        f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "
-        "the prompt, ask for fewer tokens, or give the KV cache more memory (memory_fraction or "
-        "kv_cache_memory_bytes)."
-    )
+    for index, pool in enumerate(kv_cache.pools):
+        num_usable = pool.num_blocks - 1
+        num_needed = kv_cache.blocks_needed(request.length_limit)[index]
+        if num_needed <= num_usable:
+            continue
+        lengths = range(1, max_model_len + 1)
+        longest = bisect.bisect_right(lengths, num_usable, key=lambda length: kv_cache.blocks_needed(length)[index])
+        raise ContextTooLong(
+            f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
+            f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "
+            "the prompt, ask for fewer tokens, or give the KV cache more memory (memory_fraction or "
+            "kv_cache_memory_bytes)."
+        )

@@ -108,14 +108,14 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """Counts of requests and blocks, between two steps."""
-        pool = self.kv_cache.pool
+        kv_cache = self.kv_cache
         return SchedulerStats(
             num_running_reqs=self.num_running,
             num_waiting_reqs=self.num_waiting,
-            num_blocks=pool.num_blocks - 1,
-            num_used_blocks=pool.num_used_blocks,
+            num_blocks=sum(pool.num_blocks - 1 for pool in kv_cache.pools),
+            num_used_blocks=kv_cache.num_used_blocks,
             num_computed_tokens=self._num_computed_tokens,
-            num_cached_blocks=pool.num_cached_blocks,
+            num_cached_blocks=sum(pool.num_cached_blocks for pool in kv_cache.pools),
         )
 
     @property

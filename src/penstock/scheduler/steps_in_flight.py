@@ -49,7 +49,7 @@ class StepsInFlight:
         """Advance the requests of a step; its sampled tokens are placeholders until the results."""
         step_id = step.message.step_id
         self.steps[step_id] = step
-        self._kv_cache.pool.note_launched(step_id)
+        self._kv_cache.note_launched(step_id)
         for request, num_computed_tokens, max_new_tokens in zip(  # noqa: B905, as in `settle`
             step.requests, step.num_computed_tokens, step.max_new_tokens
         ):
@@ -137,6 +137,8 @@ class StepsInFlight:
 
         Requires room for all its tokens, as admission does.
         """
+        if not self._kv_cache.can_reserve:
+            return False
         hit = self._kv_cache.get_computed_blocks(request)
         num_new_tokens = self._kv_cache.whole_blocks(min(num_tokens, request.num_tokens - 1)) - hit.num_tokens
         if num_new_tokens <= 0 or not self._kv_cache.has_room_for(request, hit):
@@ -189,7 +191,7 @@ class StepsInFlight:
                 f"The results of {_named(step_id, message.num_scheduled_tokens)} came out of turn: {is_due}. Results "
                 "must come in the order of their steps, each once."
             )
-        self._kv_cache.pool.note_done(step_id)
+        self._kv_cache.note_done(step_id)
         return self.steps.pop(step_id)
 
     def _void_lost_blocks(self, step: Step, results: ModelRunnerOutput) -> None:

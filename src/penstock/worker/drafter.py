@@ -121,10 +121,13 @@ def attach_drafter(drafter: CausalLM | None, target: nn.Module) -> None:
         drafter.attach(target)
 
 
-def drafted_specs(target: nn.Module, drafter: CausalLM | None, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
+def drafted_specs(
+    config: EngineConfig, target: nn.Module, drafter: CausalLM | None, dtype: str
+) -> dict[str, KVCacheSpec]:
     """Return the KV cache specs of target and drafter. dtype: of the KV cache."""
+    sizes = config.cache.block_size, dtype, config.speculative.num_speculative_tokens
     models = [target] if drafter is None else [target, drafter]
-    return {name: spec for model in models for name, spec in kv_cache_specs(model, block_size, dtype).items()}
+    return {name: spec for model in models for name, spec in kv_cache_specs(model, *sizes).items()}
 
 
 def _prepared(drafter: CausalLM, target: nn.Module) -> CausalLM:

@@ -13,12 +13,22 @@ from penstock.device import Device
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 
-# Prefaulted blocks beyond the used ones: one part in so many of the KV cache.
+# Prefaulted blocks beyond the used ones: one part in so many of each pool.
 _SHARE = 8
 # Time without a step after which the worker counts as idle.
 _IDLE_S = 0.05
 # Bytes between checks for a step, one or two milliseconds.
 _PIECE_BYTES = 2 << 20
+
+
+class _Pool:
+    """Blocks of one pool. wakes_at: highest used block beyond which more pages are prefaulted."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_ahead = -(-num_blocks // _SHARE)
+        self.num_ready = 0
+        self.wakes_at = num_blocks
 
 
 class PagePrefaulting:
@@ -28,11 +38,7 @@ class PagePrefaulting:
         self._device = device
         self._block_tables = block_tables
         self._kv_cache = kv_cache
-        self._num_blocks = kv_cache.config.num_blocks
-        self._num_ahead = -(-self._num_blocks // _SHARE)
-        self._num_ready = 0
-        # Highest block beyond which more pages are prefaulted.
-        self._wakes_at = self._num_blocks
+        self._pools = [_Pool(pool.num_blocks) for pool in kv_cache.config.pools]
         self._is_in_step = False
         self._num_steps = 0
         self._num_steps_before = -1
@@ -47,9 +53,9 @@ class PagePrefaulting:
         wanted.set()
 
     @property
-    def num_ready(self) -> int:
-        """Prefaulted blocks, from the first one on."""
-        return self._num_ready
+    def num_ready(self) -> list[int]:
+        """Prefaulted blocks of each pool, from the first one on."""
+        return [pool.num_ready for pool in self._pools]
 
     def begin_step(self) -> None:
         self._is_in_step = True
@@ -57,8 +63,9 @@ class PagePrefaulting:
     def end_step(self) -> None:
         self._is_in_step = False
         self._num_steps += 1
-        if self._block_tables.highest_block > self._wakes_at:
-            self._is_wanted.set()
+        for highest, pool in zip(self._block_tables.highest_blocks, self._pools, strict=True):
+            if highest > pool.wakes_at:
+                self._is_wanted.set()
 
     def close(self) -> None:
         """Stop the thread; the KV cache may be freed afterwards."""
@@ -66,17 +73,19 @@ class PagePrefaulting:
 
     def make_ready(self) -> bool:
         """Prefault pages while the worker is idle. False when the work is done for good, or closed."""
-        num_blocks = min(self._block_tables.highest_block + 1 + self._num_ahead, self._num_blocks)
-        at_once = max(1, _PIECE_BYTES // max(1, self._kv_cache.page_size_bytes))
-        for start in range(self._num_ready, num_blocks, at_once):
-            stop = min(start + at_once, num_blocks)
-            for memory in self._kv_cache.memory_of_blocks(start, stop):
-                if not self._wait_until_idle() or not self._device.make_pages_ready(memory):
-                    return False
-            self._num_ready = stop
-        # At half of the prefaulted blocks, so that there is idle time left.
-        self._wakes_at = self._num_ready - 1 - self._num_ahead // 2
-        return num_blocks < self._num_blocks and not self._is_closed.is_set()
+        for index, pool in enumerate(self._pools):
+            end = min(self._block_tables.highest_blocks[index] + 1 + pool.num_ahead, pool.num_blocks)
+            while pool.num_ready < end:
+                start, stop = pool.num_ready, end
+                for memory in self._kv_cache.memory_of_blocks(index, start, end):
+                    stop = min(start + max(1, _PIECE_BYTES // memory.shape[1]), end)
+                    if not self._wait_until_idle() or not self._device.make_pages_ready(memory[: stop - start]):
+                        return False
+                pool.num_ready = stop
+            # At half of the prefaulted blocks, so that there is idle time left.
+            pool.wakes_at = pool.num_ready - 1 - pool.num_ahead // 2
+        is_done = all(pool.num_ready == pool.num_blocks for pool in self._pools)
+        return not is_done and not self._is_closed.is_set()
 
     def _wait_until_idle(self) -> bool:
         """Wait until no step has run for a while; False when closed."""

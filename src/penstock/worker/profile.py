@@ -8,11 +8,10 @@ import torch
 
 from penstock.attention import CacheLayer
 from penstock.config import SamplingConfig
-from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
+from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCachePool, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
 from penstock.parallel import ParallelState
 from penstock.runner.dummy_runs import (
-    num_profile_blocks,
     run_largest_graph,
     run_largest_mixed_graph,
     run_longest_prompt,
@@ -127,18 +126,17 @@ def _peak(device: Device, run: Callable[[], object]) -> int:
 
 def throwaway_kv_cache(specs: Mapping[str, KVCacheSpec], num_tokens: int) -> KVCacheConfig:
     """Return a KV cache for one step, with separate memory for every layer."""
-    num_blocks = max((num_profile_blocks(num_tokens, spec.block_size) for spec in specs.values()), default=1)
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         by_spec.setdefault(spec, []).append(name)
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        tensors=tuple(
-            KVCacheTensor(size_bytes=spec.page_size_bytes * num_blocks, shared_by=(name,))
-            for name, spec in specs.items()
-        ),
-        groups=tuple(KVCacheGroupSpec(layer_names=tuple(names), spec=spec) for spec, names in by_spec.items()),
-    )
+    pools: list[KVCachePool] = []
+    groups = []
+    for spec, names in by_spec.items():
+        num_blocks = 1 + max(spec.blocks_of_one_request(num_tokens))
+        groups.append(KVCacheGroupSpec(layer_names=tuple(names), spec=spec, pool=len(pools)))
+        tensors = [KVCacheTensor(size_bytes=spec.page_size_bytes * num_blocks, shared_by=(name,)) for name in names]
+        pools.append(KVCachePool(num_blocks=num_blocks, tensors=tuple(tensors)))
+    return KVCacheConfig(pools=tuple(pools), groups=tuple(groups))
 
 
 def measure_logits_processors(sampling: SamplingConfig, device: Device, limits: RunnerLimits) -> int:

@@ -79,7 +79,7 @@ def measure_unloaded(
     backend = config.device.attention_backend
     cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, model, backend)
     drafter, num_drafter_parameters = load_drafter_without_memory(config, model, parallel, kind, dtype, tensors)
-    layers, specs = cache_layers(model), drafted_specs(model, drafter, config.cache.block_size, cache_dtype)
+    layers, specs = cache_layers(model), drafted_specs(config, model, drafter, cache_dtype)
     try:
         with standing_for(kind):
             device = DeviceWithoutMemory(kind)

@@ -39,7 +39,7 @@ class Weights:
         self._parallel = parallel
         self._device = device
         self._dtype = dtype
-        self._block_size = config.cache.block_size
+        self._config = config
         with device.loading_weights():
             self.model: nn.Module = load_for_device(
                 config.model, config.load, parallel, device, dtype, has_adapters=config.lora.enable_lora
@@ -77,7 +77,7 @@ class Weights:
     @property
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """KV cache specs of those with pages, by name."""
-        return drafted_specs(self.model, self.drafter, self._block_size, self._kv_cache_dtype)
+        return drafted_specs(self._config, self.model, self.drafter, self._kv_cache_dtype)
 
     def describe_arithmetic(self) -> str:
         """Describe the dtype of the computation, and the arithmetic of products and attention, for the log."""

@@ -18,7 +18,7 @@ CIRCUMSTANCES: list[dict[str, Any]] = [
     {"async_scheduling": False},
     {"max_num_batched_tokens": 7},
     {"kv_cache_memory_bytes": 110 << 10, "max_model_len": 64},
-    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}},
 ]
 
 

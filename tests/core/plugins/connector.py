@@ -165,7 +165,7 @@ class ConnectorWorker(SlotOwner):
         self._num_steps += 1
         for save in part.saves:
             STORE.pages[tuple(save.token_ids)] = [
-                [pages.clone() for pages in self._kv_cache.memory_of_blocks(block, block + 1)]
+                [pages.clone() for pages in self._kv_cache.memory_of_blocks(0, block, block + 1)]
                 for block in save.block_ids
             ]
             self._saved.append(save.req_id)
@@ -184,7 +184,7 @@ class ConnectorWorker(SlotOwner):
         if not STORE.fails:
             stored = STORE.pages[tuple(load.token_ids)]
             for block, pages in zip(load.block_ids, stored, strict=True):
-                for memory, kept in zip(self._kv_cache.memory_of_blocks(block, block + 1), pages, strict=True):
+                for memory, kept in zip(self._kv_cache.memory_of_blocks(0, block, block + 1), pages, strict=True):
                     memory.copy_(kept)
         self._loaded[load.req_id] = 0 if STORE.fails else len(load.token_ids)
 

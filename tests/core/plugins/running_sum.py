@@ -1,97 +1,44 @@
-"""A recurrent layer between attention layers: a running sum of each request's hidden states.
+"""A recurrent layer between attention layers: a decaying sum of each request's hidden states, of 1 MiB.
 
-Its state lies in pages of its own kind. A page holds the sums after the last few positions of a block, so that drafts
-can be taken back, and after the block's last position, from which a request with a cached prefix goes on.
-Suffixes: N blocks, P states of a page, W width, T tokens, D hidden size.
+Its state lies in pages of its own size. A request has one for each position that drafts may take back, and goes on from
+a snapshot where it shares a prefix. The ranks of a tensor-parallel group keep an equal part each.
+Suffixes: N pages, K rows and C columns of a state, R requests, T tokens, D hidden size.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
-import msgspec
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.attention import CacheBackend, ForwardContext, StepGeometry
 from penstock.config import ModelConfig
+from penstock.contract import RecurrentStateSpec
+from penstock.kernels.recurrent_state import state_pages
 from penstock.kernels.rotary import Rotation
+from penstock.kernels.rows import sum_rows
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.scheduler.block_pool import KVCacheBlock
-from penstock.scheduler.kv_cache_groups import KVCacheGroup, register_kv_cache_group
 
 ARCHITECTURE = "RunningSumForCausalLM"
-# States of a page: more than a step has drafts.
-NUM_STATES = 8
-WIDTH = 16
-
-
-class RunningSumSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A page per block of tokens: the sums after the last `NUM_STATES` positions that were computed in it."""
-
-    block_size: int
-    width: int = WIDTH
-    padding_bytes: int = 0
-
-    @property
-    def page_size_bytes(self) -> int:
-        return NUM_STATES * self.width * 4 + self.padding_bytes
-
-    def with_pages_of(self, page_size_bytes: int) -> Self | None:
-        padding = page_size_bytes - NUM_STATES * self.width * 4
-        return None if padding < 0 else msgspec.structs.replace(self, padding_bytes=padding)
-
-    def table_width(self, max_model_len: int) -> int:
-        return math.ceil(max_model_len / self.block_size)
-
-    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        return self.table_width(max_model_len)
-
-
-class RunningSumGroup(KVCacheGroup):
-    """Blocks of running sums: a cached prefix needs its last block alone."""
-
-    shares_in_step = False
-
-    def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
-        for end in range(max_num_tokens // self.block_size, 0, -1):
-            block = self.find(block_hashes, end - 1)
-            if block is not None:
-                return [self._pool.null_block] * (end - 1) + [block]
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class RunningSums:
-    """A step's requests: tokens from `starts[i]` to `starts[i + 1]`, the last of `seq_lens[i]` positions."""
-
-    starts: np.ndarray
-    seq_lens: np.ndarray
-    block_table: np.ndarray
-    block_size: int
+NUM_ROWS = NUM_COLUMNS = 512
 
 
 class RunningSumBackend(CacheBackend):
+    """Of steps, the layer reads tensors only."""
+
     name = "running_sum"
+    keeps_metadata = True
+    is_capturable = True
 
-    def view_pages(self, pages_NX: Tensor, spec: Any) -> Tensor:
-        return pages_NX.view(torch.float32)[:, : NUM_STATES * spec.width].unflatten(1, (NUM_STATES, spec.width))
+    def view_pages(self, pages_NX: Tensor, spec: RecurrentStateSpec) -> Tensor:
+        return pages_NX.view(torch.float32).unflatten(1, (NUM_ROWS, -1))
 
-    def make_metadata(self, geometry: StepGeometry) -> RunningSums:
-        num_reqs = geometry.num_actual_reqs
-        return RunningSums(
-            geometry.query_start_loc_np[: num_reqs + 1],
-            geometry.seq_lens[:num_reqs].cpu().numpy(),
-            geometry.block_table[:num_reqs].cpu().numpy(),
-            geometry.block_size,
-        )
+    def make_metadata(self, geometry: StepGeometry) -> StepGeometry:
+        return geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,36 +50,53 @@ class RunningSumLayer:
 
 
 class RunningSum(nn.Module):
-    """Adds to the first hidden values of each token, scaled, the sum over the request's tokens up to it."""
+    """Sums the hidden states of a request's tokens, in rows of different weight, of which each token reads one."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, parallel: ParallelState) -> None:
         super().__init__()
         self.layer = RunningSumLayer(f"model.layers.{index}.running_sum")
+        self._group = parallel.tensor
 
-    def get_kv_cache_spec(self, block_size: int, dtype: str) -> RunningSumSpec:
-        return RunningSumSpec(block_size=block_size)
+    def get_kv_cache_spec(self, block_size: int, dtype: str) -> RecurrentStateSpec:
+        state_bytes = NUM_ROWS * NUM_COLUMNS * 4 // self._group.size
+        return RecurrentStateSpec(state_bytes=state_bytes, block_size=block_size, rolls_back=True)
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
-        (out_TD,) = context.opaque(self.scan, hidden_TD, widths=[hidden_TD.stride(0)])
-        return out_TD
+        (sums_TD,) = context.opaque(self.scan, hidden_TD, widths=[hidden_TD.stride(0)])
+        return sum_rows(hidden_TD, sums_TD)
 
     def scan(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor]:
-        """A strict left fold over each request's tokens, whatever its chunks."""
-        states_NPW, step = context.cache_of(self.layer.name)
-        out_TD = hidden_TD.clone()
-        for index, seq_len in enumerate(step.seq_lens.tolist()):
-            begin, end = int(step.starts[index]), int(step.starts[index + 1])
-            position = seq_len - (end - begin)
-            state_W = torch.zeros(WIDTH, device=hidden_TD.device)
-            if position > 0:
-                before = position - 1
-                state_W = states_NPW[step.block_table[index, before // step.block_size], before % NUM_STATES]
-            for token in range(begin, end):
-                state_W = state_W + hidden_TD[token, :WIDTH]
-                states_NPW[step.block_table[index, position // step.block_size], position % NUM_STATES] = state_W
-                out_TD[token, :WIDTH] += 0.1 * state_W.tanh()
-                position += 1
-        return [out_TD]
+        """Token after token of all requests at once, elementwise, so that bits depend on nothing else."""
+        states_NKC, step = context.cache_of(self.layer.name)
+        pages = state_pages(
+            step.block_table,
+            step.query_start_loc,
+            step.seq_lens,
+            step.slot_mapping,
+            num_own_blocks=step.num_own_blocks,
+            block_size=step.block_size,
+        )
+        rank, size = self._group.rank, self._group.size
+        (num_tokens, hidden_size), device = hidden_TD.shape, hidden_TD.device
+        weights_K1 = torch.linspace(0.1, 1.0, NUM_ROWS, device=device).unsqueeze(1)
+        values_TC = hidden_TD.repeat(1, -(-NUM_COLUMNS // hidden_size))[:, rank:NUM_COLUMNS:size]
+        starts_R = step.query_start_loc[:-1].long()
+        ends_R, first_R = step.query_start_loc[1:].long(), step.seq_lens.long() - step.query_start_loc.diff()
+        is_begun_R11 = (pages.before_R > 0).view(-1, 1, 1)
+        states_RKC = torch.where(is_begun_R11, states_NKC[pages.before_R], 0.0)
+        # One row more, for requests with fewer tokens than others.
+        sums_TD = torch.zeros(num_tokens + 1, hidden_size, device=device)
+        for offset in range(step.max_query_len):
+            is_there_R = starts_R + offset < ends_R
+            tokens_R = torch.where(is_there_R, starts_R + offset, num_tokens - 1)
+            states_RKC = states_RKC * 0.875 + weights_K1 * values_TC[tokens_R].unsqueeze(1)
+            for pages_T in (pages.own_T, pages.snapshots_T):
+                # Page 0 takes what is not kept.
+                states_NKC[torch.where(is_there_R, pages_T[tokens_R], 0)] = states_RKC
+            rows_R = (first_R + offset) * 7 % NUM_ROWS
+            read_RC = states_RKC[torch.arange(len(rows_R), device=device), rows_R, : hidden_size // size]
+            sums_TD[torch.where(is_there_R, tokens_R, num_tokens), rank::size] = read_RC.tanh() * 0.1
+        return [self._group.all_reduce(sums_TD[:-1].contiguous())]
 
 
 class SummingLayer(DecoderLayer):
@@ -141,7 +105,7 @@ class SummingLayer(DecoderLayer):
     def __init__(self, config: DecoderConfig, index: int, parallel: ParallelState) -> None:
         attention = SelfAttention(config, index, parallel, qkv_bias=False, output_bias=False)
         super().__init__(config, attention, parallel)
-        self.running_sum = RunningSum(index)
+        self.running_sum = RunningSum(index, parallel)
 
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
@@ -167,4 +131,3 @@ class RunningSumForCausalLM(DecoderForCausalLM):
 
 def register() -> None:
     register_model(ARCHITECTURE, RunningSumForCausalLM)
-    register_kv_cache_group(RunningSumSpec, RunningSumGroup)

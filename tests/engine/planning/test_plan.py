@@ -84,7 +84,10 @@ def test_the_plan_of_two_workers_is_that_of_each(tmp_path: Path) -> None:
     assert plan.memory["activations"] == pytest.approx(memory["activations"], rel=TOLERANCE)
     assert plan.memory["sampling"] == pytest.approx(memory["sampling"], rel=TOLERANCE)
     assert (plan.memory.total, plan.memory["runner_state"]) == (memory.total, memory["runner_state"])
-    assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
+    assert (plan.kv_cache.pools[0].num_blocks, plan.kv_cache.size_bytes) == (
+        kv_cache.pools[0].num_blocks,
+        kv_cache.size_bytes,
+    )
     assert plan.engine_bytes == 2 * (plan.memory.without_kv_cache + plan.kv_cache.size_bytes)
     alone = plan_engine(str(tmp_path), **PLANNED)
     assert (2 * plan.kv_bytes_per_token, plan.memory.total) == (alone.kv_bytes_per_token, alone.memory.total // 2)
@@ -116,7 +119,10 @@ def test_the_plan_of_stages_is_that_of_each(family: str, ranks: int, tmp_path: P
         assert stage.memory["sampling"] == pytest.approx(memory["sampling"], rel=TOLERANCE)
         assert (stage.memory.total, stage.memory["runner_state"]) == (memory.total, memory["runner_state"])
         assert 6 * stage.kv_cache.size_bytes == num_layers * kv_cache.size_bytes
-    assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
+    assert (plan.kv_cache.pools[0].num_blocks, plan.kv_cache.size_bytes) == (
+        kv_cache.pools[0].num_blocks,
+        kv_cache.size_bytes,
+    )
     alone = plan_engine(str(tmp_path), **PLANNED)
     assert plan.kv_bytes_per_token * ranks == alone.kv_bytes_per_token
     assert plan.engine_bytes == ranks * sum(stage.worker_bytes for stage in plan.stages)
@@ -147,7 +153,10 @@ def test_the_plan_of_stages_knows_which_of_them_drafts(method: str, num_received
         assert stage.memory["activations"] == pytest.approx(memory["activations"], rel=TOLERANCE)
         assert stage.memory["sampling"] == pytest.approx(memory["sampling"], rel=TOLERANCE)
         assert (stage.memory.total, stage.memory["runner_state"]) == (memory.total, memory["runner_state"])
-    assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
+    assert (plan.kv_cache.pools[0].num_blocks, plan.kv_cache.size_bytes) == (
+        kv_cache.pools[0].num_blocks,
+        kv_cache.size_bytes,
+    )
 
 
 def compare(folder: Path | str, **options: Any) -> None:
@@ -173,7 +182,10 @@ def compare(folder: Path | str, **options: Any) -> None:
     assert plan.memory.fraction == pytest.approx(memory.fraction, rel=TOLERANCE)
     assert plan.max_model_len == max_model_len
     if memory.requested_kv_cache is not None:
-        assert (plan.kv_cache.num_blocks, plan.kv_cache.size_bytes) == (kv_cache.num_blocks, kv_cache.size_bytes)
+        assert (plan.kv_cache.pools[0].num_blocks, plan.kv_cache.size_bytes) == (
+            kv_cache.pools[0].num_blocks,
+            kv_cache.size_bytes,
+        )
     else:
         # This process has had other engines: it holds more than one that has just begun, which a plan is made for.
         left = plan.memory.left_for_kv_cache - max(0, memory["process"] - plan.memory["process"])

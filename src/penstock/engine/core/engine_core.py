@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, RpcCall, SchedulerOutput
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCachePool, RpcCall, SchedulerOutput
 from penstock.contract.feature import Feature, features_of, make_side
 from penstock.contract.rpc import WeightChange
 from penstock.engine.core.constrained_requests import ConstrainedRequests
@@ -155,10 +155,14 @@ class EngineCore:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of KV cache per worker, as in `kv_cache_memory_bytes`; of the largest stage with pipeline parallel."""
-        tensors, parallel = self.kv_cache_config.tensors, self.config.parallel
+        parallel = self.config.parallel
         layers = parallel.pipeline_layers or [1] * parallel.pipeline_parallel_size
-        num_largest = -(-len(tensors) * max(layers) // sum(layers))
-        return self.kv_cache_config.size_bytes * num_largest // max(1, len(tensors))
+
+        def of_largest(pool: KVCachePool) -> int:
+            num_tensors = len(pool.tensors)
+            return pool.size_bytes * -(-num_tensors * max(layers) // sum(layers)) // num_tensors
+
+        return sum(map(of_largest, self.kv_cache_config.pools))
 
     @property
     def start_stage_s(self) -> dict[str, float]:

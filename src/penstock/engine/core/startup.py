@@ -19,7 +19,7 @@ from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
 from penstock.executor.base import PhaseTime, describe_phases
 from penstock.observability.units import format_bytes
-from penstock.scheduler.kv_cache_plan import max_concurrency
+from penstock.scheduler.kv_cache_plan import max_concurrency, named_pools
 from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -98,10 +98,9 @@ def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_mode
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
     )
     logger.info(
-        "KV cache: %s, %s blocks of %d tokens; %.1f requests of %s tokens at once",
+        "KV cache: %s, %s; %.1f requests of %s tokens at once",
         format_bytes(kv_cache_config.size_bytes),
-        f"{kv_cache_config.num_blocks:,}",
-        config.cache.block_size * config.parallel.decode_context_parallel_size,
+        " and ".join(f"{pool.num_blocks:,} {name}" for pool, name in named_pools(kv_cache_config)),
         concurrency,
         f"{max_model_len:,}",
     )
@@ -121,9 +120,9 @@ def _check_can_speculate(config: EngineConfig, specs: Mapping[str, KVCacheSpec])
         raise UnsupportedFeature(
             "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."
         )
-    states = [name for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)]
+    states = [name for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec) and not spec.rolls_back]
     if states:
         raise UnsupportedFeature(
             f"speculative_config: {states[0]} keeps a state of each request, which drafts that are rejected would have "
-            "changed. Leave it out with this model."
+            "changed, and cannot roll it back. Leave it out with this model."
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, LocalAttentionSpec, MLAAttentionSpec
 from penstock.device.dtypes import DtypeChoice
 from penstock.observability.units import format_bytes
+from penstock.scheduler.kv_cache_plan import named_pools
 from penstock.worker.memory_plan import MemoryPlan
 
 
@@ -139,7 +140,11 @@ class EnginePlan:
                 "dtype": self.kv_cache_dtype,
                 "bytes_per_token": self.kv_bytes_per_token,
                 "block_size": self.block_size,
-                "num_blocks": self.kv_cache.num_blocks,
+                "num_blocks": sum(pool.num_blocks for pool in self.kv_cache.pools),
+                "pools": [
+                    {"holds": name, "num_blocks": pool.num_blocks, "bytes": pool.size_bytes}
+                    for pool, name in named_pools(self.kv_cache)
+                ],
                 "num_tokens": self.num_tokens,
                 "num_full_length_requests": round(self.concurrency, 2),
             },
@@ -186,13 +191,21 @@ class EnginePlan:
         rows = [
             ("size", format_bytes(self.kv_cache.size_bytes), ""),
             ("per token", format_bytes(self.kv_bytes_per_token), per_token),
-            ("blocks", f"{self.kv_cache.num_blocks:,}", f"of {self.block_size} tokens, one of them empty"),
+            *self._pool_rows(),
             ("tokens that fit", f"{self.num_tokens:,}", ""),
             ("full-length requests", f"{self.concurrency:,.1f}", f"of {self.max_model_len:,} tokens, at once"),
         ]
         return [f"  {name:<34}  {value:>10}  {note}".rstrip() for name, value, note in rows]
 
+    def _pool_rows(self) -> Iterator[tuple[str, str, str]]:
+        for pool, name in named_pools(self.kv_cache):
+            kind, _, size = name.partition(" ")
+            note = f"{size}, one of them empty"
+            if kind == "states":
+                note += "; up to a quarter of the memory beside attention's blocks, as long as requests have use for it"
+            yield kind, f"{pool.num_blocks:,}", note
+
 
 def kv_bytes_per_token(layers: tuple[KVCacheSpec, ...]) -> int:
-    """KV cache per token, in bytes over these layers, without sliding windows."""
-    return sum(spec.page_size_bytes // spec.block_size for spec in layers)
+    """KV cache per token, in bytes over these layers, without sliding windows and recurrent states."""
+    return sum(spec.page_size_bytes // spec.block_size for spec in layers if isinstance(spec, AttentionSpec))

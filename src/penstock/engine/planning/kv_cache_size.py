@@ -12,12 +12,13 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.config.model import AUTO_LENGTH
 from penstock.contract import KVCacheConfig, KVCacheSpec
-from penstock.errors import OutOfMemory, UnsupportedFeature
+from penstock.errors import OutOfMemory
 from penstock.scheduler.kv_cache_plan import (
     bytes_to_serve,
     group_layers,
-    longest_request_in_bytes,
+    longest_request,
     make_kv_cache_config,
+    num_pools,
     plan_kv_cache,
 )
 from penstock.worker.capabilities import allows_options
@@ -32,13 +33,16 @@ def specs_of_all(specs_by_rank: Iterable[Mapping[str, KVCacheSpec]]) -> dict[str
 
 
 def whole_kv_cache_bytes(specs_by_rank: Sequence[Mapping[str, KVCacheSpec]], plans: Sequence[MemoryPlan]) -> int:
-    """Bytes of the largest KV cache over all layers whose part fits on every worker."""
+    """Bytes of a KV cache over all layers whose part fits on every worker; the largest, if there is one pool."""
     groups = group_layers(specs_of_all(specs_by_rank))
-    tensors = make_kv_cache_config(groups, num_blocks=1).tensors
-    return min(
-        plan.kv_cache_bytes * len(tensors) // max(1, sum(any(map(specs.__contains__, t.shared_by)) for t in tensors))
-        for specs, plan in zip(specs_by_rank, plans, strict=True)
-    )
+    whole = make_kv_cache_config(groups, [1] * num_pools(groups))
+    available = []
+    for specs, plan in zip(specs_by_rank, plans, strict=True):
+        pools = zip(whole.pools, whole.of_layers(specs).pools, strict=True)
+        # As if all memory were of the pool of which the worker has most.
+        parts = [plan.kv_cache_bytes * len(pool.tensors) // max(1, len(part.tensors)) for pool, part in pools]
+        available.append(min(parts, default=plan.kv_cache_bytes))
+    return min(available)
 
 
 def choose_max_model_len(
@@ -55,7 +59,7 @@ def choose_max_model_len(
         return config.model.longest_context
     if wanted != AUTO_LENGTH:
         return int(wanted)
-    fits = longest_request_in_bytes(
+    fits = longest_request(
         group_layers(specs),
         plan.kv_cache_bytes if available is None else available,
         limit=config.model.longest_context,
@@ -86,7 +90,11 @@ def size_kv_cache(
         available = min(available, _most_useful_bytes(config, specs, max_model_len))
     try:
         return plan_kv_cache(
-            specs, available, max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens
+            specs,
+            available,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
         )
     except OutOfMemory as error:
         advice = options_that_fit(
@@ -126,8 +134,10 @@ def options_that_fit(
     """
     as_int8 = _with_int8_cache(config, specs)
     needed = bytes_to_serve(group_layers(specs), max_model_len, max_num_batched_tokens)
-    needed_as_int8 = None if as_int8 is None else _bytes_to_serve(as_int8, max_model_len, max_num_batched_tokens)
-    longest = longest_request_in_bytes(
+    needed_as_int8 = (
+        None if as_int8 is None else bytes_to_serve(group_layers(as_int8), max_model_len, max_num_batched_tokens)
+    )
+    longest = longest_request(
         group_layers(specs), available, limit=max_model_len, max_num_batched_tokens=max_num_batched_tokens
     )
     # Ratio of the bytes of all layers to those of the plan's worker.
@@ -145,15 +155,6 @@ def options_that_fit(
     if not found:
         return "No other context length or dtype of the KV cache fits: free memory, or take a smaller model."
     return f"Any of these fits: {'; '.join(found)}."
-
-
-def _bytes_to_serve(specs: Mapping[str, KVCacheSpec], max_model_len: int, max_num_batched_tokens: int) -> int | None:
-    """Bytes of the smallest KV cache for such a request; None if the pages of these layers differ in size."""
-    try:
-        groups = group_layers(specs)
-    except UnsupportedFeature:
-        return None
-    return bytes_to_serve(groups, max_model_len, max_num_batched_tokens)
 
 
 def _larger_cache(plan: MemoryPlan, needed: int) -> Iterator[str]:

@@ -14,6 +14,7 @@ from penstock.contract import (
     ModelRunnerOutput,
     NewRequestData,
     Parts,
+    RecurrentStateSpec,
     SamplingParams,
     SchedulerOutput,
     part_of,
@@ -28,12 +29,16 @@ _FILLING = "replay: earlier positions"
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
 
 
-def num_scratch_blocks(config: KVCacheConfig, positions_per_block: int, max_model_len: int) -> int:
-    """Blocks that a replay needs besides the recorded ones, for positions that no window reaches any more.
+def num_scratch_blocks(config: KVCacheConfig, positions_per_block: int, max_model_len: int) -> list[int]:
+    """Blocks of each pool that a replay needs besides the recorded ones, for positions that no window reaches any more.
 
     positions_per_block: factor of the block size, the size of decode context parallelism.
     """
-    return sum(_num_blocks(group.spec.block_size * positions_per_block, max_model_len) for group in config.groups)
+    counts = [0] * len(config.pools)
+    for group in config.groups:
+        if not isinstance(group.spec, RecurrentStateSpec):
+            counts[group.pool] += _num_blocks(group.spec.block_size * positions_per_block, max_model_len)
+    return counts
 
 
 class ReplayedSteps:
@@ -138,6 +143,9 @@ class ReplayedSteps:
     def _filled_blocks(self, request: NewRequestData, group: int) -> list[int]:
         """Blocks of one group: the request's own, and scratch ones before its window, where it may have none."""
         spec, own = self._groups[group].spec, request.block_ids[group]
+        if isinstance(spec, RecurrentStateSpec):
+            # Those of its own states, and the snapshot that it begins from.
+            return own[: spec.num_own_blocks + request.num_computed_tokens // spec.block_size]
         block_size = spec.block_size * self._positions_per_block
         end = request.num_computed_tokens
         window_begin = spec.first_read(end) if isinstance(spec, AttentionSpec) else 0
@@ -147,11 +155,12 @@ class ReplayedSteps:
         ]
 
     def _scratch_blocks(self, start: Start) -> list[range]:
-        ranges, first = [], start.kv_cache_config.num_blocks
+        ranges, ends = [], [pool.num_blocks for pool in start.kv_cache_config.pools]
         for group in self._groups:
-            count = _num_blocks(group.spec.block_size * self._positions_per_block, start.max_model_len)
-            ranges.append(range(first, first + count))
-            first += count
+            first = ends[group.pool]
+            if not isinstance(group.spec, RecurrentStateSpec):
+                ends[group.pool] += _num_blocks(group.spec.block_size * self._positions_per_block, start.max_model_len)
+            ranges.append(range(first, ends[group.pool]))
         return ranges
 
     def _drafts(self, step: SchedulerOutput) -> dict[str, list[int]]:

@@ -40,6 +40,7 @@ class BatchBuilder:
         self._whole_block_tables = whole_block_tables
         self._requests = requests
         self._block_sizes = tuple(block_tables.block_sizes)
+        self._num_own_blocks = tuple(block_tables.num_own_blocks)
         self._tables = tuple(block_tables.table(group) for group in range(len(self._block_sizes)))
         self._layouts = Layouts(device, buffers, requests, takes_drafts)
         self._layout: BatchLayout
@@ -93,13 +94,18 @@ class BatchBuilder:
 
     def _reach(self, max_seq_len: int) -> None:
         """Set the number of used block table columns from the longest sequence."""
-        widths = [table.shape[1] for table in self._tables]
+        groups = [
+            (size, num_own, table.shape[1] - num_own)
+            for size, num_own, table in zip(self._block_sizes, self._num_own_blocks, self._tables, strict=True)
+        ]
         if self._whole_block_tables:
-            max_seq_len = max((width * size for width, size in zip(widths, self._block_sizes, strict=True)), default=0)
+            max_seq_len = max((width * size for size, _, width in groups), default=0)
         self._num_columns = tuple(
-            max(1, min(-(-max_seq_len // size), width)) for size, width in zip(self._block_sizes, widths, strict=True)
+            num_own + max(1, min(-(-max_seq_len // size), width)) for size, num_own, width in groups
         )
-        covered = (count * size for count, size in zip(self._num_columns, self._block_sizes, strict=True))
+        covered = (
+            (count - num_own) * size for count, (size, num_own, _) in zip(self._num_columns, groups, strict=True)
+        )
         self._capacity = min(covered, default=max_seq_len)
 
     def _wrap(self, layout: BatchLayout, tensors: StepTensors) -> InputBatch:
@@ -117,11 +123,17 @@ class BatchBuilder:
                 *sequences,
                 block_table=block_table,
                 slot_mapping=slot_mapping,
-                max_seq_len_upper_bound=num_columns * block_size if layout.req_ids else 0,
+                max_seq_len_upper_bound=(num_columns - num_own) * block_size if layout.req_ids else 0,
                 block_size=block_size,
+                num_own_blocks=num_own,
             )
-            for block_table, slot_mapping, num_columns, block_size in zip(
-                tensors.block_tables_RB, tensors.slot_mappings_T, self._num_columns, self._block_sizes, strict=True
+            for block_table, slot_mapping, num_columns, block_size, num_own in zip(
+                tensors.block_tables_RB,
+                tensors.slot_mappings_T,
+                self._num_columns,
+                self._block_sizes,
+                self._num_own_blocks,
+                strict=True,
             )
         )
         positions = layout.of_logits_rows(tensors.positions_T)
