@@ -290,8 +290,8 @@ def count_attention(house: House) -> Iterator[Count]:
 def count_calls(house: House) -> Iterator[Count]:
     """Definitions of `collective_rpc`'s parameters, and switches over names of methods.
 
-    A switch compares a value with literals that are names of methods of the workers, or maps two or more of them in a
-    dictionary.
+    A switch compares a value with literals that are names of methods of the workers, or with a constant of the module
+    that has them, or maps two or more of them in a dictionary.
     """
     definitions = [
         place
@@ -303,12 +303,16 @@ def count_calls(house: House) -> Iterator[Count]:
     methods = {node.name for node in worker if isinstance(node, Function) and not _is_property(node)}
     methods |= set(_texts(*rpc))
     # Words that are also names of other things.
-    methods -= {"profile", "execute_model", "load_model"}
+    methods -= {"profile", "execute_model", "load_model", "check_health"}
     places = []
     for file, nodes in house.nodes.items():
+        constants = {
+            ast.unparse(one.targets[0]): one.value for one in house.trees[file].body if isinstance(one, ast.Assign)
+        }
         for node in nodes:
             if isinstance(node, ast.Compare):
-                named = methods.intersection(_texts(*chain.from_iterable(map(ast.walk, node.comparators))))
+                others = [constants.get(getattr(one, "id", ""), one) for one in node.comparators]
+                named = methods.intersection(_texts(*chain.from_iterable(map(ast.walk, others))))
                 is_switch = bool(named)
             elif isinstance(node, ast.Dict):
                 named = methods.intersection(_texts(*(key for key in node.keys if key is not None)))

@@ -70,11 +70,16 @@ class RpcCall:
             )
 
     @property
+    def method_name(self) -> str:
+        """Name of the method; "" for a function, whatever its name."""
+        return self.method if isinstance(self.method, str) else ""
+
+    @property
     def name(self) -> str:
-        """Name of the method, for errors."""
+        """Name of the method or function, for errors."""
         return self.method if isinstance(self.method, str) else getattr(self.method, "__name__", repr(self.method))
 
     @property
     def effects(self) -> RpcEffects:
         """Effects of the method; none of a function."""
-        return EFFECTS.get(self.method, _NO_EFFECTS) if isinstance(self.method, str) else _NO_EFFECTS
+        return EFFECTS.get(self.method_name, _NO_EFFECTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +29,7 @@ class DeploymentServices(NamedTuple):
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
 
-class DeploymentFeature(ABC):
+class DeploymentFeature:
     """Deployment side of a feature."""
 
     def resolve(self, parts: Parts, *, is_admitted: bool) -> Parts:
@@ -40,9 +39,10 @@ class DeploymentFeature(ABC):
         """
         return parts
 
-    @abstractmethod
     def call(self, call: RpcCall) -> list[Any]:
-        """Answer a call of one of the feature's `deployment_methods`."""
+        """Answer a call of one of the feature's `deployment_methods`, by the method of its name."""
+        answers: list[Any] = getattr(self, call.name)(*call.args, **call.kwargs)
+        return answers
 
     def calls_of_new_core(self) -> Iterable[RpcCall]:
         """Calls of the feature's scheduler side in a core that replaces a lost one."""
@@ -98,8 +98,8 @@ class DeploymentFeatures:
 
         Raises InvalidRequest for a method of a feature that is off.
         """
-        side = self._by_method.get(call.name)
-        if side is None and (why := why_no_method(call.name, of_deployment=True)) is not None:
+        side = self._by_method.get(call.method_name)
+        if side is None and (why := why_no_method(call.method_name, of_deployment=True)) is not None:
             raise InvalidRequest(why)
         return side
 

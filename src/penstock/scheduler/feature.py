@@ -63,8 +63,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         return False
 
     def call(self, call: RpcCall) -> list[Any]:
-        """Answer a call of the feature's deployment side, between two steps."""
-        raise NotImplementedError(f"{type(self).__name__} has no method {call.name!r}")
+        """Answer a call of the feature's deployment side, between two steps, by the method of its name."""
+        answers: list[Any] = getattr(self, call.name)(*call.args, **call.kwargs)
+        return answers
 
 
 class SchedulerServices(NamedTuple):

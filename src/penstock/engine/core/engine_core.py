@@ -380,7 +380,7 @@ class EngineCore:
             self._recover_lost()
         engine = self._require_alive()
         effects, by_method = call.effects, self._features_by_method
-        feature = by_method.get(call.name) if self._deployment is None else self._deployment.side_of(call)
+        feature = by_method.get(call.method_name) if self._deployment is None else self._deployment.side_of(call)
         if feature is not None:
             if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
                 # Workers hold the state of requests until a step tells them that these have ended.

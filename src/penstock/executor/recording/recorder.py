@@ -42,10 +42,6 @@ from penstock.worker.arithmetic import describe_arithmetic
 logger = logging.getLogger(__name__)
 
 
-# Calls whose argument is an adapter, or the key of one.
-_OF_ADAPTERS = ("add_lora", "prefetch_lora", "remove_lora")
-
-
 @dataclass(slots=True)
 class _Window:
     """Recording that is about to begin.
@@ -131,7 +127,8 @@ class Recorder:
         """Record a call that changed the workers' weights or adapters; others leave no entry."""
         if not call.effects.is_recorded:
             return
-        (adapter,) = call.args if call.name in _OF_ADAPTERS else (None,)
+        # Recorded calls that leave the weights as they are have an adapter, or its number, as their argument.
+        (adapter,) = call.args if call.effects.weights is None else (None,)
         if isinstance(adapter, LoRARequest):
             self._adapters[adapter.key] = msgspec.structs.replace(adapter, load_inplace=True)
             self._write(Called(method=call.name, adapter=self._shown(adapter)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -77,19 +77,6 @@ class AdapterList(DeploymentFeature):
         resolved = replace(part, identity=listed.identity, lora_path=listed.lora_path, stamp=listed.stamp)
         return Parts({**parts, part.feature: resolved})
 
-    def call(self, call: RpcCall) -> list[Any]:
-        """Answer a call of the adapters' methods."""
-        functions: dict[str, Callable[..., list[Any]]] = {
-            "add_lora": self._add,
-            "prefetch_lora": self._prefetch,
-            "offer_loras": self._offer,
-            "remove_lora": self._remove,
-            "pin_lora": self._pin,
-            "known_loras": self._known,
-            "take_lora_number": self._take_number,
-        }
-        return functions[call.name](*call.args, **call.kwargs)
-
     def calls_of_new_core(self) -> Iterator[RpcCall]:
         """Calls that a replacement core needs; it reads other adapters when their requests need them."""
         for adapter in self._state.adapters:
@@ -99,7 +86,7 @@ class AdapterList(DeploymentFeature):
             if is_pinned:
                 yield RpcCall("pin_lora", (adapter,))
 
-    def _add(self, lora_request: LoRARequest, *, owns_name: bool = False) -> list[bool]:
+    def add_lora(self, lora_request: LoRARequest, *, owns_name: bool = False) -> list[bool]:
         """Load an adapter, and list it. owns_name: refuse a name that another number has."""
         number = lora_request.lora_int_id
         if owns_name and any(
@@ -127,25 +114,25 @@ class AdapterList(DeploymentFeature):
             return [True]
         return [False]
 
-    def _prefetch(self, lora_request: LoRARequest) -> list[LoRARequest]:
+    def prefetch_lora(self, lora_request: LoRARequest) -> list[LoRARequest]:
         """Start loading an adapter, which is listed once it is added. Returns it with its identity."""
         adapter = self._identified(lora_request)
         self._call(RpcCall("prefetch_lora", (adapter,)))
         return [_without_tensors(adapter)]
 
-    def _offer(self, lora_requests: Sequence[LoRARequest]) -> list[None]:
+    def offer_loras(self, lora_requests: Sequence[LoRARequest]) -> list[None]:
         """List adapters that are loaded once requests use them; each number once, so that removed ones stay so."""
         for request in lora_requests:
             number = request.lora_int_id
             if number in self._state.offered:
                 continue
             if self._by_number(number) is not None:
-                (number,) = self._take_number()
+                (number,) = self.take_lora_number()
             adapter = self._identified(replace(request, lora_int_id=number))
             self._list(adapter, offered=self._state.offered | {request.lora_int_id})
         return [None]
 
-    def _remove(self, lora_id: int) -> list[bool]:
+    def remove_lora(self, lora_id: int) -> list[bool]:
         adapter = self._by_number(lora_id) or self._loading.get(lora_id)
         if adapter is None:
             return [False]
@@ -160,19 +147,19 @@ class AdapterList(DeploymentFeature):
         self._change(adapters=self._others(lora_id), pinned=self._state.pinned - {lora_id})
         return [True]
 
-    def _pin(self, lora_id: int) -> list[bool]:
+    def pin_lora(self, lora_id: int) -> list[bool]:
         adapter = self._by_number(lora_id)
         if adapter is None or not all(self._call(RpcCall("pin_lora", (adapter,)))):
             return [False]
         self._change(pinned=self._state.pinned | {lora_id})
         return [True]
 
-    def _known(self) -> list[list[LoRARequest]]:
+    def known_loras(self) -> list[list[LoRARequest]]:
         """The adapters by number, without tensors."""
         adapters = sorted(self._state.adapters, key=lambda one: one.lora_int_id)
         return [[_without_tensors(one) for one in adapters]]
 
-    def _take_number(self) -> list[int]:
+    def take_lora_number(self) -> list[int]:
         """A number that no adapter of this deployment has had, for a caller that chooses none."""
         number = self._state.last_number + 1
         if number > MAX_NUMBER:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -148,16 +147,6 @@ class LoRAScheduling(SchedulerFeature):
             held.is_loaded = all(state is None for state in states[key])
         return states
 
-    def call(self, call: RpcCall) -> list[Any]:
-        """Call a method for an adapter that has its identity, for the `AdapterList`."""
-        functions: dict[str, Callable[[LoRARequest], list[Any]]] = {
-            "add_lora": self._add,
-            "prefetch_lora": self._prefetch,
-            "remove_lora": self._remove,
-            "pin_lora": self._pin,
-        }
-        return functions[call.name](*call.args)
-
     def after_step(self) -> None:
         """Drop removed adapters which no request uses any more."""
         if not self._removed:
@@ -184,7 +173,7 @@ class LoRAScheduling(SchedulerFeature):
         else:
             held.has_begun = True
 
-    def _add(self, adapter: LoRARequest) -> list[bool]:
+    def add_lora(self, adapter: LoRARequest) -> list[bool]:
         held = self._held.get(adapter.key)
         try:
             answers: list[bool] = self._call(RpcCall("add_lora", (adapter,)))
@@ -198,7 +187,7 @@ class LoRAScheduling(SchedulerFeature):
         held.is_loaded = held.has_begun = True
         return answers
 
-    def _prefetch(self, adapter: LoRARequest) -> list[None]:
+    def prefetch_lora(self, adapter: LoRARequest) -> list[None]:
         held = self._held.get(adapter.key)
         if held is not None and adapter.load_inplace:
             return self._call(RpcCall("prefetch_lora", (adapter,)))
@@ -206,13 +195,13 @@ class LoRAScheduling(SchedulerFeature):
         self._begin(held)
         return [None] if held.has_begun else self._call(RpcCall("prefetch_lora", (held.request,)))
 
-    def _remove(self, adapter: LoRARequest) -> list[None]:
+    def remove_lora(self, adapter: LoRARequest) -> list[None]:
         """Remove an adapter; requests that wait or run keep it until they end."""
         self._removed.add(adapter.key)
         self.after_step()
         return [None]
 
-    def _pin(self, adapter: LoRARequest) -> list[bool]:
+    def pin_lora(self, adapter: LoRARequest) -> list[bool]:
         if adapter.key in self._held:
             self._limit.check_pin(adapter.key, adapter.lora_name)
         answers: list[bool] = self._call(RpcCall("pin_lora", (adapter.key,)))
