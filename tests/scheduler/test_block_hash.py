@@ -74,6 +74,29 @@ def test_the_keys_of_a_part_change_all_hashes_and_the_rest_of_it_changes_none() 
         assert not set(other) & set(adapted)
 
 
+class _Image(Part, frozen=True, kw_only=True):
+    feature: ClassVar[str] = "image"
+    name: str
+    position: int
+
+    def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
+        return (self.name,) if start <= self.position < stop else ()
+
+
+def test_keys_of_a_block_change_its_hash_and_those_after_it() -> None:
+    def hashes(name: str, position: int) -> list[bytes]:
+        request = make_request("r", [1] * 12, parts=Parts.of([_Image(name=name, position=position)]))
+        BlockHasher(4).extend(request)
+        return request.block_hashes
+
+    plain, first, other = hashes_of([1] * 12, None), hashes("a", 5), hashes("b", 5)
+    assert plain[0] == first[0] == other[0]
+    assert not {*plain[1:]} & {*first[1:]}
+    assert not {*first[1:]} & {*other[1:]}
+    assert hashes("a", 6) == first
+    assert hashes("a", 9)[:2] == plain[:2]
+
+
 def test_a_salt_enters_with_the_first_block_only() -> None:
     hasher = BlockHasher(4)
     first, second = hashes_of([1] * 8, "a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
@@ -80,15 +81,16 @@ def steps_with(feature: SchedulerFeature, num_steps: int = 8) -> list[SchedulerO
     )
     for name in ("a", "b"):
         scheduler.add_request(make_request(name, PROMPT, max_tokens=30, ignore_eos=True))
-    steps = []
+    steps, computed = [], Counter[str]()
     for _ in range(num_steps):
         message = decode(encode(scheduler.schedule()), SchedulerOutput)
         steps.append(message)
         req_ids = list(message.num_scheduled_tokens)
+        computed.update(message.num_scheduled_tokens)
         results = SampledOutput(
             step_id=message.step_id,
             req_ids=req_ids,
-            sampled_token_ids=[[5] for _ in req_ids],
+            sampled_token_ids=[[5] if computed[req_id] >= len(PROMPT) else [] for req_id in req_ids],
             parts=message.parts,
         )
         scheduler.update_from_output(message, results)
@@ -132,6 +134,27 @@ def test_a_request_has_its_parts_again_after_a_preemption() -> None:
     [new] = driver.turn().scheduled_new_reqs
     assert new.parts == {"count": CountPart(step_id=7)}
     driver.drain()
+
+
+class InPieces(Counting):
+    """Lets a step compute up to three tokens of a prompt, and none of it in the step that it names."""
+
+    def __init__(self, step_without: int = -1) -> None:
+        super().__init__()
+        self._step_without = step_without
+
+    def chunk(self, request: Request, start: int, num_tokens: int) -> int:
+        return 0 if len(self.seen) == self._step_without else min(num_tokens, 3)
+
+
+def test_a_feature_shortens_the_chunks_of_prompts_and_leaves_decodes_alone() -> None:
+    whole = -(-len(PROMPT) // 3)
+    counts = [set(step.num_scheduled_tokens.values()) for step in steps_with(InPieces(), whole + 3)]
+    assert counts[:whole] == [{min(3, len(PROMPT) - 3 * number)} for number in range(whole)]
+    assert counts[whole:] == [{1}] * 3
+    steps = steps_with(InPieces(step_without=1), 3)
+    assert [bool(step.num_scheduled_tokens) for step in steps] == [True, False, True]
+    assert not any(step.num_scheduled_tokens for step in steps_with(InPieces(step_without=0), 1))
 
 
 class OneAtATime(Counting):

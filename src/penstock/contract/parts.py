@@ -40,6 +40,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         """Return extra keys of block hashes: only requests with equal keys share cached prefixes."""
         return ()
 
+    def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
+        """Return extra keys of the block of the tokens from start to stop, such as of an image among them.
+
+        Blocks after it are shared by requests with equal keys of it alone, too.
+        """
+        return ()
+
 
 _AnyPart = TypeVar("_AnyPart", bound=Part)
 _types: dict[str, type[Part]] = {}

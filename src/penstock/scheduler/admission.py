@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.config import SchedulerConfig
-from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.feature import Chunks, SchedulerFeature
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_lists import RequestLists
@@ -30,6 +30,7 @@ class Admission:
         in_flight: StepsInFlight,
         kv_cache: KVCacheManager,
         features: Sequence[SchedulerFeature],
+        chunks: Chunks,
         break_off: Callable[[Request, Exception], None],
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
@@ -38,6 +39,7 @@ class Admission:
         self._in_flight = in_flight
         self._kv_cache = kv_cache
         self._features = features
+        self._chunks = chunks
         self._break_off = break_off
 
     def admit_to(self, step: StepBuilder) -> None:
@@ -82,7 +84,8 @@ class Admission:
         if not self._kv_cache.has_room_for(request, hit):
             return False
         num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
-        if num_tokens < request.num_tokens - hit.num_tokens and not self._runs_chunks:
+        num_tokens = self._chunks.length(request, hit.num_tokens, num_tokens)
+        if not num_tokens or (num_tokens < request.num_tokens - hit.num_tokens and not self._runs_chunks):
             return False
         if not all(feature.admits(request, step.requests) for feature in self._features):
             return False

@@ -33,7 +33,7 @@ class BlockHasher:
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
         parent = hashes[-1] if hashes else ROOT_HASH
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            parent = self.hash_block(parent, tokens[start : start + size], extra_keys(request, start))
+            parent = self.hash_block(parent, tokens[start : start + size], extra_keys(request, start, start + size))
             hashes.append(parent)
 
     def hash_block(self, parent_hash: bytes, token_ids: Sequence[int], extra: ExtraKeys = ()) -> bytes:
@@ -43,17 +43,17 @@ class BlockHasher:
         return hashlib.sha256(content + msgspec.msgpack.encode(extra) if extra else content).digest()
 
 
-def extra_keys(request: Request, start: int) -> ExtraKeys:
-    """Return the extra keys of the block that begins at position `start`.
+def extra_keys(request: Request, start: int, stop: int) -> ExtraKeys:
+    """Return the extra keys of the block of the positions from start to stop.
 
     Keys of a whole request (its salt; an adapter's name) belong to the first block only, since the others inherit them
     through their parent.
     """
-    if start > 0:
-        return ()
-    salt = () if request.cache_salt is None else (("cache_salt", request.cache_salt),)
+    salt = () if start or request.cache_salt is None else (("cache_salt", request.cache_salt),)
     if request.parts is None:
         return salt
     return salt + tuple(
-        (f"part:{name}", key) for name, part in sorted(request.parts.items()) for key in part.block_keys()
+        (f"part:{name}", key)
+        for name, part in sorted(request.parts.items())
+        for key in (*(() if start else part.block_keys()), *part.keys_of_block(start, stop))
     )

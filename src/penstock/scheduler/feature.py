@@ -28,6 +28,14 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """
         return True
 
+    def chunk(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of a request's next tokens, which begin at position start, the step may compute.
+
+        At most num_tokens; fewer end a chunk before an item that is not due, or may not be cut. 0 keeps a running
+        request out of the step, and a waiting one in the queue, with those after it.
+        """
+        return num_tokens
+
     def begin_admission(self, running: Sequence[Request]) -> None:  # noqa: B027
         """Note the running requests of a step, before waiting ones are admitted to it."""
 
@@ -66,6 +74,19 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """Answer a call of the feature's deployment side, between two steps, by the method of its name."""
         answers: list[Any] = getattr(self, call.name)(*call.args, **call.kwargs)
         return answers
+
+
+class Chunks:
+    """Lengths of chunks, as features that override `SchedulerFeature.chunk` allow them."""
+
+    def __init__(self, features: Sequence[SchedulerFeature]) -> None:
+        self._features = [one for one in features if type(one).chunk is not SchedulerFeature.chunk]
+
+    def length(self, request: Request, start: int, num_tokens: int) -> int:
+        """As `SchedulerFeature.chunk`, of all features."""
+        for feature in self._features:
+            num_tokens = feature.chunk(request, start, num_tokens)
+        return num_tokens
 
 
 class SchedulerServices(NamedTuple):

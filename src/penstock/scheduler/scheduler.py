@@ -13,7 +13,7 @@ from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.draft_budget import NO_SPECULATION, Speculation
-from penstock.scheduler.feature import SchedulerFeatureFactory
+from penstock.scheduler.feature import Chunks, SchedulerFeatureFactory
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.repetition import RepeatedSteps
@@ -82,8 +82,9 @@ class Scheduler:
         self._next_step_id = 0
         self._num_computed_tokens = 0
         self.features = [make_feature(self) for make_feature in features]
+        self._chunks = Chunks(self.features)
         self._admission = Admission(
-            config, self._requests, self._in_flight, self.kv_cache, self.features, self._break_off
+            config, self._requests, self._in_flight, self.kv_cache, self.features, self._chunks, self._break_off
         )
         self._repetition = RepeatedSteps(
             config,
@@ -370,9 +371,11 @@ class Scheduler:
             num_tokens -= request.num_computed_tokens
             if num_tokens > step.token_budget:
                 num_tokens = step.token_budget
-            if num_tokens <= 0:
-                continue
             try:
+                if request.num_computed_tokens < request.num_prompt_tokens:
+                    num_tokens = self._chunks.length(request, request.num_computed_tokens, num_tokens)
+                if num_tokens <= 0:
+                    continue
                 new_block_ids: tuple[list[int], ...] | None = None
                 if request.num_computed_tokens + num_tokens > request.kv_capacity:
                     new_block_ids = (
