@@ -81,8 +81,8 @@ def count_knots(house: House) -> Iterator[Count]:
 # Files of a step.
 
 
-def files_of_step(num_steps: int = 8) -> list[str]:
-    """Files with a function that one repeated greedy decode step of one request calls, in the order of the first call.
+def files_of_step(num_steps: int = 8) -> dict[str, list[str]]:
+    """Files that one repeated greedy decode step of one request calls, in the order of the first call: its functions.
 
     The request is one of the demo model, in an engine core in this process, on the CPU. The step begins no block.
     """
@@ -91,12 +91,14 @@ def files_of_step(num_steps: int = 8) -> list[str]:
     from penstock.engine.core.engine_core import EngineCore
     from penstock.engine.messages import EngineRequest
 
-    files: dict[str, None] = {}
+    files: dict[str, list[str]] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
         path = frame.f_code.co_filename
         if event == "call" and path.startswith(str(SOURCE)):
-            files[Path(path).relative_to(SOURCE).as_posix()] = None
+            functions = files.setdefault(Path(path).relative_to(SOURCE).as_posix(), [])
+            if frame.f_code.co_name not in functions:
+                functions.append(frame.f_code.co_name)
 
     core = EngineCore(EngineConfig.create("demo", device="cpu", kv_cache_memory_bytes="8MiB"))
     try:
@@ -112,11 +114,11 @@ def files_of_step(num_steps: int = 8) -> list[str]:
         assert len(output.new_token_ids) == 1, "the traced step gives one token"
     finally:
         core.close()
-    return list(files)
+    return files
 
 
 def count_files_of_step(_: House) -> Iterator[Count]:
-    files = files_of_step()
+    files = [f"{file}: {', '.join(functions)}" for file, functions in files_of_step().items()]
     of_runner = [file for file in files if file.startswith(("runner/", "step/", "features/"))]
     of = "`runner/`, `step/` and features"
     yield Count(f"files of {of} that a repeated decode step calls", len(of_runner), 10, of_runner)
