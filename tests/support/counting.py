@@ -16,6 +16,7 @@ from penstock.config import EngineConfig
 from penstock.device.base import PeakMemory
 from penstock.device.cpu import CpuDevice
 from penstock.parallel import ParallelState
+from penstock.runner.model_runner import RunnerLimits
 from penstock.worker.feature import WorkerServices
 from penstock.worker.memory_plan import MemoryTerm
 from penstock.worker.profile import measure_step
@@ -58,10 +59,8 @@ def plan_and_run(folder: Path | str, **options: object) -> tuple[UnloadedModel, 
     worker = Worker(config, ParallelState())
     worker.init_device()
     worker.load_model()
-    limits, weights = worker._limits(worker._longest_context()), worker.weights
-    services = WorkerServices(
-        config, CountingDevice(), weights.language_model, worker.dtype.torch_dtype, limits.max_num_reqs + 1
-    )
+    limits, weights = RunnerLimits.of(config, config.model.planned_context), worker.weights
+    services = WorkerServices(config, CountingDevice(), weights.language_model, worker.dtype.torch_dtype)
     step = measure_step(services, weights.layers, worker.get_kv_cache_spec(), limits, weights.speculator)
     unloaded = measure_unloaded(config, ParallelState(), "cpu", worker.dtype, limits)
     assert unloaded.specs == worker.get_kv_cache_spec()

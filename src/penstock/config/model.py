@@ -250,6 +250,11 @@ class ModelConfig:
         return self._context_field is not None or self.hf_config.get("model_type") in _DEFAULT_CONTEXTS
 
     @property
+    def planned_context(self) -> int:
+        """Context length that memory is planned for: `max_model_len`, or the model's longest one."""
+        return self.max_model_len if isinstance(self.max_model_len, int) else self.longest_context
+
+    @property
     def longest_context(self) -> int:
         """Longest context of the model in tokens, with rotary scaling."""
         name = self._context_field or _CONTEXT_FIELDS[0]

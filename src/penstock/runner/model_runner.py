@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.attention import CacheLayer
-from penstock.config import GraphConfig, SamplingConfig
+from penstock.config import EngineConfig, GraphConfig, SamplingConfig
 from penstock.config.graphs import FULL
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
 from penstock.contract.step_checks import StepChecks
@@ -58,6 +58,18 @@ class RunnerLimits:
     vocab_size: int
     max_drafts: int = 0
     max_concurrent_steps: int = 1
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int) -> RunnerLimits:
+        """Sizes of an engine."""
+        return cls(
+            max_num_reqs=config.scheduler.max_num_seqs,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=config.model.vocab_size,
+            max_drafts=config.speculative.num_speculative_tokens,
+            max_concurrent_steps=config.max_concurrent_batches,
+        )
 
 
 class ModelRunner:

@@ -197,8 +197,7 @@ def _read(
     reaches_heads: whether to run the output projection too.
     """
     # The model has rotary factors for no more positions than the engine serves.
-    longest = config.max_model_len if isinstance(config.max_model_len, int) else config.longest_context
-    max_tokens = min(_MAX_TOKENS, longest - 1)
+    max_tokens = min(_MAX_TOKENS, config.planned_context - 1)
     runner = ModelRunner(
         device,
         model,

@@ -13,7 +13,6 @@ from penstock.checkpoints.json_file import typed_field
 from penstock.checkpoints.resolve import SHIPPED_HEADS
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
-from penstock.config.model import AUTO_LENGTH
 from penstock.config.speculative import HEAD_METHODS, MODEL_METHODS
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice
@@ -108,7 +107,7 @@ def aux_layers_of_head(config: EngineConfig, target: nn.Module, parallel: Parall
     return aux_layers_of(ConfigFields(head), target.config.num_layers)
 
 
-def layers_of_target(target: nn.Module, parallel: ParallelState) -> range:
+def layers_of_target(target: object, parallel: ParallelState) -> range:
     """Return this stage's decoder layers; empty for models without auxiliary hidden states."""
     if not isinstance(target, DecoderForCausalLM):
         return range(0)
@@ -140,8 +139,7 @@ def _drafter_config(config: EngineConfig) -> ModelConfig | None:
     method, target = config.speculative.method, config.model
     if method not in MODEL_METHODS:
         return None
-    wanted = target.max_model_len
-    length = target.longest_context if wanted is None or wanted == AUTO_LENGTH else int(wanted)
+    length = target.planned_context
     if method == "draft_model":
         drafter = _named(config, model_impl="auto")
         if runs_through_transformers(drafter) and config.parallel.tensor_parallel_size > 1:

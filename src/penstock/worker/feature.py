@@ -22,13 +22,17 @@ from penstock.worker.memory_plan import MemoryTerm
 
 @dataclass(frozen=True, slots=True)
 class WorkerServices:
-    """What a worker gives to a feature. dtype: of the model's activations. num_slots: slots of requests and padding."""
+    """What a worker gives to a feature. dtype: of the model's activations."""
 
     config: EngineConfig
     device: Device
     model: LanguageModel
     dtype: torch.dtype
-    num_slots: int
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of requests, and of padding."""
+        return self.config.scheduler.max_num_seqs + 1
 
 
 class WorkerFeature:

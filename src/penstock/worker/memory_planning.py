@@ -14,8 +14,6 @@ from penstock.models.attention_layers import most_query_heads
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
-from penstock.runner.stage import num_noted_before
-from penstock.worker.drafter import layers_of_target
 from penstock.worker.feature import WorkerServices
 from penstock.worker.memory_plan import (
     MemoryPlan,
@@ -83,10 +81,9 @@ def plan_memory(
     """
     tensors = _measure_without_memory(config, parallel, dtype, limits) if device.kind == "cpu" else None
     if tensors is None:
-        services = WorkerServices(config, device, weights.language_model, dtype.torch_dtype, limits.max_num_reqs + 1)
+        services = WorkerServices(config, device, weights.language_model, dtype.torch_dtype)
         step = measure_step(services, weights.layers, weights.kv_cache_specs, limits, weights.speculator)
-        num_aux = num_noted_before(weights.speculator.aux_layers, layers_of_target(weights.model, parallel))
-        tensors = terms_of_model(services, parallel, 0, step, limits, num_aux)
+        tensors = terms_of_model(services, parallel, 0, step, limits, weights.speculator)
     # Free memory in torch's cache is not available to the KV cache.
     device.return_unused_memory()
     library_bytes = device.library_bytes(start)

@@ -23,7 +23,8 @@ from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.thinking_budget import ThinkingBudget
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
-from penstock.runner.stage import receive_buffer_bytes
+from penstock.runner.stage import num_noted_before, receive_buffer_bytes
+from penstock.worker.drafter import layers_of_target
 from penstock.worker.feature import WorkerFeatures, WorkerServices, memory_of_features
 from penstock.worker.memory_plan import MemoryTerm
 
@@ -89,18 +90,19 @@ def terms_of_model(
     weights_bytes: int,
     step: Sequence[MemoryTerm],
     limits: RunnerLimits,
-    num_aux_received: int,
+    speculator: Speculator,
 ) -> tuple[MemoryTerm, ...]:
-    """Return the terms of a model on one rank. num_aux_received: auxiliary hidden states of earlier stages."""
-    config = services.config
+    """Return the terms of a model on one rank. step: `measure_step`."""
+    config, model = services.config, services.model
+    num_aux = num_noted_before(speculator.aux_layers, layers_of_target(model, parallel))
     received = receive_buffer_bytes(
-        parallel.pipeline, limits.max_num_tokens, config.model.hidden_size, services.dtype, num_aux_received
+        parallel.pipeline, limits.max_num_tokens, config.model.hidden_size, services.dtype, num_aux
     )
     return (
         MemoryTerm("weights", weights_bytes, "weights"),
         *step,
         MemoryTerm("receive_buffer", received, "received hidden states"),
-        *memory_of_features(config, services.model, services.device.kind, services.dtype),
+        *memory_of_features(config, model, services.device.kind, services.dtype),
     )
 
 

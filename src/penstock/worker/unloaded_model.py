@@ -23,11 +23,9 @@ from penstock.models.attention_layers import cache_layers, most_query_heads
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.speculative.create import create_speculator
-from penstock.runner.stage import num_noted_before
 from penstock.worker.drafter import (
     aux_layers_of_head,
     drafted_specs,
-    layers_of_target,
     load_drafter_without_memory,
     place_for_drafter,
 )
@@ -86,7 +84,7 @@ def measure_unloaded(
             aux_layers = aux_layers_of_head(config, model, parallel)
             speculator = create_speculator(config.speculative, device, config.model.vocab_size, drafter, aux_layers)
             layers = {**layers, **speculator.cache_layers()}
-            services = WorkerServices(config, device, model, dtype.torch_dtype, limits.max_num_reqs + 1)
+            services = WorkerServices(config, device, model, dtype.torch_dtype)
             step = measure_step(services, layers, specs, limits, speculator)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # from operators that need values
         raise NotOnMeta(
@@ -101,7 +99,7 @@ def measure_unloaded(
             sum(weights_size_bytes(part) for part in (model, drafter) if part is not None),
             step,
             limits,
-            num_noted_before(speculator.aux_layers, layers_of_target(model, parallel)),
+            speculator,
         ),
         lookups=sum(_lookup_bytes(part) for part in (model, drafter) if part is not None),
         specs=specs,

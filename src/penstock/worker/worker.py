@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.config import EngineConfig
-from penstock.config.model import AUTO_LENGTH, GENERATE
+from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature
@@ -103,19 +103,20 @@ class Worker(WorkerBase):
         return self.weights.kv_cache_specs
 
     def determine_available_memory(self) -> MemoryPlan:
-        start, limits = self._required(self._start, "init_device"), self._limits(self._longest_context())
+        start = self._required(self._start, "init_device")
+        limits = RunnerLimits.of(self.config, self.config.model.planned_context)
         return plan_memory(self.config, self.parallel, self.device, self.dtype, self.weights, limits, start)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         weights, layers = self.weights, self.weights.layers
-        services = self._services(max_model_len)
+        services = WorkerServices(self.config, self.device, weights.language_model, self.dtype.torch_dtype)
         self._features = features = WorkerFeatures(services)
         self._runner = ModelRunner(
             self.device,
             weights.language_model,
             layers,
             kv_cache_config.of_layers(layers) if self.parallel.pipeline.size > 1 else kv_cache_config,
-            self._limits(max_model_len),
+            RunnerLimits.of(self.config, max_model_len),
             attention_backend=self.config.device.attention_backend,
             sampling=self.config.sampling,
             fast_paths=self.config.scheduler.fast_paths != "off",
@@ -300,10 +301,6 @@ class Worker(WorkerBase):
     def runner(self) -> ModelRunner:
         return self._required(self._runner, "initialize_from_config")
 
-    def _services(self, max_model_len: int) -> WorkerServices:
-        model, dtype = self.weights.language_model, self.dtype.torch_dtype
-        return WorkerServices(self.config, self.device, model, dtype, self._limits(max_model_len).max_num_reqs + 1)
-
     def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:
             return NO_PIPELINE
@@ -324,22 +321,6 @@ class Worker(WorkerBase):
                 f"Worker {self.rank} is not ready for this call: {method} must come first (or it was shut down)."
             )
         return part
-
-    def _longest_context(self) -> int:
-        """Return the context length to plan for: the configured one, else the model's own."""
-        wanted = self.config.model.max_model_len
-        return self.config.model.longest_context if wanted is None or wanted == AUTO_LENGTH else int(wanted)
-
-    def _limits(self, max_model_len: int) -> RunnerLimits:
-        scheduler = self.config.scheduler
-        return RunnerLimits(
-            max_num_reqs=scheduler.max_num_seqs,
-            max_num_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            vocab_size=self.config.model.vocab_size,
-            max_drafts=self.num_speculative_tokens,
-            max_concurrent_steps=self.config.max_concurrent_batches,
-        )
 
 
 def _give_back(device: Device) -> None:

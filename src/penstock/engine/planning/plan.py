@@ -64,7 +64,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     check_tensor_parallel_size(config)
     tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
     dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)
-    limits = _limits(config)
+    limits = RunnerLimits.of(config, config.model.planned_context)
     places = _first_ranks(config)
     stages = [measure_unloaded(config, place, device, dtype, limits, tensors) for place in places]
     plans = [_plan_memory(config, stage, limits, device) for stage in stages]
@@ -178,18 +178,6 @@ def _plan_processors(config: EngineConfig, limits: RunnerLimits) -> int:
         return 0
     with closing(CpuDevice(config.device.num_threads)) as device:
         return measure_logits_processors(config.sampling, device, limits)
-
-
-def _limits(config: EngineConfig) -> RunnerLimits:
-    wanted = config.model.max_model_len
-    return RunnerLimits(
-        max_num_reqs=config.scheduler.max_num_seqs,
-        max_num_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=wanted if isinstance(wanted, int) else config.model.longest_context,
-        vocab_size=config.model.vocab_size,
-        max_drafts=config.speculative.num_speculative_tokens,
-        max_concurrent_steps=config.max_concurrent_batches,
-    )
 
 
 def _memory_of(device: str, num_ranks: int) -> MemoryLimit:
