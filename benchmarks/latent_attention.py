@@ -23,6 +23,7 @@ import torch
 from benchmarks.ceilings import Ceilings
 from benchmarks.long_context import Turns, decodes, fill
 from benchmarks.machine import described, machine
+from penstock.attention import NO_CONTEXT
 from penstock.config import EngineConfig
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
@@ -97,7 +98,7 @@ def measure_step(clock: Turns, folder: str, arguments: argparse.Namespace) -> fl
 
     def run() -> None:
         context = cache.make_context(SimpleNamespace(sequences=geometry, geometry=[geometry]))
-        model.compute_logits(runner.execution.programs.run(model, inputs, context))
+        model.compute_logits(runner.execution.programs.run(model, inputs, context), NO_CONTEXT)
 
     seconds, speed = clock.time(run)
     latents = arguments.context * cache.config.size_bytes // cache.config.pools[0].num_blocks // _BLOCK_SIZE

@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.ceilings import Ceilings
 from benchmarks.machine import described, machine, save
 from benchmarks.peers.shapes import SHAPES
-from penstock.attention import AttentionStep, Heads, LayerAttention, StepGeometry
+from penstock.attention import NO_CONTEXT, AttentionStep, Heads, LayerAttention, StepGeometry
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.config import EngineConfig
 from penstock.contract import RpcCall, SamplingParams
@@ -190,7 +190,7 @@ def measure_step(clock: Turns, dtype: str, batch: int, context: int, threads: in
 
         def run() -> None:
             step = runner.kv_cache.make_context(SimpleNamespace(sequences=geometry, geometry=[geometry]))
-            model.compute_logits(model(input_ids, positions, step))
+            model.compute_logits(model(input_ids, positions, step), NO_CONTEXT)
 
         with torch.no_grad():
             seconds, speed = clock.time(run)

@@ -212,7 +212,7 @@ def measure(case: Case) -> dict[str, tuple[float, float, float]]:
             kv_cache_memory_bytes=case.num_reqs * (case.all_steps + 64) * 4096,
         )
         (runner,) = engine.core.collective_rpc(RpcCall(lambda worker: worker.runner))
-        patches.enter_context(patch.object(type(runner.model), "compute_logits", lambda _, hidden: hidden))
+        patches.enter_context(patch.object(type(runner.model), "compute_logits", lambda _, hidden, _context: hidden))
         load = Load(case, engine.core)
         for _ in range(_SKIPPED_STEPS):
             load.step()

@@ -54,8 +54,6 @@ ALLOWED_STATE = {
     "layers/quantization/observe.py: _observing, layer.method": "observer of one layer during calibration",
     "models/transformers_fallback/interface.py: holding, self._context": "Transformers' modules take no context",
 }
-_ROUTING = "adapters of a step, which linear layers without a context take from the model"
-ALLOWED_STATE |= {f"layers/adapters.py: of_rows, self._{name}": _ROUTING for name in ("named", "narrowed", "last_rows")}
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from support.draft_heads import (
     eagle3_weights,
     eagle_hidden,
     eagle_weights,
+    logits_of,
     mtp_hidden,
     mtp_weights,
     write_head,
@@ -91,7 +92,11 @@ def make(folder: Path, method: str) -> tuple[Path, dict[str, Any], Oracle]:
     if method == "mtp":
         target, weights = load_target(write_mimo(folder)), mtp_weights()
         oracle = Oracle(
-            target, (2,), lambda _, aux: aux[0], lambda *args: mtp_hidden(weights, *args), target.compute_logits
+            target,
+            (2,),
+            lambda _, aux: aux[0],
+            lambda *args: mtp_hidden(weights, *args),
+            logits_of(target),
         )
         return folder, options, oracle
     tiny_checkpoint(folder / "target", num_hidden_layers=5)
@@ -101,7 +106,11 @@ def make(folder: Path, method: str) -> tuple[Path, dict[str, Any], Oracle]:
         weights = eagle_weights()
         write_head(folder / "head", weights)
         oracle = Oracle(
-            target, (), lambda hidden, _: hidden, lambda *args: eagle_hidden(weights, *args), target.compute_logits
+            target,
+            (),
+            lambda hidden, _: hidden,
+            lambda *args: eagle_hidden(weights, *args),
+            logits_of(target),
         )
         return folder / "target", options, oracle
     weights = eagle3_weights()
@@ -259,7 +268,13 @@ def make_draft_model(folder: Path) -> tuple[Path, dict[str, Any], Oracle]:
     tiny_checkpoint(folder / "drafter", "qwen3", seed=7, head_dim=32, num_key_value_heads=1)
     options: dict[str, Any] = {"method": "draft_model", "model": str(folder / "drafter")}
     drafter = load_target(folder / "drafter")
-    oracle = Alone(drafter, (), lambda hidden, _: hidden, lambda _, hidden: hidden, drafter.compute_logits)
+    oracle = Alone(
+        drafter,
+        (),
+        lambda hidden, _: hidden,
+        lambda _, hidden: hidden,
+        logits_of(drafter),
+    )
     return folder / "target", {**options, "num_speculative_tokens": NUM_DRAFTS, "adaptive": False}, oracle
 
 

@@ -152,7 +152,7 @@ def _make_constant(model: Any, what: str) -> None:
         # All logits become zero, and the first token is the largest of equals.
         model.model.norm.weight = nn.Parameter(torch.zeros_like(model.model.norm.weight), requires_grad=False)
     else:
-        model.lm_head.compute_greedy = lambda hidden_LD: _always(hidden_LD, 17)
+        model.lm_head.compute_greedy = lambda hidden_LD, _: _always(hidden_LD, 17)
 
 
 @pytest.mark.parametrize("part", ["", "model", "model.embed_tokens"])

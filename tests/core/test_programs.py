@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from penstock.attention import ForwardContext
 from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
@@ -177,15 +178,15 @@ def _watch(model: Any, seen: list[int]) -> None:
 class Shifted(GatedMLP):
     """With an operator for which there is no kernel."""
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return super().forward(hidden_TD) + 0.5
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        return super().forward(hidden_TD, context) + 0.5
 
 
 class Halved(GatedMLP):
     """With another kernel."""
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return super().forward(hidden_TD).mul_(0.5)
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        return super().forward(hidden_TD, context).mul_(0.5)
 
 
 @pytest.mark.parametrize(("mlp", "is_recorded"), [(Shifted, False), (Halved, True)])
@@ -232,8 +233,8 @@ def _wrap(model: Any, seen: list[int]) -> None:
     mlp = model.model.layers[1].mlp
     original = mlp.forward
 
-    def noted(hidden_TD: Tensor) -> Tensor:
+    def noted(hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         seen.append(hidden_TD.shape[0])
-        return original(hidden_TD)
+        return original(hidden_TD, context)
 
     mlp.forward = noted

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
+from penstock.attention import ForwardContext
 from penstock.contract import RpcCall, SchedulerOutput
 from penstock.runner.sampling import prompt_logprobs
 from penstock.worker.worker import Worker
@@ -150,9 +151,9 @@ def test_logits_are_held_a_few_rows_at_a_time(
     rows: list[int] = []
     compute_logits = language_model.compute_logits
 
-    def counting(hidden: torch.Tensor) -> torch.Tensor:
+    def counting(hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         rows.append(len(hidden))
-        return compute_logits(hidden)
+        return compute_logits(hidden, context)
 
     monkeypatch.setattr(language_model, "compute_logits", counting)
     params = greedy(1, prompt_logprobs=2)

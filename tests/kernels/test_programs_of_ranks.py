@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.attention import NO_CONTEXT
 from penstock.contract import SchedulerOutput
 from penstock.errors import RanksDisagree, WaitTimeout
 from penstock.kernels.native import NATIVE
@@ -49,10 +50,10 @@ class Echo:
         process_weights_after_loading(model, None if quantization is None else choose_method(quantization))
 
     def hidden(self, ids_T: Tensor) -> Tensor:
-        return self.embedding(ids_T)  # type: ignore[no-any-return]
+        return self.embedding(ids_T, NO_CONTEXT)  # type: ignore[no-any-return]
 
     def choose(self, ids_T: Tensor) -> ChosenTokens | None:
-        return self.head.compute_greedy(self.hidden(ids_T))
+        return self.head.compute_greedy(self.hidden(ids_T), NO_CONTEXT)
 
 
 def program_of(run: Callable[[Tensor], Any]) -> NativeProgram:
@@ -114,7 +115,7 @@ def test_products_of_split_inputs_are_added_up_inside_of_a_program() -> None:
 
         def forward(ids_T: Tensor) -> Tensor:
             assert NATIVE is not None
-            return down(NATIVE.lookup(ids_T, table_VD))  # type: ignore[no-any-return]
+            return down(NATIVE.lookup(ids_T, table_VD), NO_CONTEXT)  # type: ignore[no-any-return]
 
         return forward(ids_T), program_of(forward).run(step_of(ids_T))[0]
 
@@ -128,7 +129,7 @@ def test_products_of_split_inputs_are_added_up_inside_of_a_program() -> None:
 def embedded(parallel: ParallelState) -> NativeProgram:
     embedding = VocabEmbedding(VOCAB_SIZE, WIDTH, parallel=parallel)
     embedding.slots()["weight"].load(torch.ones(VOCAB_SIZE, WIDTH))
-    return program_of(embedding)
+    return program_of(lambda ids_T: embedding(ids_T, NO_CONTEXT))
 
 
 def test_a_rank_that_does_not_come_is_named_by_a_program_too() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
+from penstock.attention import NO_CONTEXT
 from penstock.kernels.activation import silu_and_mul
 from penstock.kernels.experts import ExpertWeights, mixture_reference
 from penstock.kernels.native import NATIVE
@@ -137,10 +138,10 @@ def test_the_sum_is_that_of_each_tokens_experts(experts: Experts, chosen: list[l
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(len(chosen), 16, generator=generator)
     weights = torch.rand(len(chosen), 2, generator=generator)
-    found = experts.partial(hidden, torch.tensor(chosen), weights)
+    found = experts.partial(hidden, torch.tensor(chosen), weights, NO_CONTEXT)
     for row, token in enumerate(chosen):
         expected = sum(
-            weight * experts[expert](hidden[row : row + 1])[0]
+            weight * experts[expert](hidden[row : row + 1], NO_CONTEXT)[0]
             for expert, weight in zip(token, weights[row], strict=True)
         )
         torch.testing.assert_close(found[row], expected)
@@ -170,7 +171,7 @@ def test_grouped_products_notice_a_new_weight_of_any_expert(
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     hidden = torch.randn(5, 16, generator=generator)
     chosen, weights = torch.tensor([[1, 2]] * 5), torch.rand(5, 2, generator=generator)
-    before = experts.partial(hidden, chosen, weights)
+    before = experts.partial(hidden, chosen, weights, NO_CONTEXT)
     changed: LinearLayer = getattr(experts[2], layer)
     if way == "taken again":
         changed.take_weight(changed.weight * 2)
@@ -180,10 +181,10 @@ def test_grouped_products_notice_a_new_weight_of_any_expert(
         note_changes(experts)
     else:
         changed.take_weight(changed.weight * 2)
-        experts.partial(hidden, chosen, weights)
+        experts.partial(hidden, chosen, weights, NO_CONTEXT)
         changed.method = OneDnnMethod()
         changed.method.process_weights_after_loading(changed)
-    found = experts.partial(hidden, chosen, weights)
+    found = experts.partial(hidden, chosen, weights, NO_CONTEXT)
     experts.are_grouped = False
-    torch.testing.assert_close(found, experts.partial(hidden, chosen, weights))
+    torch.testing.assert_close(found, experts.partial(hidden, chosen, weights, NO_CONTEXT))
     assert not torch.allclose(found, before)

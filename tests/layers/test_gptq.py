@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.attention import NO_CONTEXT
 from penstock.errors import ModelError
 from penstock.kernels.quantized import INT4_LEVELS
 from penstock.layers.parallel_linear import ColumnParallelLinear
@@ -96,9 +97,9 @@ def test_layers_multiply_as_before_while_their_grams_accumulate(dtype: torch.dty
         parameter.data.normal_()
     layer.to(dtype).requires_grad_(False)
     method, parts = layer.method, [torch.randn(1, 7, 48, dtype=dtype), torch.randn(5, 48, dtype=dtype)]
-    expected = [layer(part) for part in parts]
+    expected = [layer(part, NO_CONTEXT) for part in parts]
     with accumulate_grams([layer]) as (gram,):
-        assert all(torch.equal(layer(part), result) for part, result in zip(parts, expected, strict=True))
+        assert all(torch.equal(layer(part, NO_CONTEXT), result) for part, result in zip(parts, expected, strict=True))
     assert layer.method is method
     x_TI = torch.cat([part.view(-1, 48).float() for part in parts])
     assert gram.num_rows == len(x_TI)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from penstock.attention import NO_CONTEXT
 from penstock.kernels.linear import pack_weight, packed_linear, packing_pays, unpack_weight
 from penstock.kernels.native import NATIVE
 from penstock.kernels.sampling import greedy_tokens
@@ -75,12 +76,12 @@ def packed_method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_a_large_layer_is_packed_and_holds_its_weight_once(packed_method: type[PackedMethod]) -> None:
     layer = random_layer(1024, 768)
     x_TI = torch.randn(3, 1024)
-    size, before = weights_size_bytes(layer), layer(x_TI)
+    size, before = weights_size_bytes(layer), layer(x_TI, NO_CONTEXT)
     process_weights_after_loading(layer)
     assert isinstance(layer.method, packed_method)
     assert layer.weight.numel() == 0
     assert weights_size_bytes(layer) == size == (1024 + 1) * 768 * 4
-    torch.testing.assert_close(layer(x_TI), before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x_TI, NO_CONTEXT), before, rtol=1e-4, atol=1e-4)
 
 
 def test_restoring_gives_the_weight_back(packed_method: type[PackedMethod]) -> None:
@@ -100,12 +101,12 @@ def test_a_tied_head_is_packed_and_the_embedding_stays_what_it_was(packed_method
     process_weights_after_loading(head)
     assert isinstance(head.method, packed_method)
     ids = torch.tensor([0, 5, 1099, 1096, 17, 5])
-    assert torch.equal(embedding(ids), weight[ids])
+    assert torch.equal(embedding(ids, NO_CONTEXT), weight[ids])
     hidden = torch.randn(2, 512)
-    torch.testing.assert_close(head(hidden), hidden @ weight.T, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(head(hidden, NO_CONTEXT), hidden @ weight.T, rtol=1e-4, atol=1e-3)
     restore_weights(head)
     assert head.weight is embedding.weight
-    assert torch.equal(embedding(ids), weight[ids])
+    assert torch.equal(embedding(ids, NO_CONTEXT), weight[ids])
     assert torch.equal(embedding.weight, weight)
 
 
@@ -119,7 +120,7 @@ def test_a_head_chooses_the_tokens_of_its_logits(is_packed: bool, dtype: torch.d
         process_weights_after_loading(head)
     hidden_LD = torch.randn(40, 64).round()
     hidden_LD[7, 3] = float("nan")
-    chosen, expected = head.compute_greedy(hidden_LD), greedy_tokens(head(hidden_LD))
+    chosen, expected = head.compute_greedy(hidden_LD, NO_CONTEXT), greedy_tokens(head(hidden_LD, NO_CONTEXT))
     if NATIVE is None or not is_packed:
         assert chosen is None  # the caller computes the logits then
         return
@@ -155,7 +156,8 @@ def test_merged_projections_lie_side_by_side_in_their_order() -> None:
             assert slots[name].shape == parameter.shape
             slots[name].load(parameter)
     x_TI = torch.randn(4, 8)
-    torch.testing.assert_close(layer(x_TI), torch.cat((parts["gate"](x_TI), parts["up"](x_TI)), -1))
+    expected = torch.cat([parts[shard](x_TI, NO_CONTEXT) for shard in ("gate", "up")], -1)
+    torch.testing.assert_close(layer(x_TI, NO_CONTEXT), expected)
 
 
 def test_query_key_and_value_have_the_sizes_of_their_heads() -> None:
@@ -205,16 +207,16 @@ def test_the_largest_logits_count_a_bias() -> None:
     for parameter in head.parameters():
         parameter.data.normal_(generator=random)
     hidden = torch.randn(20, 8, generator=random)
-    chosen = head.compute_greedy(hidden)
+    chosen = head.compute_greedy(hidden, NO_CONTEXT)
     assert head.bias is not None
     expected = (hidden @ head.weight.T + head.bias).argmax(-1)
     assert not torch.equal(expected, (hidden @ head.weight.T).argmax(-1))
     if chosen is not None:  # with the C++ kernels
         assert torch.equal(chosen.token_ids_R, expected)
-    torch.testing.assert_close(head(hidden).argmax(-1), expected)
+    torch.testing.assert_close(head(hidden, NO_CONTEXT).argmax(-1), expected)
 
 
 def test_logits_are_float32_whatever_the_weights_are() -> None:
     head = LMHead(11, 8, parallel=ONE_RANK)
     head.weight = nn.Parameter(torch.randn(11, 8, dtype=torch.bfloat16), requires_grad=False)
-    assert head(torch.randn(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
+    assert head(torch.randn(2, 8, dtype=torch.bfloat16), NO_CONTEXT).dtype == torch.float32

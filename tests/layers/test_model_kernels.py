@@ -13,6 +13,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2Text
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from penstock.attention import NO_CONTEXT
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS
 from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_rounded_last
 from penstock.kernels.rotary import apply_rotary, gather_rotation, rotary_table
@@ -134,7 +135,7 @@ def test_a_scaled_embedding_rounds_its_scale_as_transformers_does(dtype: torch.d
     ours.weight = nn.Parameter(theirs.weight.detach(), requires_grad=False)
     before = ours.weight.clone()
     tokens = torch.tensor([3, 0, 10, 3])
-    assert torch.equal(ours(tokens), theirs(tokens).detach())
+    assert torch.equal(ours(tokens, NO_CONTEXT), theirs(tokens).detach())
     assert torch.equal(ours.weight, before)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock import LLM, SamplingParams
+from penstock.attention import NO_CONTEXT
 from penstock.errors import ConfigError, UnsupportedFeature
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.embedding import LMHead, VocabEmbedding
@@ -74,12 +75,12 @@ def test_4_bits_hold_groups_of_one_sign_and_of_nothing(sign: float) -> None:
 def test_a_layer_keeps_its_weight_as_integers_only(quantization: str, bytes_per_weight: float, error: float) -> None:
     layer = random_layer(512, 256)
     x_TI = torch.randn(5, 512)
-    expected = layer(x_TI)
+    expected = layer(x_TI, NO_CONTEXT)
     process_weights_after_loading(layer, choose_method(quantization))
     assert isinstance(layer.method, QuantizedMethod)
     assert layer.weight.numel() == 0
     assert weights_size_bytes(layer) < 512 * 256 * bytes_per_weight * 1.01
-    assert (layer(x_TI) - expected).norm() < error * expected.norm()
+    assert (layer(x_TI, NO_CONTEXT) - expected).norm() < error * expected.norm()
 
 
 def test_restoring_gives_the_rounded_weight_back() -> None:
@@ -103,7 +104,7 @@ def test_an_embedding_reads_its_rows_in_the_integers_of_the_head_that_it_is_tied
     model = nn.ModuleList([embedding, head])
     process_weights_after_loading(model, choose_method("int8"))
     ids = torch.tensor([0, 5, 109, 17, 5])
-    assert torch.equal(embedding(ids), rounded[ids])
+    assert torch.equal(embedding(ids, NO_CONTEXT), rounded[ids])
     # Rows fill panels, of 32 at most, and have two scales.
     assert weights_size_bytes(model) <= 128 * (64 + 2 * 4)
 
@@ -117,15 +118,15 @@ def test_a_tied_head_of_4_bits_has_4_more_for_the_rows_of_the_embedding() -> Non
     alone.weight.data.copy_(weight)
     alone.bias = None
     process_weights_after_loading(alone, choose_method("int4"))
-    assert torch.equal(head(x_LI), alone(x_LI))
+    assert torch.equal(head(x_LI, NO_CONTEXT), alone(x_LI, NO_CONTEXT))
     ids = torch.tensor([0, 5, 2099, 17, 5])
-    error = (embedding(ids) - weight[ids]).norm()
+    error = (embedding(ids, NO_CONTEXT) - weight[ids]).norm()
     assert error < 0.015 * weight[ids].norm()
     assert error < 0.15 * (quantize_int4(weight[ids]).dequantize() - weight[ids]).norm()
     # Of 200 inputs 224, in seven groups.
     assert weights_size_bytes(nn.ModuleList([embedding, head])) <= 2 * (2112 * (112 + 7 * 5) + 132 * 64)
     restore_weights(head)
-    assert torch.equal(embedding(ids), embedding.weight[ids])
+    assert torch.equal(embedding(ids, NO_CONTEXT), embedding.weight[ids])
     assert (embedding.weight - weight).norm() < 0.015 * weight.norm()
 
 
@@ -143,7 +144,7 @@ def test_an_embedding_gives_rows_of_integers_in_the_dtype_that_the_model_compute
         module.compute_dtype = torch.bfloat16
     process_weights_after_loading(head, choose_method("int8"))
     assert embedding.lookup is not None
-    assert embedding(torch.tensor([3, 49])).dtype is torch.bfloat16
+    assert embedding(torch.tensor([3, 49]), NO_CONTEXT).dtype is torch.bfloat16
 
 
 def test_other_dtypes_are_computed_in_float32_and_keep_theirs() -> None:
@@ -153,9 +154,9 @@ def test_other_dtypes_are_computed_in_float32_and_keep_theirs() -> None:
     layer.to(torch.bfloat16)
     process_weights_after_loading(layer, choose_method("int8"))
     assert bias is not None
-    assert layer(x_TI).dtype is torch.bfloat16
+    assert layer(x_TI, NO_CONTEXT).dtype is torch.bfloat16
     expected = x_TI.float() @ weight.T + bias
-    assert (layer(x_TI).float() - expected).norm() < 0.03 * expected.norm()
+    assert (layer(x_TI, NO_CONTEXT).float() - expected).norm() < 0.03 * expected.norm()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.attention import NO_CONTEXT
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.native import NATIVE
 from penstock.kernels.quantized import QuantizedWeight
@@ -58,11 +59,11 @@ def by_rank(make: Make, size: int, x: Tensor, *, is_packed: bool = False) -> tup
     if is_packed:
         for model in (whole, *ranks):
             process_weights_after_loading(model)
-    outputs = run_ranks(size, lambda rank: ranks[rank](x))
+    outputs = run_ranks(size, lambda rank: ranks[rank](x, NO_CONTEXT))
     for output in outputs:
         if isinstance(output, BaseException):
             raise output
-    return whole(x).detach(), outputs  # type: ignore[return-value]
+    return whole(x, NO_CONTEXT).detach(), outputs  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -133,9 +134,9 @@ def test_ranks_choose_the_token_of_all_logits_and_the_first_of_equals(size: int,
     hidden[2, 3] = torch.nan
     hidden[3, 5] = torch.inf
     *heads, whole = make_heads(size, form, weight)
-    expected = greedy_tokens(whole(hidden))
+    expected = greedy_tokens(whole(hidden, NO_CONTEXT))
     assert expected.token_ids_R[0] == 9
-    for chosen in run_ranks(size, lambda rank: heads[rank].compute_greedy(hidden)):
+    for chosen in run_ranks(size, lambda rank: heads[rank].compute_greedy(hidden, NO_CONTEXT)):
         assert not isinstance(chosen, BaseException), chosen
         assert chosen is not None
         assert chosen.token_ids_R.tolist() == expected.token_ids_R.tolist()
@@ -146,13 +147,13 @@ def test_ranks_choose_the_token_of_all_logits_and_the_first_of_equals(size: int,
 def test_a_rank_writes_no_logits_down_where_the_choice_is_made_in_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     *heads, whole = make_heads(2, "float32", torch.randn(154, 40))
     hidden = torch.randn(5, 40)
-    expected = greedy_tokens(whole(hidden)).token_ids_R.tolist()
+    expected = greedy_tokens(whole(hidden, NO_CONTEXT)).token_ids_R.tolist()
 
     def refuse(*_: object) -> Tensor:
         raise AssertionError("the logits are written down")
 
     monkeypatch.setattr(NativeMethod, "apply", refuse)
-    for chosen in run_ranks(2, lambda rank: heads[rank].compute_greedy(hidden)):
+    for chosen in run_ranks(2, lambda rank: heads[rank].compute_greedy(hidden, NO_CONTEXT)):
         assert not isinstance(chosen, BaseException), chosen
         assert chosen is not None
         assert chosen.token_ids_R.tolist() == expected

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.attention import NO_CONTEXT
 from penstock.layers.linear import LinearLayer
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import LayerNorm, RMSNorm, RMSNormRoundedLast
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.mlp(self.norm(x_TD))  # type: ignore[no-any-return]
+        return self.mlp(self.norm(x_TD), NO_CONTEXT)  # type: ignore[no-any-return]
 
     def smooth(self, x_TD: Tensor) -> list[LinearLayer]:
         layers = smoothable([module for module in self.modules() if isinstance(module, LinearLayer)])

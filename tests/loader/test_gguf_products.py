@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from penstock import LLM, SamplingParams
+from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig, ModelConfig
 from penstock.engine.planning.plan import plan_engine
 from penstock.kernels.quantized import TorchQuantizedProducts, quantize_rows
@@ -88,7 +89,7 @@ def _check_products(weight_OI: Tensor, layer: LinearLayer) -> None:
         x_TI = torch.randn(num_rows, weight_OI.shape[1])
         exact_TO = _rounded(x_TI) @ weight_OI.double().T
         tolerance = 2e-6 * float(_rounded(x_TI).abs().sum(1).max() * weight_OI.abs().max())
-        torch.testing.assert_close(layer(x_TI).double(), exact_TO, rtol=0, atol=tolerance)
+        torch.testing.assert_close(layer(x_TI, NO_CONTEXT).double(), exact_TO, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", _TYPES, ids=lambda kind: kind.name)

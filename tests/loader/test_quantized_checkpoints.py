@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock import LLM
+from penstock.attention import NO_CONTEXT
 from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import LoadConfig, ModelConfig
 from penstock.contract import RpcCall
@@ -114,7 +115,7 @@ def test_a_massive_input_costs_only_its_group_of_32_precision(tmp_path: Path, na
     values_TI, scales_TG = quantize_rows(x_TI)
     rounded_TI = values_TI * scales_TG.repeat_interleave(GROUP_MULTIPLE, dim=1)
     assert (rounded_TI - x_TI)[:, :GROUP_MULTIPLE].abs().max() < 0.02
-    torch.testing.assert_close(layer(x_TI), rounded_TI @ weight_OI.T, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(layer(x_TI, NO_CONTEXT), rounded_TI @ weight_OI.T, rtol=1e-4, atol=1e-3)
 
 
 def test_projections_are_kept_as_integers_and_what_the_checkpoint_has_as_float_is_not(tmp_path: Path) -> None:

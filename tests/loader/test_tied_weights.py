@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig, ModelConfig
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import CheckpointError
@@ -156,5 +157,5 @@ def test_stages_of_a_pipeline_find_the_same(tmp_path: Path, family: str, stored:
     with torch.no_grad():
         hidden = first(ids, positions, plain_context(first, [len(TOKENS)]))
         hidden = last(ids, positions, plain_context(last, [len(TOKENS)]), hidden)  # type: ignore[call-arg]
-        logits = last.compute_logits(hidden)
+        logits = last.compute_logits(hidden, NO_CONTEXT)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)

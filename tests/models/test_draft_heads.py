@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention import AuxHiddenStates
+from penstock.attention import NO_CONTEXT, AuxHiddenStates
 from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import CheckpointError, ModelError, UnsupportedFeature
 from penstock.loader.loader import load_model
@@ -29,6 +29,7 @@ from support.draft_heads import (
     eagle3_weights,
     eagle_hidden,
     eagle_weights,
+    logits_of,
     mtp_hidden,
     mtp_weights,
     random_weights,
@@ -80,8 +81,8 @@ def assert_computes(
         parts = zip(embedding[ids_T.long()].split(LENGTHS), hidden_TD.split(LENGTHS), strict=True)
         expected_TD = torch.cat([expected(*part) for part in parts])
         torch.testing.assert_close(found_TD, expected_TD, rtol=0, atol=1e-4)
-        torch.testing.assert_close(head.compute_logits(found_TD), logits(expected_TD), rtol=0, atol=1e-3)
-        chosen = head.compute_greedy(found_TD)
+        torch.testing.assert_close(head.compute_logits(found_TD, NO_CONTEXT), logits(expected_TD), rtol=0, atol=1e-3)
+        chosen = head.compute_greedy(found_TD, NO_CONTEXT)
     if chosen is not None:
         assert chosen.token_ids_R.tolist() == logits(expected_TD).argmax(-1).tolist()
 
@@ -94,7 +95,7 @@ def test_eagle(tmp_path: Path, target: DecoderForCausalLM, prefix: str, options:
     head = load_head(tmp_path / "head", "EagleLlamaForCausalLM", target, stored)
     weights = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     embedding = target.model.embed_tokens.weight
-    assert_computes(head, lambda *args: eagle_hidden(weights, *args), embedding, target.compute_logits)
+    assert_computes(head, lambda *args: eagle_hidden(weights, *args), embedding, logits_of(target))
 
 
 def test_eagle_with_an_embedding_and_a_head_of_its_own(tmp_path: Path, target: DecoderForCausalLM) -> None:
@@ -177,7 +178,7 @@ def test_mtp(tmp_path: Path) -> None:
     target = load(tmp_path / "mimo")
     head = load_head(tmp_path / "mimo", "MiMoMTP", target, weights)
     embedding = weights["model.embed_tokens.weight"]
-    assert_computes(head, lambda *args: mtp_hidden(weights, *args), embedding, target.compute_logits)
+    assert_computes(head, lambda *args: mtp_hidden(weights, *args), embedding, logits_of(target))
     ids_T, positions_T, _ = random_step()
     with torch.inference_mode():
         plain = [model(ids_T, positions_T, plain_context(model, LENGTHS)) for model in (qwen, target)]
@@ -192,7 +193,12 @@ def test_deepseek_mtp(tmp_path: Path, options: dict[str, Any]) -> None:
     assert isinstance(target, DecoderForCausalLM)
     head = load_head(tmp_path, "DeepSeekMTP", target, {})
     embedding = oracle.get_input_embeddings().weight
-    assert_computes(head, lambda *args: deepseek_mtp_hidden(oracle, *args), embedding, target.compute_logits)
+    assert_computes(
+        head,
+        lambda *args: deepseek_mtp_hidden(oracle, *args),
+        embedding,
+        logits_of(target),
+    )
     assert head.aux_layers == ()
 
 

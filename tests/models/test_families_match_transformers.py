@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig, ModelConfig
 from penstock.layers.linear import PackedMethod
 from penstock.loader.loader import load_model
@@ -369,4 +370,4 @@ def test_sequences_of_one_step_do_not_see_each_other(tmp_path: Path) -> None:
 def test_the_model_runs_without_tokens_or_logits_rows(tmp_path: Path, family: str) -> None:
     save_checkpoint(tiny_model(family), tmp_path)
     model = load(load_config(tmp_path))
-    assert model.compute_logits(torch.empty(0, 64)).shape == (0, VOCAB_SIZE)
+    assert model.compute_logits(torch.empty(0, 64), NO_CONTEXT).shape == (0, VOCAB_SIZE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig
 from penstock.loader.loader import load_model
 from penstock.models.registry import find_model_class
@@ -50,7 +51,7 @@ def test_stages_compute_what_the_whole_model_does(family: str, changes: dict[str
     with torch.no_grad():
         for stage in stages:
             given = (stage(ids, positions, plain_context(stage, [len(TOKENS)]), *given),)
-        logits = stages[-1].compute_logits(*given)
+        logits = stages[-1].compute_logits(*given, NO_CONTEXT)
     torch.testing.assert_close(logits, oracle_logits(oracle, TOKENS), rtol=1e-4, atol=1e-4)
     # A tied embedding is in the last stage too.
     again = oracle.get_input_embeddings().weight.numel() if oracle.config.tie_word_embeddings else 0

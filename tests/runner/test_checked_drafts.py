@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.attention import ForwardContext
 from penstock.config import SamplingConfig
 from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, RpcCall, SamplingParams, SchedulerOutput
 from penstock.kernels import step_state
@@ -294,8 +295,8 @@ class _FailsAfter(ArithmeticModel):
         is_bad = context.asked_for(input_ids == self.token).unsqueeze(-1)
         return hidden.masked_fill(is_bad, -1.0)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return super().compute_logits(hidden.clamp(min=0)).masked_fill(hidden < 0, torch.nan)
+    def compute_logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:
+        return super().compute_logits(hidden.clamp(min=0), context).masked_fill(hidden < 0, torch.nan)
 
 
 def test_a_row_without_a_token_ends_its_request_in_the_step_that_reaches_it_as_the_last_known_token() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.attention import ForwardContext
 from penstock.config import DeviceConfig
 from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.device import create_device
@@ -232,9 +233,9 @@ def test_dummy_batches_touch_no_state_no_block_and_no_random_stream() -> None:
 class _ModelWithNaN(ArithmeticModel):
     """Its logits are NaN after the token 13."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         is_bad = hidden == next_token(13, 0)
-        return super().compute_logits(hidden).masked_fill(is_bad, torch.nan)
+        return super().compute_logits(hidden, context).masked_fill(is_bad, torch.nan)
 
 
 def test_blocks_are_cleared_for_which_one_gets_them_where_the_step_says_so() -> None:

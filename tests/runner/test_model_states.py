@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import ForwardContext
+from penstock.attention import NO_CONTEXT, ForwardContext
 from penstock.config import DeviceConfig, LoadConfig
 from penstock.contract import SamplingParams
 from penstock.device import create_device
@@ -44,16 +44,18 @@ class FromEmbeddings(nn.Module):
         assert positions_3T.shape == (3, len(embeddings_TD))
         self.calls.append(tuple(embeddings_TD.shape))
         model = self.decoder.model
-        hidden_TD, residual_TD = embeddings_TD * context.inputs["factors"].unsqueeze(-1), None
+        factors_T = context.of_all_tokens().input("factors")
+        assert factors_T is not None, "its state makes them in every step"
+        hidden_TD, residual_TD = embeddings_TD * factors_T.unsqueeze(-1), None
         rotations = model.rotations(positions_3T[1] - 100, hidden_TD.dtype)
         for layer, rotation, of_layer in zip(model.layers, rotations, context.by_layer(len(model.layers)), strict=True):
             hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
         return model.norm.add_and_norm(hidden_TD, residual_TD)[0]  # type: ignore[no-any-return]
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        return self.decoder.compute_logits(hidden_LD)  # type: ignore[no-any-return]
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        return self.decoder.compute_logits(hidden_LD, context)  # type: ignore[no-any-return]
 
-    def compute_greedy(self, hidden_LD: Tensor) -> None:
+    def compute_greedy(self, hidden_LD: Tensor, context: ForwardContext) -> None:
         return None
 
 
@@ -68,7 +70,9 @@ class EmbeddingState(ModelState):
 
     def dummy_inputs(self, input_ids_T: Tensor, positions_T: Tensor) -> ModelInputs:
         factors_T = torch.ones(len(input_ids_T))
-        return ModelInputs(self._embed(input_ids_T), (positions_T + 100).expand(3, -1), {"factors": factors_T})
+        return ModelInputs(
+            self._embed(input_ids_T, NO_CONTEXT), (positions_T + 100).expand(3, -1), {"factors": factors_T}
+        )
 
 
 def make_runner(model: Any, decoder: nn.Module, **options: Any) -> ModelRunner:

@@ -71,10 +71,10 @@ class Shifted(ArithmeticModel):
         self.seen: list[Tensor | None] = []
 
     def __call__(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        shifts = context.inputs.get("shifts")
-        self.seen.append(shifts)
+        shifts = context.input("shifts")
+        self.seen.append(context.of_all_tokens().input("shifts"))
         hidden = super().__call__(input_ids, positions, context)
-        return hidden if shifts is None else (hidden + context.asked_for(shifts).unsqueeze(-1)) % VOCAB_SIZE
+        return hidden if shifts is None else (hidden + shifts.unsqueeze(-1)) % VOCAB_SIZE
 
 
 class _EightTokens(Padding):

@@ -6,8 +6,9 @@ Suffixes: S tokens of a sequence, D hidden size, H query heads, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.attention import NO_CONTEXT
+from penstock.models.causal_lm import CausalLM
 from support.checkpoints import VOCAB_SIZE, edit_config, save_checkpoint, tiny_checkpoint, tiny_model
 
 HIDDEN, INNER, HEADS, KV_HEADS, EPS, THETA = 64, 112, 4, 2, 1e-5, 10000.0
@@ -270,3 +273,8 @@ def deepseek_mtp_hidden(oracle: PreTrainedModel, embed_SD: Tensor, hidden_SD: Te
     turns = oracle.model.rotary_emb(x_BSD, torch.arange(size)[None])
     (x_SD,) = oracle.model.layers[2](x_BSD, position_embeddings=turns, attention_mask=mask)
     return _rms(x_SD, norm)
+
+
+def logits_of(model: CausalLM) -> Callable[[Tensor], Tensor]:
+    """The model's logits of hidden states, without step inputs."""
+    return partial(model.compute_logits, context=NO_CONTEXT)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import AttentionBackend, AttentionStep, ForwardContext, LayerAttention, Projection
+from penstock.attention import NO_CONTEXT, AttentionBackend, AttentionStep, ForwardContext, LayerAttention, Projection
 from penstock.attention.context import BoundLayer
 from penstock.models.attention_layers import attention_layers
 from penstock.models.interface import LanguageModel
@@ -60,7 +60,7 @@ def sequence_logits(model: LanguageModel, sequences: Sequence[Sequence[int]]) ->
     positions = torch.cat([torch.arange(length) for length in lengths])
     with torch.inference_mode():
         hidden = model(input_ids, positions, plain_context(model, lengths))
-        return list(model.compute_logits(hidden).split(lengths))
+        return list(model.compute_logits(hidden, NO_CONTEXT).split(lengths))
 
 
 def _attend(layer: LayerAttention, query_SHD: Tensor, key_SKD: Tensor, value_SKD: Tensor) -> Tensor:

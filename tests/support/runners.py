@@ -49,10 +49,10 @@ class ArithmeticModel:
         context.attend(LAYER, Heads(rows, rows + 1, rows + 2))
         return context.asked_for(((input_ids.long() * 7 + positions * 3 + 5) % VOCAB_SIZE).float().unsqueeze(-1))
 
-    def compute_greedy(self, hidden: Tensor) -> None:
+    def compute_greedy(self, hidden: Tensor, context: ForwardContext) -> None:
         return None
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         noise = torch.rand(VOCAB_SIZE, VOCAB_SIZE, generator=generator)
         best = hidden.squeeze(-1).long()

@@ -8,7 +8,8 @@ from penstock.attention.base import (
     SequenceGeometry,
     StepGeometry,
 )
-from penstock.attention.context import NO_INPUTS, AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
+from penstock.attention.context import NO_CONTEXT, AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
+from penstock.attention.row_inputs import NO_INPUTS
 from penstock.attention.step import (
     AttentionMetadata,
     AttentionRows,
@@ -21,6 +22,7 @@ from penstock.attention.step import (
 )
 
 __all__ = [
+    "NO_CONTEXT",
     "NO_INPUTS",
     "AttentionBackend",
     "AttentionMetadata",

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from penstock.attention.base import SequenceGeometry
+from penstock.attention.row_inputs import RowInputs
 from penstock.attention.step import AttentionMetadata, AttentionRows, AttentionStep, LastRows, LayerAttention
 from penstock.kernels.rows import sum_rows
 from penstock.parallel.scattered_rows import ScatteredRows
 
-NO_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
+_NO_INPUTS = RowInputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class LastTokens:
     seq_lens: Tensor
     metadata: Sequence[AttentionMetadata]
 
+    def select(self, per_token: Tensor) -> Tensor:
+        """Select the rows of these tokens."""
+        return per_token.index_select(0, self.rows)
+
 
 class AuxHiddenStates:
     """Auxiliary hidden states: the residual stream before given layers, of all tokens.
@@ -63,7 +67,10 @@ class AuxHiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """KV caches and attention metadata of one forward pass.
+    """KV caches, attention metadata and step inputs of one forward pass, for the rows that a layer gets.
+
+    Every layer of a model takes one: that of all tokens before the last attention, the narrowed one after it, and that
+    of its own rows alone where a layer, such as an expert, gets fewer.
 
     layers: by layer name; the same in every step.
     metadata: by KV-cache group; this step's.
@@ -72,16 +79,31 @@ class ForwardContext:
     that attention runs with them only.
     aux: records auxiliary hidden states.
     rows: set by a decoder for its layers under sequence parallelism.
-    inputs: named step inputs beside token ids and positions, one row per token each.
+    inputs: named step inputs beside token ids and positions, of these rows (`input`).
     """
 
-    layers: Mapping[str, BoundLayer]
-    metadata: Sequence[AttentionMetadata]
+    layers: Mapping[str, BoundLayer] = field(default_factory=dict)
+    metadata: Sequence[AttentionMetadata] = ()
     last: LastTokens | None = None
     aux: AuxHiddenStates | None = None
     rows: ScatteredRows | None = None
-    inputs: Mapping[str, Tensor] = field(default_factory=lambda: NO_INPUTS)
+    inputs: RowInputs = _NO_INPUTS
     sequences: SequenceGeometry | None = None
+
+    def with_inputs(self, named: Mapping[str, Tensor]) -> ForwardContext:
+        """The context with these step inputs, a row per token each."""
+        if not named:
+            return self
+        inputs = RowInputs(named)
+        return replace(self, inputs=inputs if self.last is None else inputs.of_rows(self.last.select))
+
+    def input(self, name: str) -> Tensor | None:
+        """A named step input of the rows that the layer gets, [rows, ...]; None in a step without it."""
+        return self.inputs.get(name)
+
+    def of_rows(self, select: Callable[[Tensor], Tensor]) -> ForwardContext:
+        """The context of a layer without attention that gets the rows that `select` takes from a tensor of these."""
+        return NO_CONTEXT if self.inputs.is_empty else ForwardContext(inputs=self.inputs.of_rows(select))
 
     def note_hidden(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
         """Record aux hidden states; called before each layer and after the last.
@@ -93,7 +115,7 @@ class ForwardContext:
 
     def of_all_tokens(self) -> ForwardContext:
         """The context of a layer before the last one, which needs the hidden states of all tokens."""
-        return self if self.last is None else replace(self, last=None)
+        return self if self.last is None else replace(self, last=None, inputs=self.inputs.of_all_tokens)
 
     def by_layer(self, num_layers: int) -> list[ForwardContext]:
         """The context of each layer of a model: only the last one is narrowed."""
@@ -101,7 +123,7 @@ class ForwardContext:
 
     def asked_for(self, per_token: Tensor) -> Tensor:
         """Select the wanted rows of a tensor with a row per token of the step."""
-        return per_token if self.last is None else self.whole(per_token).index_select(0, self.last.rows)
+        return per_token if self.last is None else self.last.select(self.whole(per_token))
 
     @property
     def rows_asked_for(self) -> ScatteredRows | None:
@@ -146,6 +168,10 @@ class ForwardContext:
         narrowed = None if last is None else LastRows(last.rows, last.metadata[bound.group])
         step = AttentionStep(layer, rows, bound.kv_cache, self.metadata[bound.group], narrowed)
         return bound.backend.run(step)  # type: ignore[no-any-return]
+
+
+# Context of rows without a KV cache and step inputs.
+NO_CONTEXT = ForwardContext()
 
 
 def _call(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.attention import ForwardContext
 from penstock.kernels.embedding import embedding, rows_of_share
 from penstock.kernels.native import NATIVE
 from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
@@ -39,9 +40,10 @@ class VocabEmbedding(nn.Module):
         self.weight = new_parameter(self._share.size, hidden_size)
         self.lookup: RowLookup | None = None
 
-    def forward(self, input_ids_T: Tensor) -> Tensor:
+    def forward(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        """context: of the tokens."""
         rows_TD = self._rows(input_ids_T) if self._group.size == 1 else self._rows_of_all_ranks(input_ids_T)
-        return rows_TD if self.adapters is None else self.adapters.add_to(rows_TD, input_ids_T)
+        return rows_TD if self.adapters is None else self.adapters.add_to(rows_TD, context)
 
     def slots(self) -> dict[str, WeightSlot]:
         return {"weight": rows_of_rank(self.weight, self._share)}
@@ -71,13 +73,16 @@ class ScaledVocabEmbedding(VocabEmbedding):
         super().__init__(vocab_size, hidden_size, parallel=parallel)
         self.scale = scale
 
-    def forward(self, input_ids_T: Tensor) -> Tensor:
-        rows_TD = super().forward(input_ids_T)
+    def forward(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
+        rows_TD = super().forward(input_ids_T, context)
         return rows_TD.mul_(_rounded(self.scale, rows_TD.dtype))
 
 
 class LMHead(ColumnParallelLinear):
-    """The output projection: [V, D]. With `tied_to` it shares the embedding's weight."""
+    """The output projection: [V, D]. With `tied_to` it shares the embedding's weight.
+
+    It is called with the context of the logits rows.
+    """
 
     def __init__(
         self,
@@ -97,27 +102,27 @@ class LMHead(ColumnParallelLinear):
             self.weight = tied_to.weight
             self.tied_to = (tied_to,)
 
-    def forward(self, hidden_LD: Tensor) -> Tensor:
+    def forward(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         """float32 logits: [L, V]."""
-        logits_LV = self._logits_of_rank(hidden_LD)
+        logits_LV = self._logits_of_rank(hidden_LD, context)
         if self._most_rows * self._group.size == self._vocab_size:
             return self._group.all_gather(logits_LV, dim=-1)
         # Ranks gather equal sizes; the last rank's padding is at the end.
         padded_LV = F.pad(logits_LV, (0, self._most_rows - logits_LV.shape[-1]))
         return self._group.all_gather(padded_LV, dim=-1)[:, : self._vocab_size].contiguous()
 
-    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
+    def compute_greedy(self, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens | None:
         """Return `greedy_tokens` of the logits without materialising them, or None without a fused kernel.
 
         For rows without log-probabilities and without logits transforms. Ranks exchange their largest logits only.
         """
         if self._group.size > 1:
-            return self._greedy_of_ranks(hidden_LD)
-        chosen = self._argmax_of_rank(hidden_LD)
+            return self._greedy_of_ranks(hidden_LD, context)
+        chosen = self._argmax_of_rank(hidden_LD, context)
         return None if chosen is None else ChosenTokens(*chosen[:2])
 
-    def _greedy_of_ranks(self, hidden_LD: Tensor) -> ChosenTokens:
-        values_L, token_ids_L = self._largest_of_rank(hidden_LD)
+    def _greedy_of_ranks(self, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens:
+        values_L, token_ids_L = self._largest_of_rank(hidden_LD, context)
         group, first_token = self._group, self._share.start
         if group.collectives is not None:
             return ChosenTokens(*group.collectives.merge_choices(values_L, token_ids_L, first_token))
@@ -125,27 +130,26 @@ class LMHead(ColumnParallelLinear):
         token_ids_L = token_ids_L + first_token
         return merge_largest(values_LS, group.all_gather(token_ids_L.unsqueeze(-1), dim=-1))
 
-    def _largest_of_rank(self, hidden_LD: Tensor) -> LargestLogits:
-        chosen = self._argmax_of_rank(hidden_LD, with_largest=True)
+    def _largest_of_rank(self, hidden_LD: Tensor, context: ForwardContext) -> LargestLogits:
+        chosen = self._argmax_of_rank(hidden_LD, context, with_largest=True)
         if chosen is None:
-            return largest_logits(self._logits_of_rank(hidden_LD))
+            return largest_logits(self._logits_of_rank(hidden_LD, context))
         token_ids_L, _, values_L = chosen
         assert values_L is not None, "called with with_largest"
         return LargestLogits(values_L, token_ids_L)
 
     def _argmax_of_rank(
-        self, hidden_LD: Tensor, *, with_largest: bool = False
+        self, hidden_LD: Tensor, context: ForwardContext, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """`LinearMethod.argmax`, of logits with the bias and the requests' adapters."""
-        is_product = self.bias is None and (self.adapters is None or not self.adapters.are_routed)
-        if is_product:
+        if self.bias is None and not self.has_adapters(context):
             return self.method.argmax(self, hidden_LD, with_largest=with_largest)
         if NATIVE is None or not NATIVE.runs(hidden_LD):
             return None
-        return NATIVE.argmax(self._logits_of_rank(hidden_LD), with_largest=with_largest)
+        return NATIVE.argmax(self._logits_of_rank(hidden_LD, context), with_largest=with_largest)
 
-    def _logits_of_rank(self, hidden_LD: Tensor) -> Tensor:
-        return super().forward(hidden_LD).to(torch.float32)
+    def _logits_of_rank(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        return super().forward(hidden_LD, context).to(torch.float32)
 
 
 @functools.cache

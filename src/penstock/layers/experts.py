@@ -6,8 +6,8 @@ Suffixes: T tokens, D hidden size, E experts, K experts of a token, N rows of on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -19,7 +19,6 @@ from penstock.kernels.experts import ExpertWeights, GroupedExperts
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
 from penstock.kernels.rows import sum_rows
-from penstock.layers.adapters import ADAPTER_SLOTS, AdapterRouting
 from penstock.layers.linear import LinearLayer, WeightChanges
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState
@@ -128,9 +127,9 @@ class Router(LinearLayer):
         if has_correction:
             self.e_score_correction_bias = nn.Parameter(torch.empty(routing.num_experts), requires_grad=False)
 
-    def choose(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """As `Routing.choose`."""
-        return self.routing.choose(self(hidden_TD).float(), self.e_score_correction_bias)
+        return self.routing.choose(self(hidden_TD, context).float(), self.e_score_correction_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +197,10 @@ class Experts(nn.ModuleList):
         for mlp in cast("list[GatedMLP]", list(self)):
             mlp.gate_up_proj.changes = mlp.down_proj.changes = self._changes
 
-    def partial(
-        self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, adapters: AdapterRouting | None = None
-    ) -> Tensor:
-        """Weighted sum of each token's experts, of this rank's part of their features: [T, D].
-
-        adapters: routing of the tokens to LoRA adapters.
-        """
-        if adapters is None and not self._weighs_inputs and (grouped := self._grouped_for(hidden_TD)) is not None:
+    def partial(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, context: ForwardContext) -> Tensor:
+        """Weighted sum of each token's experts, of this rank's part of their features: [T, D]."""
+        grouped = None if self._weighs_inputs or self._have_adapters(context) else self._grouped_for(hidden_TD)
+        if grouped is not None:
             return grouped.mixture(hidden_TD, experts_TK, weights_TK)
         num_tokens, top_k = experts_TK.shape
         rows = ExpertRows.of(experts_TK, len(self))
@@ -215,10 +210,10 @@ class Experts(nn.ModuleList):
             given_ND *= weights_TK.flatten()[rows.order].unsqueeze(-1).to(given_ND.dtype)
             weights_TK = torch.ones_like(weights_TK)
         made_ND = torch.empty_like(given_ND)
+        of_pairs = context.of_rows(lambda per_token: per_token.index_select(0, tokens_N))
         for expert, place in rows.pieces():
             mlp: GatedMLP = self[expert]  # type: ignore[assignment]
-            with nullcontext() if adapters is None else adapters.of_chosen(hidden_TD, tokens_N[place]):
-                made_ND[place] = mlp.partial(given_ND[place])
+            made_ND[place] = mlp.partial(given_ND[place], of_pairs.of_rows(itemgetter(place)))
         made_TKD = torch.empty_like(made_ND)
         made_TKD[rows.order] = made_ND
         made_TKD = made_TKD.view(num_tokens, top_k, -1)
@@ -227,6 +222,13 @@ class Experts(nn.ModuleList):
         for index in range(1, top_k):
             sum_TD += made_TKD[:, index] * weights_TK1[:, index]
         return sum_TD
+
+    def _have_adapters(self, context: ForwardContext) -> bool:
+        """Whether LoRA adapters of an expert may change the outputs of these rows."""
+        if context.inputs.is_empty:
+            return False
+        mlps = cast("list[GatedMLP]", list(self))
+        return any(layer.has_adapters(context) for mlp in mlps for layer in (mlp.gate_up_proj, mlp.down_proj))
 
     def _grouped_for(self, hidden_TD: Tensor) -> GroupedExperts | None:
         """Grouped products of these experts; None where there are none for their device, weights or activation."""
@@ -277,9 +279,9 @@ class SharedExpert(GatedMLP):
         super().__init__(hidden_size, intermediate_size, activation=activation, bias=False, parallel=parallel)
         self.gate = _Gate(hidden_size, 1, bias=False) if is_gated else None
 
-    def partial(self, hidden_TD: Tensor) -> Tensor:
-        made_TD = super().partial(hidden_TD)
-        return made_TD if self.gate is None else sigmoid(self.gate(hidden_TD)) * made_TD
+    def partial(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        made_TD = super().partial(hidden_TD, context)
+        return made_TD if self.gate is None else sigmoid(self.gate(hidden_TD, context)) * made_TD
 
 
 class _Gate(LinearLayer):
@@ -290,11 +292,10 @@ class MoE(nn.Module):
     """Experts chosen by a router, and a shared one.
 
     activation: as of `GatedMLP`. shared_size: features of the shared expert; 0 for none. bias: of router and experts.
-    intermediate_size: of an expert, over all ranks. adapters: routing of rows to LoRA adapters; None without.
+    intermediate_size: of an expert, over all ranks.
     load_E: int64, to which every step adds the tokens of each expert, padding excluded; None counts nothing.
     """
 
-    adapters: AdapterRouting | None = None
     load_E: Tensor | None = None
 
     def __init__(
@@ -334,38 +335,30 @@ class MoE(nn.Module):
         rows: ScatteredRows | None = context.rows_asked_for
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
-        part_TD = self._recorded(hidden_TD)
+        part_TD = self._recorded(hidden_TD, context)
         if part_TD is None:
             (part_TD,) = context.opaque(self._partial, hidden_TD, widths=[self._hidden_size])
         return self._group.all_reduce(part_TD) if rows is None else rows.add_up(part_TD)
 
-    def _recorded(self, hidden_TD: Tensor) -> Tensor | None:
+    def _recorded(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor | None:
         """`_partial` in a recorded program; None outside of one, and where kernels for it are missing."""
         is_gated = self.shared_expert is not None and self.shared_expert.gate is not None
-        if NATIVE is None or self._routed is not None or is_gated or self.gate.routing.weighs_inputs:
+        if NATIVE is None or is_gated or self.gate.routing.weighs_inputs:
             return None
         gate = self.gate
-        mlps = cast("list[Callable[[Tensor], Tensor]]", [mlp.partial for mlp in self.experts])
+        mlps = cast("list[Callable[[Tensor, ForwardContext], Tensor]]", [mlp.partial for mlp in self.experts])
         rule, bias_E = gate.routing.arguments, gate.e_score_correction_bias
-        part_TD = NATIVE.experts.record(hidden_TD, gate, mlps, rule, bias_E, self.load_E)
+        part_TD = NATIVE.experts.record(hidden_TD, gate, mlps, context, rule, bias_E, self.load_E)
         if part_TD is None or self.shared_expert is None:
             return part_TD
-        return sum_rows(part_TD, self.shared_expert.partial(hidden_TD))
-
-    @property
-    def _routed(self) -> AdapterRouting | None:
-        """Routing of a pass in which a request has an adapter; None otherwise."""
-        return self.adapters if self.adapters is not None and self.adapters.is_routed(ADAPTER_SLOTS) else None
+        return sum_rows(part_TD, self.shared_expert.partial(hidden_TD, context))
 
     def _partial(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor]:
-        # A recorded program calls this outside of the model's forward pass.
-        last_rows = None if context.last is None else context.last.rows
-        with nullcontext() if self.adapters is None else self.adapters.of_rows(context.inputs, last_rows):
-            experts_TK, weights_TK = self.gate.choose(hidden_TD)
-            if self.load_E is not None and context.sequences is not None:
-                experts = experts_TK[: context.sequences.num_actual_tokens].flatten()
-                self.load_E += torch.bincount(experts, minlength=len(self.load_E))
-            part_TD = self.experts.partial(hidden_TD, experts_TK, weights_TK, self._routed)
-            if self.shared_expert is not None:
-                part_TD += self.shared_expert.partial(hidden_TD)
+        experts_TK, weights_TK = self.gate.choose(hidden_TD, context)
+        if self.load_E is not None and context.sequences is not None:
+            experts = experts_TK[: context.sequences.num_actual_tokens].flatten()
+            self.load_E += torch.bincount(experts, minlength=len(self.load_E))
+        part_TD = self.experts.partial(hidden_TD, experts_TK, weights_TK, context)
+        if self.shared_expert is not None:
+            part_TD += self.shared_expert.partial(hidden_TD, context)
         return [part_TD]

@@ -170,16 +170,15 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(sizes.num_heads * sizes.v_head_dim, hidden_size, bias=bias, parallel=parallel)
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
-        rows_TY = query_TX = self.qkv_a_proj(context.whole(hidden_TD))
+        of_all = context.of_all_tokens()
+        rows_TY = query_TX = self.qkv_a_proj(context.whole(hidden_TD), of_all)
         if self.q_b_proj is not None:
             assert self.q_a_layernorm is not None, "both or none"
-            query_TX = self.q_b_proj(leading_rms_norm(rows_TY, self.q_a_layernorm.weight, _NORM_EPS))
+            query_TX = self.q_b_proj(leading_rms_norm(rows_TY, self.q_a_layernorm.weight, _NORM_EPS), of_all)
         heads_TX = self.kv_b_proj.absorb(query_TX, rows_TY, self.kv_a_layernorm)
         latent_TX = self.attn.from_projection(heads_TX, None, rotation, context)
         mixed_TX = self.kv_b_proj.expand(latent_TX)
-        if context.rows_asked_for is None:
-            return self.o_proj(mixed_TX)  # type: ignore[no-any-return]
-        return self.o_proj(mixed_TX, context.rows_asked_for)  # type: ignore[no-any-return]
+        return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
 
 
 def _of_all(size: int) -> Share:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.attention import ForwardContext
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.linear import (
     batch_invariant_linear,
@@ -344,9 +345,14 @@ class LinearLayer(nn.Module):
         if self.changes is not None and name in ("weight", "bias", "method"):
             self.changes.count += 1
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor, context: ForwardContext) -> Tensor:
+        """context: of the rows of x."""
         out_TO = self.method.apply(self, x_TI)
-        return out_TO if self.adapters is None else self.adapters.add_to(out_TO, x_TI)
+        return out_TO if self.adapters is None else self.adapters.add_to(out_TO, x_TI, context)
+
+    def has_adapters(self, context: ForwardContext) -> bool:
+        """Whether LoRA adapters may change the outputs of these rows."""
+        return self.adapters is not None and self.adapters.apply_in(context)
 
     def loaded_weight(self) -> Tensor | None:
         """The weight as it was loaded, [O, I]; None for a quantised one."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from penstock.attention import ForwardContext
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, GatedActivation
 from penstock.layers.parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.layers.scalable_inputs import FactorOutputs
 from penstock.parallel import ParallelState
-from penstock.parallel.scattered_rows import ScatteredRows
 
 
 class GatedMLP(nn.Module):
@@ -33,15 +33,16 @@ class GatedMLP(nn.Module):
             # The others are not linear in the half that they multiply by.
             self.down_proj.scalable_inputs = FactorOutputs(self.gate_up_proj, "up")
 
-    def forward(self, hidden_TD: Tensor, rows: ScatteredRows | None = None) -> Tensor:
-        """rows: sequence-parallel layout of input and output."""
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        rows = context.rows_asked_for
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
-        return self.down_proj(self._activate_and_mul(self.gate_up_proj(hidden_TD)), rows)  # type: ignore[no-any-return]
+        activated_TX = self._activate_and_mul(self.gate_up_proj(hidden_TD, context))
+        return self.down_proj(activated_TX, context)  # type: ignore[no-any-return]
 
-    def partial(self, hidden_TD: Tensor) -> Tensor:
+    def partial(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         """The output of this rank's part of the intermediate features, which the ranks have yet to add up."""
-        return self.down_proj.partial(self._activate_and_mul(self.gate_up_proj(hidden_TD)))
+        return self.down_proj.partial(self._activate_and_mul(self.gate_up_proj(hidden_TD, context)), context)
 
 
 class PlainMLP(nn.Module):
@@ -56,5 +57,5 @@ class PlainMLP(nn.Module):
         self.down_proj.has_massive_inputs = True
         self._activate = ACTIVATIONS[activation]
 
-    def forward(self, hidden_TD: Tensor) -> Tensor:
-        return self.down_proj(self._activate(self.up_proj(hidden_TD)))  # type: ignore[no-any-return]
+    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        return self.down_proj(self._activate(self.up_proj(hidden_TD, context)), context)  # type: ignore[no-any-return]

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from penstock.attention import ForwardContext
 from penstock.layers.linear import AdapterPlace, LinearLayer
 from penstock.layers.weights import Part, Shard, WeightSlot
 from penstock.parallel import ParallelState, Share, heads_of_rank, share_of_rank
-from penstock.parallel.scattered_rows import ScatteredRows
 
 
 class ColumnParallelLinear(LinearLayer):
@@ -49,14 +49,14 @@ class RowParallelLinear(LinearLayer):
         super().__init__(share.size, output_size, bias=bias)
         self._share, self._group = share, parallel.tensor
 
-    def forward(self, x_TI: Tensor, rows: ScatteredRows | None = None) -> Tensor:
-        """rows: sequence-parallel layout of the reduce-scattered output; None for an all-reduce."""
-        part_TO = self.partial(x_TI)
+    def forward(self, x_TI: Tensor, context: ForwardContext) -> Tensor:
+        """[T, O], all-reduced, or reduce-scattered where the context has a sequence-parallel layout."""
+        part_TO, rows = self.partial(x_TI, context), context.rows_asked_for
         return self._group.all_reduce(part_TO) if rows is None else rows.add_up(part_TO)
 
-    def partial(self, x_TI: Tensor) -> Tensor:
+    def partial(self, x_TI: Tensor, context: ForwardContext) -> Tensor:
         """This rank's part of the product, which the ranks have yet to add up: [T, O]."""
-        return super().forward(x_TI)
+        return super().forward(x_TI, context)
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = {"weight": WeightSlot((self.output_size, self._share.whole), self.weight, _part(1, self._share))}

@@ -114,9 +114,10 @@ class BertLayer(nn.Module):
         self.mlp_norm = LayerNorm(size, config.norm_eps)
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
-        mixed_TD = self.o_proj(self.attention.from_projection(self.qkv_proj(hidden_TD), None, None, context))
+        qkv_TX = self.qkv_proj(hidden_TD, context.of_all_tokens())
+        mixed_TD = self.o_proj(self.attention.from_projection(qkv_TX, None, None, context), context)
         hidden_TD, _ = self.attention_norm.add_and_norm(mixed_TD, context.asked_for(hidden_TD))
-        hidden_TD, _ = self.mlp_norm.add_and_norm(self.mlp(hidden_TD), hidden_TD)
+        hidden_TD, _ = self.mlp_norm.add_and_norm(self.mlp(hidden_TD, context), hidden_TD)
         return hidden_TD
 
 
@@ -145,17 +146,19 @@ class BertEncoder(CausalLM):
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         """See `CausalLM`. Without the step inputs, as in a dummy step, all tokens are of one text."""
-        position_ids_T, types_T = context.inputs.get(POSITION_IDS), context.inputs.get(TOKEN_TYPE_IDS)
+        of_all = context.of_all_tokens()
+        position_ids_T, types_T = of_all.input(POSITION_IDS), of_all.input(TOKEN_TYPE_IDS)
         if position_ids_T is None or types_T is None:
             position_ids_T = (positions_T + self.config.first_position).clamp_max(self.config.num_positions - 1)
             types_T = torch.zeros_like(input_ids_T)
-        words_TD = sum_rows(self.word_embeddings(input_ids_T), self.position_embeddings(position_ids_T))
-        hidden_TD, _ = self.norm.add_and_norm(words_TD, self.token_type_embeddings(types_T))
+        positions_TD = self.position_embeddings(position_ids_T, of_all)
+        words_TD = sum_rows(self.word_embeddings(input_ids_T, of_all), positions_TD)
+        hidden_TD, _ = self.norm.add_and_norm(words_TD, self.token_type_embeddings(types_T, of_all))
         for layer, of_layer in zip(self.layers, context.by_layer(len(self.layers)), strict=True):
             hidden_TD = layer(hidden_TD, of_layer)
         return hidden_TD
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         raise NotImplementedError("an encoder has no language model head")
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.sampling import ChosenTokens
-from penstock.layers.adapters import AdapterRouting
 from penstock.layers.embedding import LMHead
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import Shard, WeightSlot
@@ -40,10 +39,7 @@ class CausalLM(nn.Module, ABC):
 
     ignorable: regular expressions for checkpoint tensors that the model has no slot for.
     features: modules of the features that the model needs (`contract.feature`).
-    adapters: routing of rows to LoRA adapters; None without adapters.
     """
-
-    adapters: AdapterRouting | None = None
 
     ignorable: ClassVar[tuple[str, ...]] = ()
     features: Sequence[str] = ()
@@ -56,11 +52,11 @@ class CausalLM(nn.Module, ABC):
         """
 
     @abstractmethod
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        """float32 logits [L, V]."""
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        """float32 logits [L, V]. context: of the logits rows."""
 
-    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
-        """Greedy tokens without materialising the logits; None without a fused kernel."""
+    def compute_greedy(self, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens | None:
+        """Greedy tokens without materialising the logits; None without a fused kernel. context: of the logits rows."""
         return None
 
     def names_elsewhere(self) -> Sequence[str]:

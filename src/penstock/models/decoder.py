@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,6 @@ class DecoderConfig:
         )
 
 
-_Argument = TypeVar("_Argument")
 # Makes the norm of query and key heads, from their numbers and head size.
 AttentionNorm: TypeAlias = Callable[
     ..., QueryKeyNorm | UnweightedQueryKeyNorm | WholeQueryKeyNorm | SplitWholeQueryKeyNorm
@@ -212,9 +211,9 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
-        qkv_TX = self.qkv_proj(context.whole(hidden_TD))
+        qkv_TX = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens())
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
-        return self.o_proj(mixed_TX, *_if_any(context.rows_asked_for))  # type: ignore[no-any-return]
+        return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -266,9 +265,7 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         """The output of the MLP or of the experts."""
-        if isinstance(self.mlp, MoE):
-            return self.mlp(hidden_TD, context)  # type: ignore[no-any-return]
-        return self.mlp(hidden_TD, *_if_any(context.rows_asked_for))  # type: ignore[no-any-return]
+        return self.mlp(hidden_TD, context)  # type: ignore[no-any-return]
 
 
 class DecoderModel(nn.Module):
@@ -308,7 +305,7 @@ class DecoderModel(nn.Module):
     ) -> Tensor:
         context = self._scattering(input_ids_T, context)
         if given_TD is None:
-            hidden_TD = self._first_hidden(input_ids_T)
+            hidden_TD = self._first_hidden(input_ids_T, context.of_all_tokens())
             if context.rows is not None:
                 hidden_TD = context.rows.own(hidden_TD)
         else:
@@ -332,10 +329,10 @@ class DecoderModel(nn.Module):
             return context
         return replace(context, rows=scattered_rows(self.parallel, input_ids_T.shape[0]))
 
-    def _first_hidden(self, input_ids_T: Tensor) -> Tensor:
+    def _first_hidden(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """Embeddings; on later stages, whose real steps receive hidden states, zeros for a dummy step."""
         if self.is_first:
-            return self.embed_tokens(input_ids_T)  # type: ignore[no-any-return]
+            return self.embed_tokens(input_ids_T, context)  # type: ignore[no-any-return]
         dtype = next(self.layers[self._stage.start].parameters()).dtype
         return torch.zeros(input_ids_T.shape[0], self._hidden_size, dtype=dtype, device=input_ids_T.device)
 
@@ -392,19 +389,19 @@ class DecoderForCausalLM(CausalLM):
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
         """See `CausalLM`. given_TD: hidden states of the previous stage; stages before the last return such."""
-        return self.model(input_ids_T, positions_T, context, *_if_any(given_TD))  # type: ignore[no-any-return]
+        return self.model(input_ids_T, positions_T, context, given_TD)  # type: ignore[no-any-return]
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         if not self.model.is_last:
             # A dummy step on a stage before the last.
             return hidden_LD.new_zeros(hidden_LD.shape[0], self.config.vocab_size, dtype=torch.float32)
-        return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
+        return self.lm_head(hidden_LD, context)  # type: ignore[no-any-return]
 
-    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
+    def compute_greedy(self, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens | None:
         # A family that transforms its logits, for example caps them, may create ties.
         if type(self).compute_logits is not DecoderForCausalLM.compute_logits or not self.model.is_last:
             return None
-        return self.lm_head.compute_greedy(hidden_LD)
+        return self.lm_head.compute_greedy(hidden_LD, context)
 
     def is_scattered(self, num_tokens: int) -> bool:
         return scattered_rows(self.model.parallel, num_tokens) is not None
@@ -426,11 +423,6 @@ class DecoderForCausalLM(CausalLM):
         if self.config.tie_word_embeddings:
             del table["lm_head"]
         return table
-
-
-def _if_any(argument: _Argument | None) -> tuple[_Argument, ...]:
-    """Optional arguments, omitted where absent so that plugins' modules need not accept them."""
-    return () if argument is None else (argument,)
 
 
 def _embedding(config: DecoderConfig, parallel: ParallelState) -> VocabEmbedding:

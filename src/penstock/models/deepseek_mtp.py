@@ -52,7 +52,8 @@ class DeepSeekMTP(DraftHead):
     def forward(  # type: ignore[override]
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
-        hidden_TD = self.eh_proj(concatenate_rows(self.enorm(self.embed(input_ids_T)), self.hnorm(hidden_TD)))
+        embed_TD = self.enorm(self.embed(input_ids_T, context))
+        hidden_TD = self.eh_proj(concatenate_rows(embed_TD, self.hnorm(hidden_TD)), context.of_all_tokens())
         rotation = self.rotation(positions_T, hidden_TD.dtype)
         hidden_TD, residual_TD = self.layers[0](hidden_TD, None, rotation, context)
         return self.norm.add_and_norm(hidden_TD, residual_TD)[0]

@@ -140,16 +140,18 @@ class DraftHead(CausalLM):
         assert self._target, "attach comes first"
         return self._target[0]
 
-    def embed(self, input_ids_T: Tensor) -> Tensor:
+    def embed(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
         embedding = self.embed_tokens or self.target.model.embed_tokens
-        return embedding(input_ids_T)  # type: ignore[no-any-return]
+        return embedding(input_ids_T, context.of_all_tokens())  # type: ignore[no-any-return]
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        return self.target.compute_logits(hidden_LD) if self.lm_head is None else self.lm_head(hidden_LD)
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        if self.lm_head is None:
+            return self.target.compute_logits(hidden_LD, context)
+        return self.lm_head(hidden_LD, context)  # type: ignore[no-any-return]
 
-    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
+    def compute_greedy(self, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens | None:
         head = self.target if self.lm_head is None else self.lm_head
-        return head.compute_greedy(hidden_LD)
+        return head.compute_greedy(hidden_LD, context)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         table = dict(self.weight_table())

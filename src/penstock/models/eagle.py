@@ -56,7 +56,8 @@ class EagleLlamaForCausalLM(DraftHead):
     def forward(  # type: ignore[override]
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
-        hidden_TD = self.fc(concatenate_rows(self.embed(input_ids_T), hidden_TD))
+        both_TX = concatenate_rows(self.embed(input_ids_T, context), hidden_TD)
+        hidden_TD = self.fc(both_TX, context.of_all_tokens())
         residual_TD: Tensor | None = None
         rotation = self.rotation(positions_T, hidden_TD.dtype)
         for layer, of_layer in zip(self.layers, context.by_layer(len(self.layers)), strict=True):

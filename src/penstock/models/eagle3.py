@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import ForwardContext
+from penstock.attention import NO_CONTEXT, ForwardContext
 from penstock.config import ModelConfig
 from penstock.errors import CheckpointError, ModelError
 from penstock.kernels.rotary import Rotation
@@ -53,7 +53,7 @@ class Eagle3Layer(DecoderLayer):
         mixed_TD = self.self_attn(both_TX, rotation, context)
         residual_TD = context.asked_for(normed_TD if self._norm_before_residual else hidden_TD)
         mixed_TD, residual_TD = self.post_attention_layernorm.add_and_norm(mixed_TD, residual_TD)
-        return self.mlp(mixed_TD), residual_TD
+        return self.mlp(mixed_TD, context), residual_TD
 
 
 class Eagle3LlamaForCausalLM(DraftHead):
@@ -127,26 +127,27 @@ class Eagle3LlamaForCausalLM(DraftHead):
 
     def from_target(self, hidden_TD: Tensor, aux: Sequence[Tensor]) -> Tensor:
         of_layer = dict(zip(self.aux_layers, aux, strict=True))
-        return self.fc(torch.cat([of_layer[layer] for layer in self._fused_layers], dim=-1))  # type: ignore[no-any-return]
+        aux_TX = torch.cat([of_layer[layer] for layer in self._fused_layers], dim=-1)
+        return self.fc(aux_TX, NO_CONTEXT)  # type: ignore[no-any-return]
 
     def forward(  # type: ignore[override]
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
         rotation = self.rotation(positions_T, hidden_TD.dtype)
-        hidden_TD, residual_TD = self.layers[0](self.embed(input_ids_T), hidden_TD, rotation, context)
+        hidden_TD, residual_TD = self.layers[0](self.embed(input_ids_T, context), hidden_TD, rotation, context)
         return sum_rows(hidden_TD, residual_TD)
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         """Logits of target tokens outside the draft vocabulary are minus infinity."""
-        logits_LS = super().compute_logits(self.norm(hidden_LD))
+        logits_LS = super().compute_logits(self.norm(hidden_LD), context)
         size = self.config.vocab_size
         if logits_LS.shape[-1] == size:
             return logits_LS
         logits_LV = logits_LS.new_full((logits_LS.shape[0], size), float("-inf"))
         return logits_LV.index_copy_(1, self.target_ids, logits_LS)
 
-    def compute_greedy(self, hidden_LD: Tensor) -> ChosenTokens | None:
-        chosen = super().compute_greedy(self.norm(hidden_LD))
+    def compute_greedy(self, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens | None:
+        chosen = super().compute_greedy(self.norm(hidden_LD), context)
         if chosen is None or self.lm_head is None:
             return chosen
         return chosen._replace(token_ids_R=self.target_ids.index_select(0, chosen.token_ids_R))

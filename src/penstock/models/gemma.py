@@ -90,7 +90,7 @@ class GemmaLayer(nn.Module):
         hidden_TD = self.post_attention_layernorm(self.self_attn(hidden_TD, rotation, context))
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.pre_feedforward_layernorm.add_and_norm(hidden_TD, residual_TD)
-        return self.post_feedforward_layernorm(self.mlp(hidden_TD, context.rows_asked_for)), residual_TD
+        return self.post_feedforward_layernorm(self.mlp(hidden_TD, context)), residual_TD
 
 
 class GemmaForCausalLM(DecoderForCausalLM):
@@ -153,8 +153,8 @@ class GemmaForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, model)
         self.logits_soft_cap = logits_soft_cap
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        logits_LV = super().compute_logits(hidden_LD)
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        logits_LV = super().compute_logits(hidden_LD, context)
         if self.logits_soft_cap is None:
             return logits_LV
         return logits_LV.div_(self.logits_soft_cap).tanh_().mul_(self.logits_soft_cap)

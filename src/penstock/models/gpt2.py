@@ -127,9 +127,10 @@ class GPT2Attention(nn.Module):
         self.c_proj = RowParallelLinear(config.hidden_size, config.hidden_size, bias=True, parallel=parallel)
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
-        heads_THD = self.c_attn(hidden_TD).view(hidden_TD.shape[0], -1, self.head_size)
+        heads_THD = self.c_attn(hidden_TD, context.of_all_tokens()).view(hidden_TD.shape[0], -1, self.head_size)
         query_THD, key_THD, value_THD = heads_THD.chunk(3, 1)
-        return self.c_proj(self.attn(query_THD, key_THD, value_THD, context).flatten(1))  # type: ignore[no-any-return]
+        mixed_TX = self.attn(query_THD, key_THD, value_THD, context).flatten(1)
+        return self.c_proj(mixed_TX, context)  # type: ignore[no-any-return]
 
 
 class GPT2Layer(nn.Module):
@@ -149,7 +150,7 @@ class GPT2Layer(nn.Module):
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         mixed_TD = self.attn(self.ln_1(hidden_TD), context)
         hidden_TD = context.asked_for(hidden_TD).add_(mixed_TD)
-        return hidden_TD.add_(self.mlp(self.ln_2(hidden_TD)))
+        return hidden_TD.add_(self.mlp(self.ln_2(hidden_TD), context))
 
 
 class GPT2LMHeadModel(CausalLM):
@@ -183,16 +184,18 @@ class GPT2LMHeadModel(CausalLM):
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, given_TD: Tensor | None = None
     ) -> Tensor:
         """See `CausalLM`. given_TD: hidden states of the previous stage; stages before the last return such."""
-        hidden_TD = self._first_hidden(input_ids_T, positions_T) if given_TD is None else given_TD
+        if given_TD is None:
+            given_TD = self._first_hidden(input_ids_T, positions_T, context.of_all_tokens())
+        hidden_TD = given_TD
         for index, of_layer in zip(self._stage, context.by_layer(len(self._stage)), strict=True):
             hidden_TD = self.layers[index](hidden_TD, of_layer)
         return self.ln_f(hidden_TD) if self.is_last else hidden_TD
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         if not self.is_last:
             # A dummy step on a stage before the last.
             return hidden_LD.new_zeros(hidden_LD.shape[0], self.config.vocab_size, dtype=torch.float32)
-        return self.lm_head(hidden_LD)  # type: ignore[no-any-return]
+        return self.lm_head(hidden_LD, context)  # type: ignore[no-any-return]
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return expand_table(self, self._table(), self.config.num_layers)
@@ -217,10 +220,11 @@ class GPT2LMHeadModel(CausalLM):
             del table["lm_head"]
         return table
 
-    def _first_hidden(self, input_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    def _first_hidden(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         """Embeddings; on later stages, whose real steps receive hidden states, zeros for a dummy step."""
         if self.is_first:
-            return self.wte(input_ids_T).add_(self.wpe(positions_T))  # type: ignore[no-any-return]
+            tokens_TD, positions_TD = self.wte(input_ids_T, context), self.wpe(positions_T, context)
+            return tokens_TD.add_(positions_TD)  # type: ignore[no-any-return]
         weight = next(self.layers[self._stage.start].parameters())
         return weight.new_zeros(input_ids_T.shape[0], self.config.hidden_size)
 

@@ -79,8 +79,8 @@ class GraniteForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, model)
         self._logits_scaling = fields.number("logits_scaling", default=1.0)
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        return super().compute_logits(hidden_LD).div_(self._logits_scaling)
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        return super().compute_logits(hidden_LD, context).div_(self._logits_scaling)
 
 
 class GraniteMoeForCausalLM(MixtureForCausalLM):
@@ -103,8 +103,8 @@ class GraniteMoeForCausalLM(MixtureForCausalLM):
         super().__init__(config, parallel, _granite_decoder(fields, config, parallel, moe=moe), layers, routing)
         self._logits_scaling = fields.number("logits_scaling", default=1.0)
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        return super().compute_logits(hidden_LD).div_(self._logits_scaling)
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        return super().compute_logits(hidden_LD, context).div_(self._logits_scaling)
 
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Cut the tensors of all experts: gate and up lie side by side."""

@@ -71,13 +71,13 @@ class NoRopeAttention(SelfAttention):
 
     def forward(self, hidden_TD: Tensor, rotation: Any, context: ForwardContext) -> Tensor:
         layer = self.attn.layer
-        heads_THD = self.qkv_proj(context.whole(hidden_TD)).unflatten(-1, (-1, layer.head_size))
+        qkv_TX = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens())
+        heads_THD = qkv_TX.unflatten(-1, (-1, layer.head_size))
         query_THD, key, value = heads_THD.split_with_sizes([layer.num_heads, *[layer.num_kv_heads] * 2], 1)
         if rotation is not None:
             query_THD = (query_THD * rotation).to(query_THD.dtype)
         mixed_TX = self.attn(query_THD, key, value, context).flatten(1)
-        rows = context.rows_asked_for
-        return self.o_proj(mixed_TX) if rows is None else self.o_proj(mixed_TX, rows)  # type: ignore[no-any-return]
+        return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
 
 
 class Llama4ForCausalLM(MixtureForCausalLM):

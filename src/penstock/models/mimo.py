@@ -62,8 +62,9 @@ class MiMoMTP(DraftHead):
     def forward(  # type: ignore[override]
         self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, hidden_TD: Tensor
     ) -> Tensor:
-        embed_TD = self.token_layernorm(self.embed(input_ids_T))
-        hidden_TD = self.input_proj(concatenate_rows(self.hidden_layernorm(hidden_TD), embed_TD))
+        embed_TD = self.token_layernorm(self.embed(input_ids_T, context))
+        both_TX = concatenate_rows(self.hidden_layernorm(hidden_TD), embed_TD)
+        hidden_TD = self.input_proj(both_TX, context.of_all_tokens())
         rotation = self.rotation(positions_T, hidden_TD.dtype)
         hidden_TD, residual_TD = self.layers[0](hidden_TD, None, rotation, context)
         return self.final_layernorm.add_and_norm(hidden_TD, residual_TD)[0]

@@ -155,9 +155,10 @@ class ModernBertLayer(nn.Module):
             hidden_TD = self.attn_norm(hidden_TD)
         else:
             hidden_TD, residual_TD = self.attn_norm.add_and_norm(hidden_TD, residual_TD)
-        mixed_TD = self.o_proj(self.attention.from_projection(self.qkv_proj(hidden_TD), None, rotation, context))
+        qkv_TX = self.qkv_proj(hidden_TD, context.of_all_tokens())
+        mixed_TD = self.o_proj(self.attention.from_projection(qkv_TX, None, rotation, context), context)
         hidden_TD, residual_TD = self.mlp_norm.add_and_norm(mixed_TD, context.asked_for(residual_TD))
-        return self.mlp(hidden_TD), residual_TD
+        return self.mlp(hidden_TD, context), residual_TD
 
 
 class ModernBertEncoder(CausalLM):
@@ -176,7 +177,7 @@ class ModernBertEncoder(CausalLM):
         self.final_norm = config.norm()
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        hidden_TD = self.norm(self.tok_embeddings(input_ids_T))
+        hidden_TD = self.norm(self.tok_embeddings(input_ids_T, context.of_all_tokens()))
         residual_TD: Tensor | None = None
         rotations = self.rotations(positions_T, hidden_TD.dtype)
         contexts = context.by_layer(len(self.layers))
@@ -186,7 +187,7 @@ class ModernBertEncoder(CausalLM):
         hidden_TD, _ = self.final_norm.add_and_norm(hidden_TD, residual_TD)
         return hidden_TD
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         raise NotImplementedError("an encoder has no language model head")
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention import AuxHiddenStates, ForwardContext, SequenceGeometry, StepGeometry
+from penstock.attention import NO_CONTEXT, AuxHiddenStates, ForwardContext, SequenceGeometry, StepGeometry
 from penstock.kernels.sampling import greedy_tokens
 from penstock.parallel import ParallelState
 from penstock.runner.execute.graphs import rehearse_pieces
@@ -31,7 +31,7 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> Fram
     frame = runner.frames.dummy(num_tokens, num_reqs)
     runner.execution.run(frame)
     assert frame.all_hidden is not None, "a dummy frame wants all rows"
-    runner.model.compute_logits(frame.all_hidden[:num_reqs])
+    runner.model.compute_logits(frame.all_hidden[:num_reqs], NO_CONTEXT)
     return frame
 
 
@@ -45,7 +45,7 @@ def warm_up_decodes(runner: ModelRunner) -> None:
     for size in runner.padding.sizes:
         frame = run_dummy_batch(runner, size, size)
         assert frame.all_hidden is not None, "a dummy frame wants all rows"
-        greedy_tokens(runner.model.compute_logits(frame.all_hidden))
+        greedy_tokens(runner.model.compute_logits(frame.all_hidden, NO_CONTEXT))
 
 
 def run_largest_graph(runner: ModelRunner) -> None:
@@ -53,7 +53,7 @@ def run_largest_graph(runner: ModelRunner) -> None:
     most, limits = max(runner.padding.sizes), runner.limits
     frame = run_dummy_batch(runner, max(most, min(most * (1 + limits.max_drafts), limits.max_num_tokens)), most)
     assert frame.all_hidden is not None, "a dummy frame wants all rows"
-    greedy_tokens(runner.model.compute_logits(frame.all_hidden))
+    greedy_tokens(runner.model.compute_logits(frame.all_hidden, NO_CONTEXT))
 
 
 def run_largest_mixed_graph(runner: ModelRunner) -> int:

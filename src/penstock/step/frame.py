@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.contract import SchedulerOutput
 from penstock.kernels.sampling import ChosenTokens
-from penstock.layers.adapters import HEAD_SLOTS
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.step.batch import InputBatch
 from penstock.step.logits_rows import PromptRows
@@ -80,10 +79,9 @@ class Frame:
         return self.batch.layout.req_ids if self.has_tokens else []
 
     @property
-    def logits_inputs(self) -> Mapping[str, Tensor]:
-        """Step inputs of the logits rows, for the LM head."""
-        slots = self.inputs.named.get(HEAD_SLOTS)
-        return {} if slots is None else {HEAD_SLOTS: self.batch.layout.of_logits_rows(slots)}
+    def logits_context(self) -> ForwardContext:
+        """Context of the logits rows, for the LM head."""
+        return self.inputs.head_context.of_rows(self.batch.layout.of_logits_rows)
 
     def drop_outputs(self) -> None:
         """Drop the references to the forward pass's outputs."""

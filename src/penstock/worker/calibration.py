@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.model import NO_CALIBRATION, NO_QUANTIZATION
 from penstock.device import Device, DtypeChoice
@@ -213,4 +214,4 @@ def _read(
             hidden_TD = run_prompt(runner, text[begin : begin + max_tokens])
             if reaches_heads:
                 for rows_LD in (*hidden_TD[:-1].split(_HEAD_ROWS), hidden_TD[-1:]):
-                    model.compute_logits(rows_LD)
+                    model.compute_logits(rows_LD, NO_CONTEXT)

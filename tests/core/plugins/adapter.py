@@ -89,10 +89,10 @@ class AdaptedAttention(SelfAttention):
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
         out_TD = super().forward(hidden_TD, rotation, context)
-        rows_T = context.inputs.get(INPUT)
+        rows_T = context.input(INPUT)
         if rows_T is None:
             return out_TD
-        return sum_rows(out_TD, embedding(context.asked_for(rows_T), self.adapters, out_TD.dtype))
+        return sum_rows(out_TD, embedding(rows_T, self.adapters, out_TD.dtype))
 
 
 class AdaptedLlamaForCausalLM(DecoderForCausalLM):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig, ModelConfig
 from penstock.kernels.activation import ClampedSwiglu, GatedActivation, gelu_tanh_and_mul, silu_and_mul
 from penstock.kernels.experts import ExpertWeights, GroupedExperts, mixture_reference
@@ -131,13 +132,13 @@ def test_a_layer_takes_them_and_notices_new_weights() -> None:
             parameter.data = _random(*parameter.shape) * scale
         # As the runner does after calls that may change the model.
         note_changes(layer)
-        found = layer.experts.partial(hidden_TD, *chosen)
+        found = layer.experts.partial(hidden_TD, *chosen, NO_CONTEXT)
         mlps = list(layer.experts)
         weights = [m.gate_up_proj.weight for m in mlps], [m.down_proj.weight for m in mlps]
         torch.testing.assert_close(found, mixture_reference(hidden_TD, *chosen, *weights, silu_and_mul))
     assert layer.experts._grouped is not None
     layer.experts.are_grouped = False
-    torch.testing.assert_close(layer.experts.partial(hidden_TD, *chosen), found)
+    torch.testing.assert_close(layer.experts.partial(hidden_TD, *chosen, NO_CONTEXT), found)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -155,7 +156,7 @@ def test_a_layer_of_quantised_experts_takes_them_and_reads_nothing_on_the_host(
         for parameter in layer.experts.parameters():
             parameter.data = _random(*parameter.shape) * scale
         process_weights_after_loading(layer.experts, lambda _: QuantizedMethod(quantize, GpuQuantizedProducts()))
-        found = layer.experts.partial(hidden_TD, *chosen)
+        found = layer.experts.partial(hidden_TD, *chosen, NO_CONTEXT)
         layers = [(mlp.gate_up_proj, mlp.down_proj) for mlp in layer.experts]
         gate_up, down = zip(*(map(_dequantised, pair) for pair in layers), strict=True)
         torch.testing.assert_close(found, mixture_reference(hidden_TD, *chosen, gate_up, down, silu_and_mul))
@@ -164,7 +165,7 @@ def test_a_layer_of_quantised_experts_takes_them_and_reads_nothing_on_the_host(
     mlp.gate_up_proj.method.restore_weights(mlp.gate_up_proj)
     mlp.gate_up_proj.method.process_weights_after_loading(mlp.gate_up_proj)
     with pytest.raises(pytest.fail.Exception, match="rows were counted"):
-        layer.experts.partial(hidden_TD, *chosen)
+        layer.experts.partial(hidden_TD, *chosen, NO_CONTEXT)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="loads on the CPU, in place of a GPU")

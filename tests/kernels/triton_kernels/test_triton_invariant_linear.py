@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from penstock.attention import NO_CONTEXT
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts
 from penstock.kernels.linear import batch_invariant_head_products, batch_invariant_linear
 from penstock.layers.linear import LinearLayer
@@ -82,7 +83,7 @@ def test_a_linear_layer_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.weight.data = _random(24, 64)
     layer.batch_invariant = True
     x_TI = _random(5, 64)
-    assert torch.equal(layer(x_TI), batch_invariant_linear(x_TI, layer.weight))
+    assert torch.equal(layer(x_TI, NO_CONTEXT), batch_invariant_linear(x_TI, layer.weight))
 
 
 _COMPILED = """

@@ -12,6 +12,7 @@ from support.triton_device import DEVICE, needs_triton
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import support.triton_interpreter  # noqa: F401 - repairs the interpreter
+from penstock.attention import ForwardContext
 from penstock.contract import SamplingParams
 from support.counting_launches import counted_launches, uncounted
 from support.runners import ArithmeticModel, Driver, make_runner, new_request
@@ -35,8 +36,8 @@ class _Model(ArithmeticModel):
         hidden: torch.Tensor = uncounted(super().__call__)(*args)
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = uncounted(super().compute_logits)(hidden)
+    def compute_logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        logits: torch.Tensor = uncounted(super().compute_logits)(hidden, context)
         return logits
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import support.triton_interpreter  # noqa: F401 - repairs the interpreter
+from penstock.attention import NO_CONTEXT
 from penstock.kernels import sampling as specification
 from penstock.kernels.random import token_bits
 from penstock.kernels.triton import sampling
@@ -204,8 +205,9 @@ def test_the_lm_head_chooses_from_products_in_the_dtype_of_the_model() -> None:
     head = head.to(device=DEVICE, dtype=torch.bfloat16)
     hidden_LD = _logits(5, 64, torch.bfloat16)
 
-    chosen = head.compute_greedy(hidden_LD)
+    chosen = head.compute_greedy(hidden_LD, NO_CONTEXT)
 
     assert chosen is not None
-    assert torch.equal(chosen.token_ids_R, specification.greedy_tokens_reference(head(hidden_LD)).token_ids_R)
+    expected = specification.greedy_tokens_reference(head(hidden_LD, NO_CONTEXT))
+    assert torch.equal(chosen.token_ids_R, expected.token_ids_R)
     assert not chosen.has_failed_R.any()

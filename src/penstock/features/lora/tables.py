@@ -14,9 +14,8 @@ from penstock.features.lora.checkpoint import some_of
 from penstock.features.lora.low_rank import LowRank
 from penstock.features.lora.stacked import StackedParameters
 from penstock.kernels.adapters import AdapterTable, PackedAdapter, Piece, TableShape, adapter_table, table_bytes
-from penstock.layers.adapters import ADAPTER_SLOTS, HEAD_SLOTS, AdapterRouting, EmbeddingAdapters, LinearAdapters
+from penstock.layers.adapters import ADAPTER_SLOTS, HEAD_SLOTS, EmbeddingAdapters, LinearAdapters
 from penstock.layers.embedding import VocabEmbedding
-from penstock.layers.experts import MoE
 from penstock.layers.linear import AdapterPlace, LinearLayer
 from penstock.models.causal_lm import CausalLM
 
@@ -58,7 +57,6 @@ class AdapterTables:
         self._max_rank, self._num_slots = config.max_lora_rank, config.max_loras
         self._dtype = compute_dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype)
         self._device, self._compute_dtype = device, compute_dtype
-        self._routing = AdapterRouting()
         self._layers: list[_Layer] = []
         self._modules: list[LinearLayer | VocabEmbedding] = []
         # Number of the layer, and of the piece, by module name; None on another pipeline stage.
@@ -88,10 +86,6 @@ class AdapterTables:
             module.adapters = layer.adapters
         assert isinstance(model, CausalLM), "it has modules with adapters"
         self.stacked, self.named = StackedParameters(model.stacked_parameters()), model.adapter_name
-        model.adapters = self._routing
-        for part in model.modules():
-            if isinstance(part, MoE):
-                part.adapters = self._routing
 
     def pack(self, name: str, matrices: Mapping[str, LowRank]) -> PackedModelAdapter:
         """Convert this rank's part of an adapter. Raises CheckpointError, naming them, for matrices without a place."""
@@ -170,7 +164,7 @@ class AdapterTables:
             if is_head:
                 self._head.add(number)
             table = self._table(module.input_size, *places)
-            adapters = LinearAdapters(self._routing, table, HEAD_SLOTS if is_head else ADAPTER_SLOTS)
+            adapters = LinearAdapters(table, HEAD_SLOTS if is_head else ADAPTER_SLOTS)
             layer = _Layer(name, places, adapters)
         self._layers.append(layer)
         self._places.update({name: (number, piece) for piece, name in enumerate(names)})
@@ -183,9 +177,8 @@ class AdapterTables:
     def _embedding_adapters(self, hidden_size: int, vocab_size: int) -> EmbeddingAdapters:
         size = self._num_slots * vocab_size, self._max_rank
         rows_XR = torch.zeros(*size, dtype=self._dtype, device=self._device)
-        return EmbeddingAdapters(
-            self._routing, rows_XR, self._table(None, AdapterPlace(0, hidden_size, (hidden_size, vocab_size)))
-        )
+        table = self._table(None, AdapterPlace(0, hidden_size, (hidden_size, vocab_size)))
+        return EmbeddingAdapters(rows_XR, table)
 
 
 def adapter_bytes(engine: EngineConfig, model: nn.Module, kind: str, compute_dtype: torch.dtype) -> int:

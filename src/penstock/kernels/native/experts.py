@@ -49,15 +49,17 @@ class NativeExperts:
     def record(
         self,
         hidden_TD: Tensor,
-        router: Callable[[Tensor], Tensor],
-        experts: Sequence[Callable[[Tensor], Tensor]],
+        router: Callable[[Tensor, Any], Tensor],
+        experts: Sequence[Callable[[Tensor, Any], Tensor]],
+        context: object,
         rule: RuleArguments,
         bias_E: Tensor | None,
         load_E: Tensor | None,
     ) -> Tensor | None:
         """Record the weighted sum of each token's experts on traced rows: [T, D].
 
-        load_E: int64, to which every run adds the tokens of each expert; None counts nothing.
+        context: second argument of router and experts. load_E: int64, to which every run adds the tokens of each
+        expert; None counts nothing.
 
         None for a tensor that is not traced, and for experts that are something else than products and an activation.
         """
@@ -65,8 +67,8 @@ class NativeExperts:
             return None
         trace, width = hidden_TD.origin, row_width(hidden_TD)
         try:
-            chains = [_chain(trace, expert, width) for expert in experts]
-            logits_TE = router(hidden_TD)
+            chains = [_chain(trace, expert, context, width) for expert in experts]
+            logits_TE = router(hidden_TD, context)
         except Untraceable:
             return None
         gate_up, activation, down = (operation.cells[2] for operation in chains[0])
@@ -90,12 +92,12 @@ class NativeExperts:
         return table
 
 
-def _chain(trace: Trace, expert: Callable[[Tensor], Tensor], width: int) -> list[Operation]:
+def _chain(trace: Trace, expert: Callable[[Tensor, Any], Tensor], context: object, width: int) -> list[Operation]:
     """Trace an expert: operations of which each reads the rows of the one before. Raises Untraceable for others."""
     of_expert = Trace(trace.types, trace.instruction_set)
     rows = of_expert.input("rows", torch.float32, width)
     before, operations = rows.cell, of_expert.operations
-    result = expert(rows)
+    result = expert(rows, context)
     for operation in operations:
         reads, second, makes = operation.cells
         is_plain = operation.type is not None and operation.type.scope is Scope.ROWS and operation.input < 0

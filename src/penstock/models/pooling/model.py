@@ -50,7 +50,7 @@ class PoolingModel(CausalLM):
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, *given: Tensor) -> Tensor:
         return self.backbone(input_ids_T, positions_T, context, *given)  # type: ignore[no-any-return]
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         """Zeros, for dummy steps: no token is sampled."""
         return hidden_LD.new_zeros(hidden_LD.shape[0], self._vocab_size, dtype=torch.float32)
 

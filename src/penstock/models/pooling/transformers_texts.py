@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from penstock.errors import UnsupportedModel
 from penstock.layers.weights import WeightSlot, weight_slots
 from penstock.models.bert import TOKEN_TYPE_IDS
 from penstock.models.causal_lm import CausalLM
+from penstock.models.transformers_fallback.interface import ContextSlot
 from penstock.models.transformers_fallback.linears import replace_linears
 from penstock.parallel import ParallelState
 
@@ -48,7 +50,8 @@ class TransformersTexts(CausalLM):
         takes_types = "token_type_ids" in inspect.signature(self.model.forward).parameters
         self.num_token_types = getattr(hf_config, "type_vocab_size", 1) if takes_types else 1
         self._longest = config.longest_context
-        replace_linears(self.model, parallel)
+        self._slot = ContextSlot()
+        replace_linears(self.model, self._slot, parallel)
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         num_tokens, sequences = len(input_ids_T), context.sequences
@@ -56,13 +59,15 @@ class TransformersTexts(CausalLM):
         starts = sequences.query_start_loc_np[: sequences.num_actual_reqs + 1].tolist()
         if self._is_dummy(starts):
             starts = [0, min(num_tokens, self._longest)]
-        types_T = context.inputs.get(TOKEN_TYPE_IDS) if self.num_token_types > 1 else None
+        of_all = context.of_all_tokens()
+        types_T = of_all.input(TOKEN_TYPE_IDS) if self.num_token_types > 1 else None
         out_TD = torch.zeros(num_tokens, self.hidden_size, device=input_ids_T.device)
         for begin, end in itertools.pairwise(starts):
             text = {"input_ids": input_ids_T[begin:end].to(torch.int64).unsqueeze(0)}
             if types_T is not None:
                 text["token_type_ids"] = types_T[begin:end].to(torch.int64).unsqueeze(0)
-            output = self.model(**text)
+            with self._slot.holding(of_all.of_rows(itemgetter(slice(begin, end)))):
+                output = self.model(**text)
             out_TD[begin:end] = output.logits[0] if self._is_classifier else output[0][0]
         return context.asked_for(out_TD)
 
@@ -70,7 +75,7 @@ class TransformersTexts(CausalLM):
         """Whether a step has no request, or one that is longer than any text; one text is run in it then."""
         return len(starts) < 2 or max(end - begin for begin, end in itertools.pairwise(starts)) > self._longest
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         raise NotImplementedError("a pooling model has no language model head")
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:

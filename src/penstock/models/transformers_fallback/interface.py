@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from penstock.attention import Heads, LayerAttention
+from penstock.attention import ForwardContext, Heads, LayerAttention
 from penstock.layers.attention import Attention
 
 
@@ -35,26 +35,23 @@ _RECORD = "penstock_record"
 _MASK_FUNCTION = "penstock_mask_function"
 
 
-class Attends(Protocol):
-    """A `ForwardContext`, or a stand-in during checks."""
-
-    def attend(self, layer: LayerAttention, rows: Heads, /) -> Tensor:
-        """[T, H, D] from heads."""
-
-
 # Called for every attention call of a trial run: module, query [1, H, T, D], key [1, K, T, D], value, and all other
 # arguments. Returns the attention output: [1, T, H, D].
 Record: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
 class ContextSlot:
-    """Holds the forward context of a model's attention modules during its forward pass."""
+    """Holds the forward context of a wrapped model while its own code runs.
+
+    The one exception to the rule that a context is an argument: modules of Transformers call each other without one,
+    so the library's layers among them read it here.
+    """
 
     def __init__(self) -> None:
-        self._context: Attends | None = None
+        self._context: ForwardContext | None = None
 
     @contextmanager
-    def holding(self, context: Attends) -> Iterator[None]:
+    def holding(self, context: ForwardContext) -> Iterator[None]:
         self._context = context
         try:
             yield
@@ -62,8 +59,8 @@ class ContextSlot:
             self._context = None
 
     @property
-    def context(self) -> Attends:
-        assert self._context is not None, "an attention module ran outside of its model's forward pass"
+    def context(self) -> ForwardContext:
+        assert self._context is not None, "a layer ran outside of its model's forward pass"
         return self._context
 
 

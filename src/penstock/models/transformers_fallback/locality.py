@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.attention import Heads, LayerAttention
-from penstock.models.transformers_fallback.interface import Attends, CannotRun
+from penstock.attention import AttentionRows, ForwardContext, Heads, LayerAttention
+from penstock.models.transformers_fallback.interface import CannotRun
 
 # Token and position of each row. (1, 1) and (2, 2) are repeated among other tokens and in other rows.
 # The first four are a sequence from position 0.
@@ -31,13 +32,14 @@ _FEWER_ROWS = (slice(1, 2), slice(3, 6), slice(27, 40))
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
-class LocalAttention:
-    """Replaces attention by a function of each token's own query, key and value; counts its calls."""
+@dataclass(frozen=True, slots=True)
+class LocalAttention(ForwardContext):
+    """Context in which attention is a function of each token's own query, key and value. calls: by layer."""
 
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
+    calls: Counter[str] = field(default_factory=Counter, kw_only=True)
 
-    def attend(self, layer: LayerAttention, rows: Heads) -> Tensor:
+    def attend(self, layer: LayerAttention, rows: AttentionRows) -> Tensor:
+        assert isinstance(rows, Heads), "modules of Transformers attend with heads"
         query_THD, key_TKD, value_TKD = rows
         self.calls[layer.name] += 1
         group = layer.num_heads // layer.num_kv_heads
@@ -50,7 +52,7 @@ class LocalAttention:
 
 # The model's forward pass, from tokens and positions to hidden states [T, D]. Without positions the model counts them
 # itself.
-Forward: TypeAlias = Callable[[Tensor, Tensor | None, Attends], Tensor]
+Forward: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], Tensor]
 
 
 def check_locality(

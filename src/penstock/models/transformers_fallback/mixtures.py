@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from penstock.kernels.activation import GATED_ACTIVATIONS, GatedActivation
 from penstock.layers.experts import Experts
 from penstock.layers.mlp import GatedMLP
+from penstock.models.transformers_fallback.interface import ContextSlot
 from penstock.parallel import ParallelState
 
 # The name of these experts in the interface, and of the library's in a module of Transformers.
@@ -50,13 +51,23 @@ class Mixture:
                 yield f"{self.name}.{projection}_bias", [layer.bias for layer in layers]
 
 
-def replace_experts(model: PreTrainedModel, parallel: ParallelState) -> list[Mixture]:
+class SlotExperts(Experts):
+    """Experts of a module without a context argument, which read it from their model's slot."""
+
+    slot: ContextSlot
+
+    def forward(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self.partial(hidden_TD, experts_TK, weights_TK, self.slot.context)
+
+
+def replace_experts(model: PreTrainedModel, slot: ContextSlot, parallel: ParallelState) -> list[Mixture]:
     """Replace the experts that take their products from the interface."""
     mixtures = []
     for name, module in list(model.named_modules()):
         if not _takes_products(module):
             continue
         experts = _experts_like(module, parallel)
+        experts.slot = slot
         mixtures.append(Mixture(name, experts, module.has_bias, module.is_transposed))
         for parameter in _STACKED:
             if hasattr(module, parameter):
@@ -77,10 +88,10 @@ def _takes_products(module: Any) -> TypeGuard[Any]:
     return is_gated and all(isinstance(getattr(module, name, None), nn.Parameter) for name in _STACKED[:2])
 
 
-def _experts_like(module: Any, parallel: ParallelState) -> Experts:
+def _experts_like(module: Any, parallel: ParallelState) -> SlotExperts:
     num_experts, *sizes = module.gate_up_proj.shape
     hidden_size = sizes[0] if module.is_transposed else sizes[1]
-    return Experts(
+    return SlotExperts(
         num_experts,
         hidden_size,
         (sizes[1] if module.is_transposed else sizes[0]) // 2,
@@ -100,8 +111,7 @@ def _activation(module: Any) -> str | GatedActivation:
 
 
 def _experts_forward(module: nn.Module, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    experts: Experts = getattr(module, _EXPERTS)
-    return experts.partial(hidden_TD, experts_TK, weights_TK)
+    return getattr(module, _EXPERTS)(hidden_TD, experts_TK, weights_TK)  # type: ignore[no-any-return]
 
 
 ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _experts_forward)

@@ -36,7 +36,6 @@ from penstock.models.transformers_fallback.interface import (
     PAGED,
     PAGED_WITH_MASK,
     TRIAL,
-    Attends,
     CannotRun,
     ContextSlot,
     install_attention,
@@ -81,7 +80,7 @@ class TransformersForCausalLM(CausalLM):
                     raise CannotRun(f"its logits are {trial.vocab_size}, not vocab_size={model_config.vocab_size}")
                 self._backbone_name = trial.backbone
                 # The experts' names are those in the complete model.
-                self._mixtures = replace_experts(model, parallel)
+                self._mixtures = replace_experts(model, self._slot, parallel)
                 self.backbone, self.head = take_backbone(
                     model, trial.backbone, trial.output_type, trial.hidden_size, trial.vocab_size
                 )
@@ -89,7 +88,7 @@ class TransformersForCausalLM(CausalLM):
             raise _refusal(model_config, reason) from reason
         for module, layer in trial.layers:
             install_attention(module, layer, self._slot)
-        replace_linears(self, parallel)
+        replace_linears(self, self._slot, parallel)
         self._operators = RowInvariant()
         self._operators.install(self, watch.modules)
 
@@ -97,8 +96,9 @@ class TransformersForCausalLM(CausalLM):
         # Its layers add attention's output to their input, and so need a row for every token.
         return context.asked_for(self._run(input_ids_T, positions_T, context.of_all_tokens()))
 
-    def compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        return self.head(hidden_LD)  # type: ignore[no-any-return]
+    def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
+        with self._slot.holding(context):
+            return self.head(hidden_LD)  # type: ignore[no-any-return]
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return self._names.slots(self._tensors())
@@ -158,8 +158,8 @@ class TransformersForCausalLM(CausalLM):
         if device.type != "cpu":  # elsewhere products are the device's own
             return
 
-        def logits(input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
-            return self.compute_logits(self._run(input_ids_T, positions_T, context))
+        def logits(input_ids_T: Tensor, positions_T: Tensor | None, context: ForwardContext) -> Tensor:
+            return self.compute_logits(self._run(input_ids_T, positions_T, context), context)
 
         vocab_size, pad_token_id = self._model_config.vocab_size, self._pad_token_id
         if not are_rows_independent(logits, vocab_size=vocab_size, pad_token_id=pad_token_id, device=device):
@@ -170,7 +170,7 @@ class TransformersForCausalLM(CausalLM):
                 self._model_config.architecture,
             )
 
-    def _run(self, input_ids_T: Tensor, positions_T: Tensor | None, context: Attends) -> Tensor:
+    def _run(self, input_ids_T: Tensor, positions_T: Tensor | None, context: ForwardContext) -> Tensor:
         arguments = {"input_ids": input_ids_T.unsqueeze(0)}
         if self._takes_positions and positions_T is not None:
             arguments["position_ids"] = positions_T.unsqueeze(0)

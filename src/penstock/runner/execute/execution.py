@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from penstock.attention import AuxHiddenStates, ForwardContext
-from penstock.models.interface import LanguageModel, ModelInputs, routed
+from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.step.frame import Frame
 
 T = TypeVar("T")
@@ -96,7 +96,6 @@ def take_outputs(frame: Frame, hidden: Tensor, aux: Sequence[Tensor], *, is_narr
     if wants.logits_rows:
         rows = hidden if is_narrowed else frame.batch.layout.of_logits_rows(hidden)
         if wants.greedy:
-            with routed(model, frame.logits_inputs):
-                frame.chosen = model.compute_greedy(rows)
+            frame.chosen = model.compute_greedy(rows, frame.logits_context)
         if frame.chosen is None:
             frame.hidden = rows

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.attention import AuxHiddenStates, ForwardContext
 from penstock.device import Device
 from penstock.kernels.sampling import ChosenTokens, greedy_tokens
-from penstock.models.interface import LanguageModel, ModelInputs, routed
+from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.observability.units import format_bytes
 from penstock.runner.build.padding import Padding
 from penstock.runner.execute.execution import (
@@ -250,9 +250,9 @@ def _forward(frame: Frame) -> _Outputs:
     assert outputs.hidden is not None, "the forward pass gives hidden states"
     if wants.greedy:
         # All tokens of a uniform step are logits rows.
-        with routed(model, frame.inputs.named):
-            chosen = model.compute_greedy(outputs.hidden)
-            outputs.chosen = greedy_tokens(model.compute_logits(outputs.hidden)) if chosen is None else chosen
+        of_head = frame.inputs.head_context
+        chosen = model.compute_greedy(outputs.hidden, of_head)
+        outputs.chosen = greedy_tokens(model.compute_logits(outputs.hidden, of_head)) if chosen is None else chosen
         if not wants.all_rows:
             outputs.hidden = None
     return outputs

@@ -16,9 +16,8 @@ from penstock.kernels.native.attention import NO_REQUESTS
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.program_step import BoundChoices, StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
-from penstock.layers.adapters import HEAD_SLOTS
 from penstock.models.causal_lm import CausalLM
-from penstock.models.interface import LanguageModel, ModelInputs, routed
+from penstock.models.interface import LanguageModel, ModelInputs
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class RecordedPrograms:
         if program is None:
             return inputs.run(model, context)
         in_place = {name: tensor.to(program.inputs[name].dtype).contiguous() for name, tensor in named.items()}
-        hidden_TD, *states = program.run(_step_tokens(in_place, context), _with_inputs(context, inputs))
+        hidden_TD, *states = program.run(_step_tokens(in_place, context), context.with_inputs(inputs.named))
         if context.aux is not None:
             context.aux.states += states
         return hidden_TD
@@ -76,7 +75,7 @@ class RecordedPrograms:
         for name, tensor in named.items():
             if tensor.dtype is not program.inputs[name].dtype or not tensor.is_contiguous():
                 return None
-        return program.bind(_step_tokens(named, context), _with_inputs(context, inputs))
+        return program.bind(_step_tokens(named, context), context.with_inputs(inputs.named))
 
     def describe(self) -> list[str]:
         """Log lines: number of recorded programs, and reasons of refusals."""
@@ -173,11 +172,9 @@ class _Greedy:
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
         """Trace; returns cells of the hidden states. Raises Untraceable."""
         aux = AuxHiddenStates(self.states_before or ())
-        hidden, named = _run(trace, model, replace(context, aux=aux), self.shapes)
+        hidden, of_rows = _run(trace, model, replace(context, aux=aux), self.shapes)
         wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(aux)]
-        of_head = {HEAD_SLOTS: context.asked_for(named[HEAD_SLOTS])} if HEAD_SLOTS in named else {}
-        with routed(model, of_head):
-            chosen = model.compute_greedy(hidden)
+        chosen = model.compute_greedy(hidden, of_rows)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
             raise Untraceable("the model has no greedy kernel")
         return None, wanted
@@ -194,12 +191,13 @@ def _cells(aux: AuxHiddenStates) -> Iterator[Cell]:
 
 def _run(
     trace: Trace, model: LanguageModel, context: ForwardContext, shapes: Sequence[_Shape]
-) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Trace the model; returns its hidden states, and the further step inputs by name."""
+) -> tuple[Tensor, ForwardContext]:
+    """Trace the model; returns its hidden states, and the context of their rows."""
     named: dict[str, Tensor] = {shape.name: shape.stand_in(trace) for shape in shapes}
     tokens = named.pop(_TOKEN_IDS) if _TOKEN_IDS in named else named.pop(_EMBEDDINGS)
     positions, hidden = named.pop(_POSITIONS), named.pop(_HIDDEN, None)
-    return ModelInputs(tokens, positions, named, hidden).run(model, context), named
+    context = context.with_inputs(named)
+    return ModelInputs(tokens, positions, hidden=hidden).run(model, context), context
 
 
 def _by_name(inputs: ModelInputs) -> dict[str, Tensor]:
@@ -214,10 +212,6 @@ def _shapes(named: Mapping[str, Tensor]) -> tuple[_Shape, ...]:
     return tuple(
         _Shape(name, _DTYPES.get(name, tensor.dtype), tuple(tensor.shape[1:])) for name, tensor in named.items()
     )
-
-
-def _with_inputs(context: ForwardContext, inputs: ModelInputs) -> ForwardContext:
-    return replace(context, inputs=inputs.named) if inputs.named else context
 
 
 def _refuse_what_is_watched(model: LanguageModel) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from penstock.contract import SampledOutput
-from penstock.layers.adapters import HEAD_SLOTS
-from penstock.models.interface import LanguageModel, routed
+from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
@@ -50,7 +49,7 @@ class Generation(OutputHead):
         layout, step = frame.batch.layout, frame.batch.step
         req_ids = layout.req_ids
         prompt_logprobs = self._prompt_logprobs.compute(
-            frame.wants.prompt_rows, frame.model, frame.all_hidden, frame.inputs.named.get(HEAD_SLOTS)
+            frame.wants.prompt_rows, frame.model, frame.all_hidden, frame.inputs.named
         )
         sampled = self._sample(frame)
         outcome, on_host = step.outcome(sampled.sampled_token_ids, sampled.failures)
@@ -93,8 +92,7 @@ class Generation(OutputHead):
         if frame.chosen is not None:
             return SamplerOutput(*frame.chosen, None, {})
         assert frame.hidden is not None, "a frame has either chosen tokens or hidden states"
-        with routed(frame.model, frame.logits_inputs):
-            logits = frame.model.compute_logits(frame.hidden)
+        logits = frame.model.compute_logits(frame.hidden, frame.logits_context)
         return self._sampler.sample(logits, frame.batch.logits_rows)
 
 

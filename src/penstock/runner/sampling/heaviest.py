@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.attention import NO_INPUTS
 from penstock.contract import NewRequestData, SamplingParams
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
@@ -61,7 +62,7 @@ def profile_prompt_logprobs(
         target_indices=np.zeros(num_tokens, dtype=np.int64),
         num_logprobs=most_logprobs,
     )
-    prompt_logprobs.compute(rows, model, hidden_TD)
+    prompt_logprobs.compute(rows, model, hidden_TD, NO_INPUTS)
 
 
 def _request(params: SamplingParams) -> NewRequestData:

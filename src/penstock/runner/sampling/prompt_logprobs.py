@@ -6,19 +6,20 @@ reduced a few rows at a time, so memory is bounded whatever the prompt's length 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.attention import NO_CONTEXT
 from penstock.config.sampling import MAX_PROMPT_RESULTS, rows_at_once
 from penstock.contract import LogprobsLists, NewRequestData
 from penstock.device import Device
 from penstock.device.base import PendingCopy, wait_until
 from penstock.kernels.sampling import LogprobsTensors, top_logprobs
-from penstock.layers.adapters import HEAD_SLOTS
-from penstock.models.interface import LanguageModel, routed
+from penstock.models.interface import LanguageModel
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import count
 from penstock.runner.slot_owner import SlotOwner
@@ -116,11 +117,11 @@ class PromptLogprobs(SlotOwner):
         rows: PromptRows | None,
         model: LanguageModel,
         hidden: Tensor | None,
-        head_slots: Tensor | None = None,
+        named: Mapping[str, Tensor],
     ) -> PendingPromptLogprobs | None:
         """Start computing and copying prompt log-probabilities. hidden: [tokens of the step, hidden size].
 
-        head_slots: adapter slots of the step's tokens for the LM head; None for none.
+        named: step inputs of all tokens, from which the LM head gets those of its rows.
         """
         if rows is None or hidden is None:
             return None
@@ -130,6 +131,7 @@ class PromptLogprobs(SlotOwner):
         rows_per_part = max(1, min(self.max_rows, _MAX_RESULTS // width))
         rows_per_copy = max(1, _MAX_RESULTS // (width * rows_per_part)) * rows_per_part
         copies: list[PendingCopy] = []
+        of_all = NO_CONTEXT.with_inputs(named)
         for start in range(0, num_rows, rows_per_copy):
             if copies:
                 wait_until(copies[-1].is_done, _TIMEOUT_S, _describe_wait)
@@ -137,9 +139,8 @@ class PromptLogprobs(SlotOwner):
             results = self._new_results(stop - start, width)
             for first in range(start, stop, rows_per_part):
                 part = slice(first, min(first + rows_per_part, stop))
-                indices = hidden_indices[part]
-                with routed(model, {} if head_slots is None else {HEAD_SLOTS: head_slots.index_select(0, indices)}):
-                    logits = model.compute_logits(hidden.index_select(0, indices))
+                select = partial(torch.index_select, dim=0, index=hidden_indices[part])
+                logits = model.compute_logits(select(hidden), of_all.of_rows(select))
                 found = top_logprobs(logits, targets[part], rows.num_logprobs)
                 del logits
                 for result, values in zip(results, found, strict=True):

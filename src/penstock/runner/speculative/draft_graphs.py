@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention import ForwardContext, StepGeometry
+from penstock.attention import NO_CONTEXT, ForwardContext, StepGeometry
 from penstock.kernels.sampling import greedy_tokens
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.causal_lm import CausalLM
@@ -131,7 +131,9 @@ class DraftGraphs:
         return hidden_RD
 
     def _choose(self, hidden_RD: Tensor, size: int) -> Tensor:
-        chosen = self._model.compute_greedy(hidden_RD) or greedy_tokens(self._model.compute_logits(hidden_RD))
+        chosen = self._model.compute_greedy(hidden_RD, NO_CONTEXT)
+        if chosen is None:
+            chosen = greedy_tokens(self._model.compute_logits(hidden_RD, NO_CONTEXT))
         self._known.tokens_R[:size].copy_(chosen.token_ids_R)
         return chosen.token_ids_R
 

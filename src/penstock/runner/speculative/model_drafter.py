@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention import CacheLayer, ForwardContext, StepGeometry
+from penstock.attention import NO_CONTEXT, CacheLayer, ForwardContext, StepGeometry
 from penstock.config import SpeculativeConfig
 from penstock.contract import DraftTokenIds, NewRequestData
 from penstock.device import Device
@@ -116,7 +116,7 @@ class ModelDrafter(Speculator):
     def dummy(self, frame: Frame) -> None:
         positions_T = self._numbers[:1]
         hidden_TD = self.run_all(self._context(list(self._padding())), positions_T)
-        self.model.compute_logits(hidden_TD)
+        self.model.compute_logits(hidden_TD, NO_CONTEXT)
 
     def run_prompt(self, context: ForwardContext, positions: Tensor) -> None:
         self.run_all(context, positions)
@@ -177,10 +177,10 @@ class ModelDrafter(Speculator):
         """Choose the token after these positions: int64 [R]. number: index of the draft."""
         rows = LogitsRows(layout.slots, layout.slots_np, positions_R)
         if self._sampler.is_all_greedy(rows):
-            chosen = self.model.compute_greedy(hidden_RD)
+            chosen = self.model.compute_greedy(hidden_RD, NO_CONTEXT)
             if chosen is not None:
                 return chosen.token_ids_R
-        logits_RV = self.model.compute_logits(hidden_RD)
+        logits_RV = self.model.compute_logits(hidden_RD, NO_CONTEXT)
         if self.draft_probs is None:
             return self._sampler.guess(logits_RV, rows)
         probs_RV = torch.empty_like(logits_RV)
