@@ -52,8 +52,9 @@ def test_states_are_there_for_every_token_that_may_be_taken_back() -> None:
     driver.drain()
 
 
-def test_a_prompt_goes_on_from_the_deepest_snapshot_that_it_shares() -> None:
-    driver = Driver(cache_of(40, [full_spec(2), state_spec(4)]), max_num_batched_tokens=9)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_prompt_goes_on_from_the_deepest_snapshot_that_it_shares(depth: int) -> None:
+    driver = Driver(cache_of(40, [full_spec(2), state_spec(4)]), max_num_batched_tokens=9, depth=depth)
     prompt = list(range(1, 11)) * 3
     driver.add("a", prompt, max_tokens=2, ignore_eos=True)
     driver.drain()
@@ -62,6 +63,17 @@ def test_a_prompt_goes_on_from_the_deepest_snapshot_that_it_shares() -> None:
         driver.add(name, [*prompt[:num_shared], *[10] * 5], max_tokens=2, ignore_eos=True)
         driver.drain()
         assert driver.ends[name].num_cached_tokens == num_cached
+
+
+def test_a_snapshot_stays_until_the_token_behind_it_has_read_it() -> None:
+    # A chunk ends at the snapshot's border, and another request wants its block in the step of the next one.
+    driver = Driver(cache_of(40, [full_spec(), state_spec()], num_states=4), max_num_batched_tokens=8)
+    driver.add("a", [1] * 9, max_tokens=3, ignore_eos=True)
+    driver.add("b", [2] * 9, max_tokens=3, ignore_eos=True)
+
+    assert [list(driver.turn().num_scheduled_tokens) for _ in range(2)] == [["a"], ["a"]]
+    driver.drain()
+    assert driver.scheduler.num_preemptions == 0
 
 
 def test_a_snapshot_is_one_block_earlier_where_the_last_one_of_a_hit_is_left_out() -> None:
