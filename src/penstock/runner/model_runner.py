@@ -169,19 +169,24 @@ class ModelRunner:
         self.steps.begin(output)
         may_repeat, errors = self._checks.check(output)
         buffer_set = self.frames.take_buffers(output)
-        self.head.settle(output, buffer_set)
+        has_others = self.stage.has_others
+        if has_others:
+            self.head.settle(output, buffer_set)
         frame = self.frames.begin(output, buffer_set, may_repeat=may_repeat)
         frame.errors = self.owners.apply(output, errors, repeats=frame.is_repeated)
         if frame.errors:
             self._checks.forget(req_id for req_id in frame.errors if req_id not in self.requests.slot_of)
-        self.poisoned_blocks.clear(output)
+        if output.clears_blocks:
+            self.poisoned_blocks.clear(output)
         if self.frames.fill(frame):
             self._spans.end("prepare", STEPS)
-            self.stage.receive(frame)
+            if has_others:
+                self.stage.receive(frame)
             way = self.execution.run(frame)
             self._spans.end("execute", STEPS)
             self._spans.copy(way, EXECUTABLES)
-            self.stage.send(frame)
+            if has_others:
+                self.stage.send(frame)
         self.steps.wait(output.step_id, frame)
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
@@ -192,7 +197,7 @@ class ModelRunner:
         """
         self._checks.check_grammar(grammar)
         frame = self.steps.take(grammar.step_id)
-        self.sampler.grammar.take(grammar, self.requests.slot_of)
+        frame.grammar = grammar
         result = self.head.finish(frame)
         parts = self.owners.parts_of_results(frame.output)
         return result if parts is None else OutputWithParts(result, parts)

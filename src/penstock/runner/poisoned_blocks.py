@@ -32,8 +32,6 @@ class PoisonedBlocks:
 
     def clear(self, output: SchedulerOutput) -> None:
         """Clear the blocks that requests get in this step, except cached prefixes, whose content is known good."""
-        if not output.clears_blocks:
-            return
         for request in output.scheduled_new_reqs:
             for group, block_size in self._block_sizes.items():
                 self._clear(group, request.block_ids[group][request.num_computed_tokens // block_size :])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.attention import ForwardContext
-from penstock.contract import SchedulerOutput
+from penstock.contract import GrammarOutput, SchedulerOutput
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.step.batch import InputBatch
@@ -36,8 +36,9 @@ class WantedOutputs(NamedTuple):
 class Frame:
     """One step, from its message to its hidden states.
 
-    output: the step's message. errors: reason by request that cannot run. is_repeated: the frame was kept and runs
-    again. buffer_set: number of the set of input buffers that it uses; None without tokens.
+    output: the step's message. grammar: the message that asks for its sampling. errors: reason by request that cannot
+    run. is_repeated: the frame was kept and runs again. buffer_set: number of the set of input buffers that it uses;
+    None without tokens.
 
     Set when the frame is built, and kept with it: has_tokens: the step runs tokens; the fields up to `wants` are set
     then. way: runs the frame and returns the name of this way; None until the execution has chosen one.
@@ -52,6 +53,7 @@ class Frame:
     buffer_set: int | None = None
     errors: dict[str, str] = field(default_factory=dict)
     is_repeated: bool = False
+    grammar: GrammarOutput | None = None
     has_tokens: bool = False
     batch: InputBatch = field(init=False)
     context: ForwardContext = field(init=False)

@@ -89,7 +89,7 @@ class Frames:
             return Frame(output, self.model)
         buffers = self._buffer_sets[buffer_set]
         frame = buffers.kept
-        if may_repeat and frame is not None and frame.step_id == output.repeats_step_id:
+        if may_repeat and frame is not None and frame.output.step_id == output.repeats_step_id:
             frame.output = output
             if not frame.is_repeated:
                 # From the first repetition on it pays to bind a program to this frame alone.
@@ -165,7 +165,7 @@ class Frames:
         """Yield the place in the order of the buffer set that keeps this step's frame."""
         for place, number in enumerate(self._order):
             kept = self._buffer_sets[number].kept
-            if kept is not None and kept.step_id == step_id:
+            if kept is not None and kept.output.step_id == step_id:
                 yield place
 
     def _complete(self, frame: Frame, buffers: BufferSet) -> None:

@@ -48,9 +48,11 @@ class Generation(OutputHead):
             return ReadyOutput(SampledOutput(step_id=step_id, errors=errors))
         layout, step = frame.batch.layout, frame.batch.step
         req_ids = layout.req_ids
-        prompt_logprobs = self._prompt_logprobs.compute(
-            frame.wants.prompt_rows, frame.model, frame.all_hidden, frame.inputs.named
-        )
+        prompt_logprobs = None
+        if frame.wants.prompt_rows is not None:
+            prompt_logprobs = self._prompt_logprobs.compute(
+                frame.wants.prompt_rows, frame.model, frame.all_hidden, frame.inputs.named
+            )
         sampled = self._sample(frame)
         outcome, on_host = step.outcome(sampled.sampled_token_ids, sampled.failures)
         tells = self._stage.has_others and bool(sampling_requests(layout, self._requests))
@@ -79,7 +81,8 @@ class Generation(OutputHead):
         self._owners.commit(frame, outcome)
         if tells and frame.num_drafts and self._speculator.drafts_for_all_stages:
             self._stage.share_drafts(step_id, self._requests.draft_token_ids.tensor, layout.slots)
-        frame.drop_outputs()
+        if frame.hidden is not None or frame.wants.all_rows:
+            frame.drop_outputs()
         return result
 
     def profile(self, num_reqs: int, num_rows: int) -> None:
@@ -93,6 +96,8 @@ class Generation(OutputHead):
             return SamplerOutput(*frame.chosen, None, {})
         assert frame.hidden is not None, "a frame has either chosen tokens or hidden states"
         logits = frame.model.compute_logits(frame.hidden, frame.logits_context)
+        assert frame.grammar is not None, "it asks for the sampling"
+        self._sampler.grammar.take(frame.grammar, self._requests.slot_of)
         return self._sampler.sample(logits, frame.batch.logits_rows)
 
 

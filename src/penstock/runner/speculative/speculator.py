@@ -104,6 +104,8 @@ def on_host(req_ids: Sequence[str], drafts_RK: Tensor) -> DraftTokenIds:
 class NoSpeculator(Speculator):
     """Speculative decoding off."""
 
+    commit = SlotOwner.commit
+
     def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         return
 
