@@ -489,6 +489,20 @@ def test_what_custom_logits_processors_keep_is_planned_for(tmp_path: Path) -> No
     assert "processors" not in without.table()
 
 
+def test_the_memory_of_a_feature_is_a_term_of_its_name(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    options = {**SMALL, "enable_lora": True, "max_loras": 2}
+    plan, core = plan_engine(str(tmp_path), **options), make_core(tmp_path, **options)
+    memory = core.memory_plan
+    core.close()
+    assert plan.memory["lora_adapters"] == memory["lora_adapters"] > 0
+    assert plan.to_dict()["memory"]["lora_adapters"] == memory["lora_adapters"]
+    assert "- LoRA adapters" in plan.table()
+    without = plan_engine(str(tmp_path), **SMALL).memory
+    assert "LoRA" not in without.table()
+    assert plan.memory.without_kv_cache - without.without_kv_cache >= memory["lora_adapters"]
+
+
 def test_the_table_and_the_data_say_the_same(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, "mistral", sliding_window=24)
     plan = plan_engine(str(tmp_path), **SMALL)
