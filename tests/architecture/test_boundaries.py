@@ -46,18 +46,6 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert readers == {"system/env.py", "worker/wrapper.py"}
 
 
-def test_only_the_library_and_the_recorder_of_programs_know_traced_tensors() -> None:
-    """Models, layers and kernels call the library's operations with whatever tensors they are given."""
-    users = {
-        path.relative_to(SOURCE).as_posix()
-        for path in SOURCE.rglob("*.py")
-        if re.search(r"native\.tracing|Traced|Untraceable", path.read_text())
-    }
-    outside = {user for user in users if not user.startswith("kernels/native/")}
-    # Adapters compare the rows of a pass with their own.
-    assert outside - {"layers/adapters.py"} == {"runner/execute/recorded_programs.py"}
-
-
 def _loading_calls() -> Iterator[tuple[str, ast.Call]]:
     """Calls that read a checkpoint with Transformers (`from_pretrained`, and `from_config` of an Auto class)."""
     for folder in (SOURCE, ROOT / "tools", ROOT / "benchmarks"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock import LLM
 from penstock.attention import StepGeometry
 from penstock.attention.select import BACKENDS
 from penstock.config import EngineConfig, GraphConfig
@@ -29,6 +30,7 @@ from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, ti
 from support.draft_heads import eagle3_weights, eagle_weights, write_head
 from support.engines import Result, add, assert_greedy_continuation, finish, greedy, make_core, random_prompts, run
 from support.padded_attention import PaddedBackend
+from support.pooling_models import TINY_ENCODER, random_model, random_text, save
 from support.recording_device import RecordingDevice
 
 pytestmark = pytest.mark.one_path(reason="runs engines with and without fast paths itself")
@@ -107,6 +109,20 @@ def test_steps_that_mix_prefills_and_decodes_run_in_pieces(
     assert [result.tokens for result in results] == [result.tokens for result in expected]
     for found, logprobs in zip(results[-1].logprobs, expected[-1].logprobs, strict=True):
         assert found == pytest.approx(logprobs, abs=1e-5)  # the padded attention of this test rounds by its sizes
+
+
+def test_encoders_attend_between_pieces_with_the_lengths_of_each_step(tmp_path: Path, device: RecordingDevice) -> None:
+    """Pairs of texts with as many tokens in all, which are replays of one graph."""
+    folder = save(random_model("BertModel", "BertConfig", **TINY_ENCODER), tmp_path)
+    pairs = [[random_text(count, seed=count) for count in counts] for counts in ((10, 20), (15, 15), (4, 26), (29, 1))]
+    found = []
+    for options in ({"cudagraph_mode": "piecewise"}, {"fast_paths": "off"}):
+        with LLM(folder, kv_cache_memory_bytes="4MiB", **options) as llm:
+            outputs = [output for pair in pairs for output in llm.embed(pair, use_tqdm=False)]
+            found.append(torch.tensor([output.outputs.embedding for output in outputs]))
+    assert device.num_replays > device.num_captures > 0
+    assert device.num_cuts == TINY_ENCODER["num_hidden_layers"]
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
