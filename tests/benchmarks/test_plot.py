@@ -82,13 +82,14 @@ def test_the_picture_in_the_readme_is_of_the_results_that_it_names():
     assert (REPOSITORY / path).read_text(encoding="utf-8") == as_svg(results_of_the_readme(), "llama-60m")
 
 
-def test_the_table_in_the_readme_has_the_figures_of_the_results_that_it_names():
+def test_the_table_in_the_readme_has_the_ratios_of_the_results_that_it_names():
     figures = {(row["engine"], row["workload"]): row["figure"] for row in results_of_the_readme()["rows"]}
-    rows = re.findall(r"^\| ([^|]+)" + r" \| ([0-9]+)" * len(WORKLOADS) + r" \|$", README, re.MULTILINE)
-    shown = {
-        (title, workload): int(cell) for title, *cells in rows for workload, cell in zip(WORKLOADS, cells, strict=True)
+    rows = re.findall(r"^\| ([^|]+)" + r" \| ([0-9.]+)" * len(WORKLOADS) + r" \|$", README, re.MULTILINE)
+    shown = {(title, workload): cell for title, *cells in rows for workload, cell in zip(WORKLOADS, cells, strict=True)}
+    measured = {
+        (ENGINES[name].title, workload): f"{figure / figures[REFERENCE, workload]:.2f}"
+        for (name, workload), figure in figures.items()
     }
-    measured = {(ENGINES[name].title, workload): round(figure) for (name, workload), figure in figures.items()}
     assert shown == measured
 
 
