@@ -37,12 +37,15 @@ class GatedMLP(nn.Module):
         rows = context.rows_asked_for
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
-        activated_TX = self._activate_and_mul(self.gate_up_proj(hidden_TD, context))
-        return self.down_proj(activated_TX, context)  # type: ignore[no-any-return]
+        return self.down_proj(self.activated(hidden_TD, context), context)  # type: ignore[no-any-return]
 
     def partial(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         """The output of this rank's part of the intermediate features, which the ranks have yet to add up."""
-        return self.down_proj.partial(self._activate_and_mul(self.gate_up_proj(hidden_TD, context)), context)
+        return self.down_proj.partial(self.activated(hidden_TD, context), context)
+
+    def activated(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        """activation(gate(x)) * up(x), of this rank's part of the intermediate features."""
+        return self._activate_and_mul(self.gate_up_proj(hidden_TD, context))
 
 
 class PlainMLP(nn.Module):
