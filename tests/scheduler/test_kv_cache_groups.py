@@ -86,6 +86,15 @@ def test_a_snapshot_is_one_block_earlier_where_the_last_one_of_a_hit_is_left_out
     assert driver.ends["b"].num_cached_tokens == 4
 
 
+def test_a_snapshot_is_found_after_the_step_that_takes_it() -> None:
+    driver = Driver(cache_of(40, [full_spec(2), state_spec(2)]))
+    for name in ("a", "b"):
+        driver.add(name, PROMPT, max_tokens=1)
+
+    assert [new.num_computed_tokens for new in driver.turn().scheduled_new_reqs] == [0, 0]
+    driver.drain()
+
+
 def test_snapshots_make_room_for_requests() -> None:
     driver = Driver(cache_of(40, [full_spec(), state_spec()], num_states=5))
     for name in range(8):

@@ -77,6 +77,7 @@ class KVCacheManager:
             make_group(index, group.spec, self.pools[group.pool], hash_block_size)
             for index, group in enumerate(kv_cache_config.groups)
         ]
+        self._pool_indices = [group.pool for group in kv_cache_config.groups]
         self._caches_prefixes = enable_prefix_caching and bool(self.groups)
         self._shares_in_step = all(group.shares_in_step for group in self.groups)
         self._has_snapshots = not all(group.takes_blocks for group in self.groups)
@@ -372,36 +373,44 @@ class KVCacheManager:
 
     def _num_taken(self, missing: Sequence[int]) -> list[int]:
         """Blocks of each pool that so many further blocks of positions per group take."""
-        return self._by_pool(
-            [count if group.takes_blocks else 0 for group, count in zip(self.groups, missing, strict=True)]
-        )
+        counts = [0] * len(self.pools)
+        for index, group, count in zip(self._pool_indices, self.groups, missing):  # noqa: B905
+            if group.takes_blocks:
+                counts[index] += count
+        return counts
 
     def _by_pool(self, counts: Sequence[int]) -> list[int]:
         """Sums of the groups' counts by pool."""
-        pairs = list(zip(self.groups, counts, strict=True))
-        return [sum(count for group, count in pairs if group.pool is pool) for pool in self.pools]
+        sums = [0] * len(self.pools)
+        for index, count in zip(self._pool_indices, counts, strict=True):
+            sums[index] += count
+        return sums
 
     def _are_free(self, counts: Sequence[int]) -> bool:
         """Whether each pool has so many free blocks."""
-        return all(count <= pool.num_free_blocks for count, pool in zip(counts, self.pools, strict=True))
+        # A generator takes longer than the comparison.
+        for pool, count in zip(self.pools, counts):  # noqa: B905, SIM110
+            if count > pool.num_free_blocks:
+                return False
+        return True
 
     def _extend(self, request: Request, held: _HeldBlocks, missing: Sequence[int]) -> tuple[list[int], ...]:
+        new_block_ids: list[list[int]] = []
         capacity = _UNLIMITED
         for group, blocks, num_blocks in zip(self.groups, held.groups, missing):  # noqa: B905
-            if group.takes_blocks:
-                blocks += group.pool.get_new_blocks(num_blocks)
-            else:
-                blocks += [group.pool.null_block] * num_blocks
+            pool = group.pool
+            new_blocks = pool.get_new_blocks(num_blocks) if group.takes_blocks else [pool.null_block] * num_blocks
+            blocks += new_blocks
+            new_block_ids.append([block.block_id for block in new_blocks])
             capacity = min(capacity, group.capacity(request, len(blocks), self._num_lookahead_tokens))
         request.kv_capacity = capacity
         if self._has_snapshots and self._caches_prefixes:
             # After all blocks that are needed.
-            for group, blocks, num_blocks in zip(self.groups, held.groups, missing, strict=True):
-                first = len(blocks) - num_blocks
+            for index, (group, blocks) in enumerate(zip(self.groups, held.groups, strict=True)):
+                first = len(blocks) - missing[index]
                 group.take_snapshot(request, blocks, first, is_one_earlier=self._blocks_need_next_token)
-        return tuple(
-            [[block.block_id for block in blocks[len(blocks) - count :]] for blocks, count in zip(held.groups, missing)]  # noqa: B905
-        )
+                new_block_ids[index] = [block.block_id for block in blocks[first:]]
+        return tuple(new_block_ids)
 
     def _last_first(self, held: _HeldBlocks) -> list[list[KVCacheBlock]]:
         """Return the blocks of each pool in order of reuse, null blocks included."""
