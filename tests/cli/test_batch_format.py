@@ -98,6 +98,7 @@ def test_a_chat_is_answered_as_a_server_would(answer: Answer, cores: list[FakeCo
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": None,
             "finish_reason": "length",
+            "stop_reason": None,
         }
     ]
     assert body["usage"] == {
@@ -105,6 +106,7 @@ def test_a_chat_is_answered_as_a_server_would(answer: Answer, cores: list[FakeCo
         "completion_tokens": 3,
         "total_tokens": len(request.prompt_token_ids) + 3,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert (request.sampling_params.seed, request.sampling_params.temperature) == (5, 0.5)
 
@@ -176,7 +178,7 @@ def test_log_probabilities_are_those_of_the_tokens(answer: Answer, cores: list[F
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETION])
-def test_log_probabilities_of_parts_of_characters_are_those_of_a_server(
+def test_choices_and_usage_are_those_of_a_server(
     answer: Answer, cores: list[FakeCore], model: Path, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     token_ids = load_tokenizer(model).encode("a😀éb", add_special_tokens=False)
@@ -188,13 +190,13 @@ def test_log_probabilities_of_parts_of_characters_are_those_of_a_server(
     core = FakeCore()
     core.tokens = scripted(*token_ids)
     with serving(AsyncEngine.from_config(config, load_core=lambda _: core)) as server:
-        (choice,) = server.post(url, {"model": "demo", **body}).json["choices"]
+        answered = server.post(url, {"model": "demo", **body}).json
     (own,) = line["response"]["body"]["choices"]
-    assert own["logprobs"] == choice["logprobs"]
+    assert [own] == answered["choices"]
+    assert line["response"]["body"]["usage"] == answered["usage"]
     if url == CHAT:
         assert b"".join(bytes(entry["bytes"]) for entry in own["logprobs"]["content"]).decode() == "a😀éb"
     else:
-        assert own["text"] == choice["text"]
         assert own["logprobs"]["text_offset"][-1] == len("a😀é")
 
 

@@ -13,6 +13,7 @@ from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.engine.text.detokenizer import SpecialTokens
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server.requests.logprobs import CompletionLogprobs, LogprobsFormat
+from penstock.server.requests.samples import Usage
 
 _BAD_REQUEST = 400
 _SERVER_ERROR = 500
@@ -65,30 +66,29 @@ class BatchFormat(msgspec.Struct, frozen=True):
     def _body(self, name: str, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
         is_chat = self.endpoint is Endpoint.CHAT
         choices = [self._choice(output, completion, tokenizer) for completion in output.outputs]
-        num_prompt_tokens = len(output.prompt_token_ids)
-        num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        usage = Usage()
+        usage.note(0, output)
+        # Answers are not parsed for reasoning.
+        details = {"completion_tokens_details": {"reasoning_tokens": 0}} if is_chat else {}
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": self.model,
             "choices": choices,
-            "usage": {
-                "prompt_tokens": num_prompt_tokens,
-                "completion_tokens": num_output_tokens,
-                "total_tokens": num_prompt_tokens + num_output_tokens,
-                "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
-            },
+            "usage": {**usage.data(), **details},
         }
 
     def _choice(self, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
         is_chat = self.endpoint is Endpoint.CHAT
         message = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+        text = {"text": completion.text, "prompt_logprobs": None}
         return {
             "index": completion.index,
-            **(message if is_chat else {"text": completion.text}),
+            **(message if is_chat else text),
             "logprobs": self._logprobs(output, completion, tokenizer),
             "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
         }
 
     def _logprobs(
