@@ -11,8 +11,12 @@ import torch
 from penstock.contract import NewRequestData, RpcCall, feature
 from penstock.contract.feature import Feature, register_feature
 from penstock.device import Device
+from penstock.errors import ConfigError
 from penstock.kernels.bound_step import StepOutcome
+from penstock.models.interface import ModelInputs
+from penstock.runner.model_states import DecoderModelState
 from penstock.runner.slot_owner import SlotOwner
+from penstock.step.batch import InputBatch
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
 from penstock.worker.feature import WorkerServices
@@ -74,3 +78,36 @@ def test_a_registered_owner_sees_requests_and_steps_and_changes_no_token(
     without, planned_without = serve()
     assert with_owner == without
     assert planned - planned_without >= TABLE_BYTES
+
+
+class PlainInputs(DecoderModelState):
+    """The inputs of a decoder, noted."""
+
+    def __init__(self, services: WorkerServices) -> None:
+        states.append(self)
+        self.num_steps = 0
+
+    def inputs(self, batch: InputBatch) -> ModelInputs:
+        self.num_steps += 1
+        return super().inputs(batch)
+
+
+states: list[PlainInputs] = []
+
+
+class OtherInputs(PlainInputs):
+    """Another state."""
+
+
+@pytest.mark.one_path(reason="counts calls, of which either path has some")
+def test_a_feature_builds_the_inputs_of_the_model(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    states.clear()
+    register_feature(Feature(name="inputs", model_state=PlainInputs))
+    core = make_core(tmp_path, dtype="float32")
+    run(core, random_prompts((5, 21), VOCAB_SIZE), greedy(6))
+    core.close()
+    assert any(state.num_steps > 1 for state in states)
+    register_feature(Feature(name="other inputs", model_state=OtherInputs))
+    with pytest.raises(ConfigError, match="inputs and other inputs both build the model's inputs"):
+        make_core(tmp_path, dtype="float32")

@@ -38,7 +38,8 @@ class Feature:
 
     Sides: deployment_side: (DeploymentServices) -> DeploymentFeature. scheduler_side: (SchedulerServices) ->
     SchedulerFeature. worker_side: (WorkerServices) -> WorkerFeature, or a SlotOwner for a feature that has nothing else
-    there. output_heads: (HeadParts) -> OutputHead by name, for the option `output_head`.
+    there. model_state: (WorkerServices) -> ModelState, which builds the model's inputs. output_heads: (HeadParts) ->
+    OutputHead by name, for the option `output_head`.
 
     memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run leaves out then.
     deployment_methods, worker_methods: methods of these sides that `collective_rpc` reaches by their names.
@@ -50,6 +51,7 @@ class Feature:
     deployment_side: Side = None
     scheduler_side: Side = None
     worker_side: Side = None
+    model_state: Side = None
     output_heads: Mapping[str, Side] = field(default_factory=dict)
     memory: Side = None
     deployment_methods: Sequence[str] = ()
@@ -122,7 +124,13 @@ def feature_of_part(name: str) -> Feature | None:
 
 
 def _sides(feature: Feature) -> list[Callable[..., Any] | str]:
-    named = feature.deployment_side, feature.scheduler_side, feature.worker_side, feature.memory
+    named = (
+        feature.deployment_side,
+        feature.scheduler_side,
+        feature.worker_side,
+        feature.model_state,
+        feature.memory,
+    )
     sides = *named, *feature.output_heads.values()
     return [side for side in sides if side is not None]
 

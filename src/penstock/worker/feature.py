@@ -15,6 +15,7 @@ from penstock.contract.feature import Side, features_of, make_side
 from penstock.device import Device
 from penstock.errors import ConfigError
 from penstock.models.interface import LanguageModel
+from penstock.runner.model_states import ModelState
 from penstock.runner.output_heads import Generation, HeadFactory
 from penstock.runner.slot_owner import SlotOwner
 from penstock.worker.memory_plan import MemoryTerm
@@ -53,9 +54,10 @@ class WorkerFeatures:
     """Worker sides of all features of an engine and its model.
 
     owners: of the features' per-slot state. output_head: factory of the head that the option `output_head` names.
-    rpc_methods: methods of the sides by name. is_profile: leave out features whose `memory` is known.
+    rpc_methods: methods of the sides by name. model_state: builder of the model's inputs; None for plain ones.
+    is_profile: leave out features whose `memory` is known.
 
-    Raises ConfigError for a head that no feature has.
+    Raises ConfigError for a head that no feature has, and for two features that build the model's inputs.
     """
 
     def __init__(self, services: WorkerServices, *, is_profile: bool = False) -> None:
@@ -73,6 +75,11 @@ class WorkerFeatures:
             elif side is not None:
                 self.owners.append(side)
             self.rpc_methods.update({name: getattr(side, name) for name in feature.worker_methods})
+        states = [feature for feature in features if feature.model_state is not None]
+        if len(states) > 1:
+            names = " and ".join(feature.name for feature in states)
+            raise ConfigError(f"{names} both build the model's inputs, which one feature can. Leave one of them out.")
+        self.model_state: ModelState | None = make_side(states[0].model_state, services) if states else None
         heads: dict[str, Side] = {GENERATE: Generation}
         for feature in features:
             heads.update(feature.output_heads)

@@ -61,6 +61,7 @@ def measure_step(
                 fast_paths=engine.scheduler.fast_paths != "off",
                 graphs=engine.graphs,
                 speculator=speculator,
+                model_state=features.model_state,
                 owners=features.owners,
                 make_head=features.output_head,
             )

@@ -125,6 +125,7 @@ class Worker(WorkerBase):
             agreement=self.parallel.agreement,
             speculator=weights.speculator,
             stage=self._stage(),
+            model_state=features.model_state,
             owners=features.owners,
             make_head=features.output_head,
             spans=self._profiler.spans,
