@@ -99,7 +99,7 @@ def output_file(path: Path, *, only_partial: bool = False) -> Iterator[PartialFi
 
     It is named `.partial` until it is complete, so that an earlier file stays if the command is interrupted, and the
     results so far are kept; a message names them. Symbolic links stay links. Pipes, devices, open files, and files in
-    folders without write permission are written in place, in the caller's order.
+    folders without write permission are written in place, in the order of the calls.
 
     Raises ConfigError if it cannot be opened, and with `only_partial` if it would be written in place.
     """

@@ -1,6 +1,6 @@
 """Meta tensors that stand in for tensors of another device, for planning without memory.
 
-Code that checks a tensor's device sees the one it stands for; the C++ kernels, which need addresses, are not called
+A meta tensor reports the device that it stands for; the C++ kernels, which need addresses, are not called
 (`kernels.native.library`).
 """
 

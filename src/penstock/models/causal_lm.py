@@ -25,7 +25,7 @@ class StackedParameter:
     """A parameter of Transformers' model that holds the weights of several modules here, such as those of experts.
 
     name: of the parameter in its module. shape: outputs and inputs of each of its matrices. modules: by matrix, names
-    of the modules whose weights are ranges of its outputs. outputs: these ranges.
+    of the modules whose weights are ranges of its outputs. outputs: the range of each of these modules.
     """
 
     name: str

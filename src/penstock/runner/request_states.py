@@ -25,9 +25,8 @@ class RequestStates(SlotOwner):
 
     all_token_ids: int32 [slots, max_model_len + 1], prompt and generated tokens.
     total_len, num_computed_tokens: int64 [slots, 1]; a decoding request has computed total_len - 1 after each step.
-    draft_token_ids: int32 [slots, max_drafts], draft tokens that the next step verifies, from the scheduler's message
-    or
-        from a speculator that drafts on the device.
+    draft_token_ids: int32 [slots, max_drafts], draft tokens that the next step verifies, from the scheduler's
+        message or from a speculator that drafts on the device.
     prefill_len: tokens known when the request was added.
     """
 

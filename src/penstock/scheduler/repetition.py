@@ -146,7 +146,7 @@ class _Decodes:
 
     step: the last one. runs_ahead: whether it may be repeated before its results are there.
     num_left: how often it may be repeated, until a request reaches its length limit.
-    due: rows that need a block for the next step, by the value of `num_left` at that time.
+    due: rows by the value of `num_left` at which they need a block for the next step.
     """
 
     __slots__ = ("_end_token_ids", "due", "num_left", "runs_ahead", "step")

@@ -142,7 +142,8 @@ class _Calibration:
                 self._read(self._texts.token_ids, reaches_heads=bool(heads))
             for layer in part:
                 gram = grams.pop(0)
-                # With fewer rows than features GPTQ moves errors to where it saw no input, which is worse than nearest.
+                # With fewer rows than features the Gram matrix is singular: GPTQ moves errors to directions without
+                # inputs, which is worse than rounding to nearest.
                 is_known = gram.num_rows >= layer.input_size
                 num_nearest += not is_known
                 quantizer = _round_once_for(gram.values) if is_known else quantize_int4

@@ -110,5 +110,5 @@ class Metadata:
         )
 
     def _full(self, key: str) -> str:
-        """Key with the architecture's name: those of a model's own fields begin with a dot."""
+        """Full key of a field; the architecture's name is put before keys that begin with a dot."""
         return f"{self._values.get('general.architecture')}{key}" if key.startswith(".") else key

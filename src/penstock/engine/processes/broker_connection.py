@@ -29,7 +29,7 @@ class BrokerState:
     """Last heartbeat of the broker, for any thread: its status, None at first, and its time in monotonic seconds.
 
     recent_steps: last steps of the cores while a live view watches, each with its core's number, oldest first.
-    lost_at: time at which the last connection to a broker ended, whose end is the begin of its replacement.
+    lost_at: time at which the last connection to a broker ended, and the replacement of the broker began.
     """
 
     def __init__(self) -> None:

@@ -57,9 +57,10 @@ class _Window:
 class Recorder:
     """Writes entries to a file, and begins it anew after each window.
 
-    A new file begins with the requests that the workers hold. The old one is written until the state of these is exact,
-    so that a crash always leaves a whole recording. The recording ends with a warning where its file can no longer be
-    written, as on a full disk; the engine goes on. Raises ConfigError where another engine records to the same file.
+    A new file begins with the requests that the workers hold. Until their state is exactly known, entries go to the old
+    file too, so that a crash always leaves a whole recording. The recording ends with a warning where its file can no
+    longer be written, as on a full disk; the engine goes on. Raises ConfigError where another engine records to the
+    same file.
     """
 
     def __init__(

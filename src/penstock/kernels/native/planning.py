@@ -108,8 +108,8 @@ def _place_whole(uses: Sequence[_Use], output: Cell | None) -> tuple[dict[Cell, 
     """Place cells of all tokens' rows.
 
     Between two operations of step scope the first rows pass through all kernels before the next ones. So a place is
-    shared
-    by cells of one width only, whose rows have the same addresses: writing the first rows leaves the next ones intact.
+    shared by cells of one width only, whose rows have the same addresses: writing the first rows leaves the next ones
+    intact.
     """
     rooms: list[_Room] = []
     size = 0

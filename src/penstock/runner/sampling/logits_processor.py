@@ -22,8 +22,7 @@ class ProcessorContext:
     device: `device.torch_device` is where the logits are, and `device.upload` copies an array there without waiting.
     num_slots: slots are 0 to num_slots - 1. vocab_size: width of the logits.
     token_ids: int32 [num_slots, positions] on the device, read only: prompt and output of each slot's request, up to
-    and
-        including the position that `LogitsRows` gives. Later positions are stale.
+        and including the position that `LogitsRows` gives. Later positions are stale.
     """
 
     device: Device
@@ -80,6 +79,5 @@ class LogitsProcessor(ABC):
 
         Each has one row, and more where `takes_drafts` is true. `logits` may be changed in place. Rows of unfinished
         prefills are included; their samples are discarded. If this raises, it is called again for each row alone, and
-        the requests
-        whose rows raise again end with the error: state must allow a second call.
+        the requests whose rows raise again end with the error: state must allow a second call.
         """

@@ -47,9 +47,8 @@ class Speculator(SlotOwner):
     verification: acceptance rule. draft_probs: float32 [slots, drafts, vocabulary], distributions that the drafts were
         drawn from, for a rule that needs them; None where they are not kept.
     drafts_for_all_stages: the last pipeline stage sends its drafts to the others; if not, every stage makes the same.
-    needs_hidden: `propose` needs the hidden states of all tokens of each step. aux_layers: and the inputs of these
-    layers
-        of the target.
+    needs_hidden: `propose` needs the hidden states of all tokens of each step. aux_layers: and the inputs of
+        these layers of the target.
     """
 
     num_speculative_tokens: int = 0
