@@ -178,6 +178,17 @@ def test_features_of_an_aborted_request_are_freed(folder: Path, alone: list[Resu
     core.close()
 
 
+def test_rows_of_replaced_workers_are_not_counted(folder: Path) -> None:
+    core = make_core(folder, **OPTIONS, max_num_batched_tokens=7)
+    add_prompt(core, "gone", PROMPTS[4])
+    core.step()
+    core.abort_requests(["gone"])
+    # No message will name the request.
+    core.scheduler.reset_for_recovery()
+    assert scheduler_of(core).num_rows == 0
+    core.close()
+
+
 class FailingAmongItems(FailingWorker):
     """Fails while items are cached, once."""
 
