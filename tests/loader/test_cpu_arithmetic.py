@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.kernels.native import NATIVE
@@ -173,7 +174,7 @@ def test_a_tied_embedding_reads_exact_rows_of_the_head(tmp_path: Path) -> None:
     assert isinstance(head.method, PackedMethod)
     expected = tiny_model("llama", tie_word_embeddings=True).bfloat16().float().get_input_embeddings()
     ids = torch.tensor([1, 96, 50, 1])
-    assert torch.equal(model.get_submodule("model.embed_tokens")(ids), expected(ids))
+    assert torch.equal(model.get_submodule("model.embed_tokens")(ids, NO_CONTEXT), expected(ids))
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"quantization": "int8"}])

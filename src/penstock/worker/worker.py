@@ -104,7 +104,7 @@ class Worker(WorkerBase):
 
     def determine_available_memory(self) -> MemoryPlan:
         start = self._required(self._start, "init_device")
-        limits = RunnerLimits.of(self.config, self.config.model.planned_context)
+        limits = self._limits(self.config.model.planned_context)
         return plan_memory(self.config, self.parallel, self.device, self.dtype, self.weights, limits, start)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
@@ -116,7 +116,7 @@ class Worker(WorkerBase):
             weights.language_model,
             layers,
             kv_cache_config.of_layers(layers) if self.parallel.pipeline.size > 1 else kv_cache_config,
-            RunnerLimits.of(self.config, max_model_len),
+            self._limits(max_model_len),
             attention_backend=self.config.device.attention_backend,
             sampling=self.config.sampling,
             fast_paths=self.config.scheduler.fast_paths != "off",
@@ -301,6 +301,10 @@ class Worker(WorkerBase):
     @property
     def runner(self) -> ModelRunner:
         return self._required(self._runner, "initialize_from_config")
+
+    def _limits(self, max_model_len: int) -> RunnerLimits:
+        """Sizes of this worker's runner; a worker of another class may have more drafts than the options say."""
+        return replace(RunnerLimits.of(self.config, max_model_len), max_drafts=self.num_speculative_tokens)
 
     def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:
