@@ -87,7 +87,8 @@ class DeploymentFeatures:
         parts = given
         for name in list(given or ()):
             feature = feature_of_part(name)
-            if feature is not None and feature.name not in self._on:
+            # A feature without an option is on where the model asks for it, which only workers know.
+            if feature is not None and feature.how_to_turn_on and feature.name not in self._on:
                 raise InvalidRequest(feature.why_off)
             if name in self._by_part and parts is not None:
                 parts = self._by_part[name].resolve(parts, is_admitted=request.is_admitted)  # type: ignore[attr-defined]
