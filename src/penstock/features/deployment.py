@@ -14,7 +14,7 @@ from penstock.errors import InvalidRequest
 
 
 class DeploymentServices(NamedTuple):
-    """What the owner of a deployment, the client of its cores or the one core, gives to a feature.
+    """Services of a deployment's owner, the client of its cores or the one core, for a feature.
 
     call_cores: calls the feature's scheduler side in every core (`SchedulerFeature.call`). state: of the owner before;
     None for the first one. on_change: called with the state after each change, before the change is answered.

@@ -90,7 +90,7 @@ class Chunks:
 
 
 class SchedulerServices(NamedTuple):
-    """What an engine core gives to a feature.
+    """Services of an engine core for a feature.
 
     scheduler: it, with its KV cache, is complete when a method of the feature is called. A transfer of KV reserves a
     waiting request's blocks through it (`reserve_blocks`, `blocks_loaded`), and holds blocks that it reads or writes

@@ -1,1 +1,1 @@
-"""What the operating system gives a process: environment variables, locks of files, temporary folders."""
+"""Access to the operating system: environment variables, locks of files, temporary folders."""

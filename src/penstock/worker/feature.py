@@ -23,7 +23,7 @@ from penstock.worker.memory_plan import MemoryTerm
 
 @dataclass(frozen=True, slots=True)
 class WorkerServices:
-    """What a worker gives to a feature. dtype: of the model's activations."""
+    """Services of a worker for a feature. dtype: of the model's activations."""
 
     config: EngineConfig
     device: Device

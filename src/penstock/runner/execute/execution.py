@@ -28,7 +28,7 @@ FIRST_OF_SIZE, LAYERS = "first runs of a graph's size, layer by layer", "steps t
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an execution tells of itself. lines: for logs. num_runs: runs by kind, where steps can be CUDA graphs."""
+    """Description of an execution. lines: for logs. num_runs: runs by kind, where steps can be CUDA graphs."""
 
     lines: Sequence[str] = ()
     num_runs: Mapping[str, int] = field(default_factory=Counter)
