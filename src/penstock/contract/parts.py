@@ -7,7 +7,7 @@
         def block_keys(self) -> tuple[str, ...]:
             return (str(self.adapter_id),)
 
-    register_part(AdapterPart)
+    register_feature(Feature(name="adapters", parts=(AdapterPart,)))
 
 Every process that reads such messages registers the type, as a plugin does. A message without parts has None.
 """

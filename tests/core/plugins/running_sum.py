@@ -28,7 +28,7 @@ NUM_ROWS = NUM_COLUMNS = 512
 
 
 class RunningSumBackend(CacheBackend):
-    """Of steps, the layer reads tensors only."""
+    """Backend whose metadata has tensors only."""
 
     name = "running_sum"
     keeps_metadata = True
