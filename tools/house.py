@@ -75,7 +75,7 @@ def count_knots(house: House) -> Iterator[Count]:
     files = [file for knot in of_step for file in sorted(knot)]
     yield Count("files in knots of imports around `runner/` and `step/`, types included", len(files), 0, files)
     everywhere = [", ".join(sorted(knot)) for knot in found]
-    yield Count("files in knots of imports in all of `src`", sum(map(len, found)), None, everywhere)
+    yield Count("files in knots of imports in all of `src`", sum(map(len, found)), 0, everywhere)
 
 
 # Files of a step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -58,7 +58,7 @@ class House:
         """Files that each file imports: in functions and for types, too."""
         files = {self.module(file): file for file in self.trees}
         return {
-            file: {files[name] for node in nodes for name in imported(node) if name in files} - {file}
+            file: {files[name] for node in nodes for name in imported(node, files)} - {file}
             for file, nodes in self.nodes.items()
         }
 
@@ -67,13 +67,15 @@ class House:
         return ".".join((self.source.name, *Path(file).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def imported(node: ast.AST) -> Iterator[str]:
-    """Names that may be modules."""
+def imported(node: ast.AST, modules: Container[str]) -> Iterator[str]:
+    """Modules that a statement imports names of; `from package import module` imports none of the package's names."""
     if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
+        yield from (alias.name for alias in node.names if alias.name in modules)
     elif isinstance(node, ast.ImportFrom) and node.module is not None:
-        yield node.module
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        for alias in node.names:
+            name = f"{node.module}.{alias.name}"
+            if name in modules or node.module in modules:
+                yield name if name in modules else node.module
 
 
 def own_nodes(function: Function) -> Iterator[ast.AST]:

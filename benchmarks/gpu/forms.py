@@ -15,11 +15,11 @@ from torch import Tensor
 
 from benchmarks.gpu.attention import time_in_a_graph
 from penstock.kernels.activation import silu_and_mul
-from penstock.kernels.experts import ExpertWeights, GroupedExperts
+from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.gpu_float8 import Float8Weight, float8_linear
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts, stored_weight
 from penstock.kernels.quantized import QuantizedWeight
-from penstock.kernels.stored_weight import StoredWeight
+from penstock.kernels.stored_weight import ExpertWeights, StoredWeight
 from penstock.kernels.triton.invariant_linear import invariant_linear
 from penstock.kernels.triton.latent_attention import latent_attention
 from penstock.kernels.triton.paged_attention import prefill_attention

@@ -44,7 +44,8 @@ from penstock.device.cpu import CpuDevice, HostCopy
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.dispatcher import Dispatcher
 from penstock.engine.messages import EngineRequest
-from penstock.engine.output.output_processor import OutputProcessor, Progress
+from penstock.engine.output.output_processor import OutputProcessor
+from penstock.engine.output.progress import Progress
 from penstock.engine.statistics.metrics import EngineMetrics
 from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepOutcome, StepTensors

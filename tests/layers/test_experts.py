@@ -11,8 +11,9 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from penstock.attention import NO_CONTEXT
 from penstock.kernels.activation import silu_and_mul
-from penstock.kernels.experts import ExpertWeights, mixture_reference
+from penstock.kernels.experts import mixture_reference
 from penstock.kernels.native import NATIVE
+from penstock.kernels.stored_weight import ExpertWeights
 from penstock.layers.experts import SIGMOID, SOFTMAX, SPARSEMIXER, ExpertRows, Experts, Routing, note_changes
 from penstock.layers.linear import LinearLayer, OneDnnMethod
 from penstock.parallel import ParallelState

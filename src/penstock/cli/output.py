@@ -8,8 +8,8 @@ from io import TextIOWrapper
 from typing import TextIO
 
 from penstock.cli.failures import OutputClosed
-from penstock.engine.output.output_processor import Progress
 from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.output.progress import Progress
 from penstock.errors import ConfigError
 from penstock.observability.printable import without_controls
 

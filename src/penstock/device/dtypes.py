@@ -79,6 +79,7 @@ def has_native_kernels() -> bool:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    from penstock.device.base import TORCH_DTYPES
+    import torch
 
-    return TORCH_DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -10,7 +10,8 @@ from penstock.config import EngineConfig
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.inputs.input_processor import InputProcessor
 from penstock.engine.messages import EngineRequest
-from penstock.engine.output.output_processor import FollowUp, Inbox, OutputProcessor, Progress
+from penstock.engine.output.output_processor import FollowUp, OutputProcessor
+from penstock.engine.output.progress import Inbox, Progress
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import EngineMetrics, Metric
 from penstock.engine.text.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from penstock.engine.inputs.input_processor import AcceptedRequest, PooledPrompt
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
 from penstock.engine.live.live_session import live_session
-from penstock.engine.output.output_processor import Progress
+from penstock.engine.output.progress import Progress
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, WaitTimeout

@@ -6,7 +6,6 @@ Suffixes: T tokens, D hidden size, I intermediate size, E experts, K experts of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,36 +19,11 @@ from penstock.kernels.activation import (
     gelu_tanh_and_mul,
     silu_and_mul,
 )
-from penstock.kernels.stored_weight import PLAIN, StoredWeight
+from penstock.kernels.stored_weight import PLAIN, ExpertWeights
 from penstock.kernels.triton import triton_runs
 
 _NAMES: dict[Any, str] = {silu_and_mul: "silu", gelu_and_mul: "gelu", gelu_tanh_and_mul: "gelu_tanh"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """Weights of all experts, each with its own memory.
-
-    gate_up: [2 * I, D] of each expert, the gate first. down: [D, I]. Biases: [2 * I] and [D], or None for none.
-    """
-
-    gate_up: Sequence[StoredWeight]
-    down: Sequence[StoredWeight]
-    gate_up_bias: Sequence[Tensor] | None = None
-    down_bias: Sequence[Tensor] | None = None
-
-    @classmethod
-    def plain(
-        cls,
-        gate_up: Sequence[Tensor],
-        down: Sequence[Tensor],
-        gate_up_bias: Sequence[Tensor] | None = None,
-        down_bias: Sequence[Tensor] | None = None,
-    ) -> ExpertWeights:
-        """Weights of floats."""
-        stored = [[StoredWeight.plain(weight) for weight in weights] for weights in (gate_up, down)]
-        return cls(stored[0], stored[1], gate_up_bias, down_bias)
 
 
 def mixture_reference(

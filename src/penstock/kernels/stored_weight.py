@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,31 @@ class StoredWeight:
         """The weight of some output features."""
         scales, zeros = (None if of is None else of[part] for of in (self.scales_OG, self.zeros_OG))
         return StoredWeight(self.form, self.values[part], self.num_inputs, self.group_size, scales, zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Weights of all experts, each with its own memory.
+
+    gate_up: [2 * I, D] of each expert, the gate first. down: [D, I]. Biases: [2 * I] and [D], or None for none.
+    """
+
+    gate_up: Sequence[StoredWeight]
+    down: Sequence[StoredWeight]
+    gate_up_bias: Sequence[Tensor] | None = None
+    down_bias: Sequence[Tensor] | None = None
+
+    @classmethod
+    def plain(
+        cls,
+        gate_up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        gate_up_bias: Sequence[Tensor] | None = None,
+        down_bias: Sequence[Tensor] | None = None,
+    ) -> ExpertWeights:
+        """Weights of floats."""
+        stored = [[StoredWeight.plain(weight) for weight in weights] for weights in (gate_up, down)]
+        return cls(stored[0], stored[1], gate_up_bias, down_bias)
 
 
 def exponents_of(scales: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.activation import GATED_ACTIVATIONS, GatedActivation, sigmoid
-from penstock.kernels.experts import ExpertWeights, GroupedExperts
+from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
 from penstock.kernels.rows import sum_rows
+from penstock.kernels.stored_weight import ExpertWeights
 from penstock.layers.linear import LinearLayer, WeightChanges
 from penstock.layers.mlp import GatedMLP
 from penstock.parallel import ParallelState

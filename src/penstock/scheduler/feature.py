@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from penstock.config import EngineConfig
 from penstock.contract import ModelRunnerOutput, Part, RpcCall, SchedulerOutput
-from penstock.scheduler.outputs import EngineCoreOutput
 
 if TYPE_CHECKING:
     from penstock.scheduler.request import Request
-    from penstock.scheduler.scheduler import Scheduler
 
 
 class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
@@ -87,24 +84,3 @@ class Chunks:
         for feature in self._features:
             num_tokens = feature.chunk(request, start, num_tokens)
         return num_tokens
-
-
-class SchedulerServices(NamedTuple):
-    """Services of an engine core for a feature.
-
-    scheduler: it, with its KV cache, is complete when a method of the feature is called. A transfer of KV reserves a
-    waiting request's blocks through it (`reserve_blocks`, `blocks_loaded`), and holds blocks that it reads or writes
-    (`kv_cache.hold_blocks`, `release_blocks`).
-    call_workers: calls every worker between two steps. tell_ends: sends the last outputs of requests that the feature
-    has ended. wake: ends the core's wait for work; from any thread.
-    """
-
-    config: EngineConfig
-    scheduler: Scheduler
-    call_workers: Callable[[RpcCall], list[Any]]
-    tell_ends: Callable[[list[EngineCoreOutput]], None]
-    wake: Callable[[], None]
-
-
-# Makes the feature's side for a scheduler.
-SchedulerFeatureFactory = Callable[["Scheduler"], SchedulerFeature]

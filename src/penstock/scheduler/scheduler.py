@@ -13,7 +13,7 @@ from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.draft_budget import NO_SPECULATION, Speculation
-from penstock.scheduler.feature import Chunks, SchedulerFeatureFactory
+from penstock.scheduler.feature import Chunks, SchedulerFeature
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.repetition import RepeatedSteps
@@ -56,7 +56,7 @@ class Scheduler:
         speculation: Speculation = NO_SPECULATION,
         max_concurrent_steps: int = 1,
         tell_ends: Callable[[list[EngineCoreOutput]], None] | None = None,
-        features: Sequence[SchedulerFeatureFactory] = (),
+        features: Sequence[Callable[[Scheduler], SchedulerFeature]] = (),
     ) -> None:
         self._tell_ends = tell_ends
         self._max_num_seqs = config.max_num_seqs

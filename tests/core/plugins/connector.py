@@ -21,8 +21,9 @@ from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner
-from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.request import Request
+from penstock.scheduler.services import SchedulerServices
 from penstock.worker.feature import WorkerServices
 
 ARCHITECTURE = "ConnectedLlamaForCausalLM"

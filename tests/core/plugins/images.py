@@ -28,8 +28,9 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLa
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
 from penstock.runner.slot_owner import SlotOwner
-from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.request import Request, RequestStatus
+from penstock.scheduler.services import SchedulerServices
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
 from penstock.worker.feature import WorkerServices

@@ -13,8 +13,9 @@ from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.fan_out import merged_metrics, sample_requests
-from penstock.engine.output.output_processor import OutputProcessor, Progress
+from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.output.outputs import RequestMetrics
+from penstock.engine.output.progress import Progress
 from penstock.engine.session import Session
 from penstock.errors import ContextTooLong, InvalidRequest
 from support.fake_engine import FakeCore, write_model

@@ -9,8 +9,9 @@ import pytest
 
 from penstock.contract import ArrayBytes, LogprobsLists, SamplingParams
 from penstock.engine.messages import EngineRequest
-from penstock.engine.output.output_processor import Inbox, OutputProcessor, Progress, RequestProgress
+from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.output.outputs import RequestMetrics
+from penstock.engine.output.progress import Inbox, Progress, RequestProgress
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
-from penstock.engine.output.output_processor import OutputProcessor, Progress, RequestProgress
+from penstock.engine.output.output_processor import OutputProcessor
+from penstock.engine.output.progress import Progress, RequestProgress
 from penstock.engine.text.stop_strings import StopScanner, StopStrings
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason

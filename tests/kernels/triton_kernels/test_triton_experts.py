@@ -19,8 +19,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from penstock.attention import NO_CONTEXT
 from penstock.config import LoadConfig, ModelConfig
 from penstock.kernels.activation import ClampedSwiglu, GatedActivation, gelu_tanh_and_mul, silu_and_mul
-from penstock.kernels.experts import ExpertWeights, GroupedExperts, mixture_reference
+from penstock.kernels.experts import GroupedExperts, mixture_reference
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts
+from penstock.kernels.stored_weight import ExpertWeights
 from penstock.kernels.triton.experts import ExpertTiles
 from penstock.layers.experts import ExpertRows, MoE, Routing, note_changes
 from penstock.layers.linear import LinearLayer, process_weights_after_loading, restore_weights
@@ -202,7 +203,7 @@ sys.path[:0] = {paths!r}
 import pytest, torch
 from support.triton_compile import LEAST_SHARED, compile_only
 from support.stored_weights import NAMES, empty_weight
-from penstock.kernels.experts import ExpertWeights
+from penstock.kernels.stored_weight import ExpertWeights
 from penstock.kernels.triton.experts import ExpertTable, mixture
 counts = compile_only(pytest.MonkeyPatch(), most_shared=LEAST_SHARED)
 for name in NAMES:

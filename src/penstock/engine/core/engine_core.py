@@ -30,10 +30,11 @@ from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeo
 from penstock.executor import Executor, StepHandle
 from penstock.features.deployment import DeploymentFeatures
 from penstock.scheduler.draft_budget import Speculation
-from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 from penstock.scheduler.request import Request
 from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.services import SchedulerServices
 from penstock.scheduler.step_times import StepTimes
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.plugins import load_plugins

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.outputs import RequestMetrics, RequestOutput
+from penstock.engine.output.progress import Inbox, Progress, RequestProgress
 from penstock.scheduler.acceptance import SpecDecodeMetrics
-
-if TYPE_CHECKING:
-    from penstock.engine.output.output_processor import Inbox, Progress, RequestProgress
 
 
 class FanOut:

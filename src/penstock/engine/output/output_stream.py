@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from penstock.contract import RequestOutputKind
-from penstock.engine.output.output_processor import Progress
 from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.output.progress import Progress
 from penstock.errors import PenstockError
 
 

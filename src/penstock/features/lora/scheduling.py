@@ -13,9 +13,10 @@ from penstock.contract import Parts, RpcCall, part_of
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
 from penstock.features.lora.adapter_limit import AdapterLimit
-from penstock.scheduler.feature import SchedulerFeature, SchedulerServices
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import FinishReason
 from penstock.scheduler.request import Request
+from penstock.scheduler.services import SchedulerServices
 
 logger = logging.getLogger(__name__)
 # Reason for which a request waits while its adapter is loaded.

@@ -10,18 +10,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MethodWrapperType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.native.operation_types import Field, FieldType, OperationType, Scope
 
-if TYPE_CHECKING:
-    from penstock.kernels.native.collectives import Collectives
-    from penstock.kernels.native.operations import NativeOperation
-
 Argument = Tensor | int | float | None
+
+
+class LibraryOperation(Protocol):
+    """Operation of the library for one instruction set: what a trace needs of a `NativeOperation`."""
+
+    @property
+    def type(self) -> OperationType: ...
+
+    @property
+    def instruction_set(self) -> int: ...
+
+
+class LibraryCollectives(Protocol):
+    """Collectives of one rank: what a recorded operation needs of `Collectives`."""
+
+    @property
+    def arguments(self) -> tuple[int, ...]: ...
+
+    def fail(self, name: str, dtype: torch.dtype, shape: Sequence[int], status: int) -> None: ...
 
 
 class Untraceable(Exception):
@@ -79,7 +94,7 @@ class Operation:
     input: int = -1
     reads_last: bool = False
     narrows: bool = False
-    collectives: Collectives | None = None
+    collectives: LibraryCollectives | None = None
     opaque: Opaque | None = None
 
     @property
@@ -196,7 +211,7 @@ class Trace:
         return made
 
     def add(
-        self, operation: NativeOperation, x: Tensor, width: int, arguments: Sequence[Argument], second: Tensor | None
+        self, operation: LibraryOperation, x: Tensor, width: int, arguments: Sequence[Argument], second: Tensor | None
     ) -> TracedTensor:
         """Record an operation from rows to rows of `width` floats."""
         out, added = Cell(width), None if second is None else self._cell(second)
@@ -204,7 +219,7 @@ class Trace:
         return self.stand_in(Role.ROWS, out)
 
     def look_up(
-        self, operation: NativeOperation, ids_T: TracedTensor, width: int, arguments: Sequence[Argument]
+        self, operation: LibraryOperation, ids_T: TracedTensor, width: int, arguments: Sequence[Argument]
     ) -> TracedTensor:
         """Record an operation from a step input to rows."""
         number = self._input_of(ids_T, self._of(operation))
@@ -214,7 +229,7 @@ class Trace:
         return self.stand_in(Role.ROWS, out)
 
     def add_to(
-        self, operation: NativeOperation, out: Tensor, x: Tensor, ids_T: Tensor, arguments: Sequence[Argument]
+        self, operation: LibraryOperation, out: Tensor, x: Tensor, ids_T: Tensor, arguments: Sequence[Argument]
     ) -> Tensor:
         """Record an operation that changes rows in place, by other rows and a step input."""
         type_ = self._of(operation)
@@ -224,7 +239,7 @@ class Trace:
         return out
 
     def choose(
-        self, operation: NativeOperation, x: TracedTensor, arguments: Sequence[Argument], *, with_largest: bool
+        self, operation: LibraryOperation, x: TracedTensor, arguments: Sequence[Argument], *, with_largest: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Record an operation that chooses the step's tokens."""
         if self._has_choice:
@@ -235,7 +250,9 @@ class Trace:
         values = None if largest is None else self.stand_in(Role.ROWS, largest)
         return self.stand_in(Role.CHOSEN), self.stand_in(Role.FAILED), values
 
-    def merge_choices(self, largest: TracedTensor, first_token: int, collectives: Collectives) -> tuple[Tensor, Tensor]:
+    def merge_choices(
+        self, largest: TracedTensor, first_token: int, collectives: LibraryCollectives
+    ) -> tuple[Tensor, Tensor]:
         """Record the merge of all ranks' choices. first_token: start of this rank's vocabulary shard."""
         cells = self._cell(largest), None, None
         self._record(self.types["merge_choices"], cells, (*collectives.arguments, first_token), collectives=collectives)
@@ -246,7 +263,7 @@ class Trace:
         self._record(self.types["scale"], (self._cell(x), None, None), (factor,))
         return x
 
-    def all_reduce(self, x: TracedTensor, collectives: Collectives) -> TracedTensor:
+    def all_reduce(self, x: TracedTensor, collectives: LibraryCollectives) -> TracedTensor:
         """Record an all-reduce, in place."""
         cells = self._cell(x), None, None
         self._record(self.types["all_reduce"], cells, collectives.arguments, collectives=collectives)
@@ -260,7 +277,7 @@ class Trace:
         positions_T: Tensor,
         kv_cache: Tensor,
         arguments: Sequence[Argument],
-        collectives: Collectives | None = None,
+        collectives: LibraryCollectives | None = None,
     ) -> TracedTensor:
         """Record attention from the output of the QKV projection, which it overwrites.
 
@@ -335,7 +352,7 @@ class Trace:
             raise Untraceable("not all hidden states come of kernels, of last tokens where these are asked for")
         return self._cell(tensor)
 
-    def _of(self, operation: NativeOperation) -> OperationType:
+    def _of(self, operation: LibraryOperation) -> OperationType:
         if operation.instruction_set != self.instruction_set:
             raise Untraceable("a weight is packed for other kernels")
         return operation.type
@@ -365,7 +382,7 @@ class Trace:
         input: int = -1,
         reads_last: bool = False,
         narrows: bool = False,
-        collectives: Collectives | None = None,
+        collectives: LibraryCollectives | None = None,
     ) -> None:
         """Record a call. Raises Untraceable for an argument that does not match the operation's fields."""
         numbers = tuple(self._number(of_field, value) for of_field, value in zip(type_.fields, arguments, strict=True))

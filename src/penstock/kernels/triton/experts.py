@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.experts import ExpertWeights
-from penstock.kernels.stored_weight import FLOAT8, PLAIN, StoredWeight
+from penstock.kernels.stored_weight import FLOAT8, PLAIN, ExpertWeights, StoredWeight
 from penstock.kernels.triton.activation import gated
 from penstock.kernels.triton.stored_weight import MANY_ROWS, Tiling, choose_tiling, product, sizes_of
 

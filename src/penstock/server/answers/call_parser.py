@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import secrets
 import string
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from penstock.server.answers.events import merged
 from penstock.server.answers.json_scanner import CallObject, CallState, ValueScanner
 from penstock.server.answers.markers import Markers
-from penstock.server.answers.tool_format import ToolFormat
 from penstock.server.requests.answer import AnswerEvent, ContentDelta, ToolCallArguments, ToolCallStart
 
 _NAME = re.compile(r"[\w.:/-]+")
@@ -19,27 +20,63 @@ _LONGEST_NAME = 256
 _ID_CHARACTERS = string.ascii_letters + string.digits + "_- "
 
 
+def openai_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def mistral_call_id() -> str:
+    """Id of nine letters and digits, the only ones that Mistral's templates take."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """Syntax by which tool calls are found in a model's text.
+
+    After one of `openers` come calls, single ones or in lists, each a JSON object with one of `name_keys` and one of
+    `argument_keys`, or with `bare_names` a name before its arguments. `skipped` are texts between these parts. A closer
+    ends the calls.
+    id_marker: one of `skipped`, behind which the model writes an id of the call.
+    starts: first character of an answer that is calls without an opener, which only count with the name of a tool.
+    make_id: makes the id of a call.
+    """
+
+    openers: tuple[str, ...] = ()
+    closers: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    starts: str = ""
+    bare_names: bool = False
+    id_marker: str = ""
+    name_keys: tuple[str, ...] = ("name",)
+    argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    make_id: Callable[[], str] = openai_call_id
+
+    @property
+    def markers(self) -> Collection[str]:
+        return (*self.openers, *self.closers, *self.skipped)
+
+
 class CallParser:
-    """Parser of one answer, whose format is `format`. names: those of the tools.
+    """Incremental parser of one answer's tool calls. names: those of the tools.
 
     Text that turns out to be no call becomes content with all its characters. Whitespace around calls is dropped, and
     so is a further call that is cut off before its arguments.
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], *, parallel: bool) -> None:
-        self._format = format
+    def __init__(self, syntax: CallSyntax, names: Collection[str], *, parallel: bool) -> None:
+        self._syntax = syntax
         self._names = names
         self._max_calls = None if parallel else 1
-        self._openers = Markers(format.openers)
-        self._content_markers = Markers((*format.openers, *format.closers))
-        self._markers = Markers(format.markers)
-        self._inner_markers = Markers((*format.closers, *format.skipped))
+        self._openers = Markers(syntax.openers)
+        self._content_markers = Markers((*syntax.openers, *syntax.closers))
+        self._markers = Markers(syntax.markers)
+        self._inner_markers = Markers((*syntax.closers, *syntax.skipped))
         self._events: list[AnswerEvent] = []
         self._pending = ""
         self._is_at_end = False
         # State: takes what it can from the pending text; whether it went on.
         self._state: Callable[[], bool] = self._content
-        self._may_start = bool(format.starts)
+        self._may_start = bool(syntax.starts)
         self._num_calls = 0
         self._drops_blanks = False
         # Characters since the end of the content, until a call begins.
@@ -101,7 +138,7 @@ class CallParser:
         if not text:
             return False
         self._may_start = False
-        if text[0] not in self._format.starts:
+        if text[0] not in self._syntax.starts:
             return False
         self._needs_known_name = True
         self._begin_section(self._pending[: len(self._pending) - len(text)])
@@ -145,7 +182,7 @@ class CallParser:
             marker = opener if self._num_in_section and not self._needs_known_name else None
         if marker is not None:
             self._take(len(marker))
-            if marker in self._format.closers:
+            if marker in self._syntax.closers:
                 return self._end_section()
             self._on_marker(marker)
         elif char in "[]" and self._is_list == (char == "]"):
@@ -153,7 +190,7 @@ class CallParser:
             self._take(1)
         elif char == "{":
             self._begin_call(self._object)
-        elif self._format.bare_names and _NAME.match(char):
+        elif self._syntax.bare_names and _NAME.match(char):
             self._begin_call(self._bare_name)
         else:
             return self._end_section()
@@ -187,7 +224,7 @@ class CallParser:
     # Calls.
 
     def _new_call(self) -> CallObject:
-        return CallObject(self._format.name_keys, self._format.argument_keys)
+        return CallObject(self._syntax.name_keys, self._syntax.argument_keys)
 
     def _begin_call(self, state: Callable[[], bool]) -> None:
         self._call, self._state, self._has_begun = self._new_call(), state, False
@@ -226,9 +263,9 @@ class CallParser:
         if not self._pending or self._is_undecided():
             return False
         marker = self._inner_markers.at_start(self._pending)
-        if marker is not None and marker in self._format.skipped:
+        if marker is not None and marker in self._syntax.skipped:
             self._take(len(marker))
-            if marker == self._format.id_marker:
+            if marker == self._syntax.id_marker:
                 self._state = self._model_id
         elif self._pending[0] == "{":
             self._value = ValueScanner()
@@ -256,7 +293,7 @@ class CallParser:
         self._has_begun = True
         self._candidate = ""
         if not self._is_dropped():
-            self._events.append(ToolCallStart(self._num_calls, self._format.make_id(), name))
+            self._events.append(ToolCallStart(self._num_calls, self._syntax.make_id(), name))
 
     def _emit_arguments(self, text: str) -> None:
         if text and not self._is_dropped():

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
 
+from penstock.server.answers.call_parser import openai_call_id
 from penstock.server.answers.events import merged
 from penstock.server.answers.markers import Markers
-from penstock.server.answers.tool_format import CallableTool, ToolFormat, openai_call_id
+from penstock.server.answers.tool_format import CallableTool, ToolFormat
 from penstock.server.requests.answer import (
     AnswerEvent,
     AnswerParser,

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidParameter
-from penstock.server.answers.call_parser import CallParser
+from penstock.server.answers.call_parser import CallParser, CallSyntax
 from penstock.server.answers.python_literal import LiteralScanner
-from penstock.server.answers.tool_format import CallableTool, ToolFormat
+from penstock.server.answers.tool_format import CallableTool
 from penstock.server.requests.answer import AnswerParser
 
-_READ = ToolFormat(
-    head="", tail="", openers=("<|python_start|>",), closers=("<|python_end|>",), starts="[", bare_names=True
-)
+_SYNTAX = CallSyntax(openers=("<|python_start|>",), closers=("<|python_end|>",), starts="[", bare_names=True)
 _NAME = r"""[^\s=(),:\[\]{}"']{1,256}"""
 _ARGUMENT = re.compile(rf"({_NAME})\s*=\s*(?=[^\s=),])")
 _PART_OF_ARGUMENT = re.compile(rf"{_NAME}\s*(=\s*)?")
@@ -32,7 +30,7 @@ class PythonicFormat:
 
     @property
     def markers(self) -> Collection[str]:
-        return _READ.markers
+        return _SYNTAX.markers
 
     def calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
         listed = {
@@ -50,7 +48,7 @@ class PythonicFormat:
         return {"type": "or", "elements": [self.calls(tools, parallel=parallel), other]}
 
     def parser(self, tools: Sequence[CallableTool], *, parallel: bool) -> AnswerParser:
-        return PythonicCallParser(_READ, {tool.name for tool in tools}, parallel=parallel)
+        return PythonicCallParser(_SYNTAX, {tool.name for tool in tools}, parallel=parallel)
 
 
 def _tag(tool: CallableTool) -> dict[str, Any]:

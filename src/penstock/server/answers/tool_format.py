@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
-import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.server.answers.call_parser import CallParser, CallSyntax
 from penstock.server.requests.answer import AnswerParser
 
 _NAME = "{name}"
-
-
-def openai_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def mistral_call_id() -> str:
-    """Id of nine letters and digits, the only ones that Mistral's templates take."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +45,11 @@ class ToolCallFormat(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFormat:
+class ToolFormat(CallSyntax):
     """Format of tool calls whose arguments are JSON text.
 
     Written is `begin`, calls with `separator` between them, and `end`. A call is `head`, which has the function's name
-    in place of `{name}`, its arguments, and `tail`.
-
-    Read is more, since models vary. After one of `openers` come calls, single ones or in lists, each a JSON object with
-    one of `name_keys` and one of `argument_keys`, or with `bare_names` a name before its arguments. `skipped` are texts
-    between these parts. A closer ends the calls.
-    id_marker: one of `skipped`, behind which the model writes an id of the call.
-    starts: first character of an answer that is calls without an opener, which only count with the name of a tool.
+    in place of `{name}`, its arguments, and `tail`. What is read is the `CallSyntax`, since models vary.
     """
 
     head: str
@@ -73,19 +57,6 @@ class ToolFormat:
     begin: str = ""
     separator: str = ""
     end: str = ""
-    openers: tuple[str, ...] = ()
-    closers: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    starts: str = ""
-    bare_names: bool = False
-    id_marker: str = ""
-    name_keys: tuple[str, ...] = ("name",)
-    argument_keys: tuple[str, ...] = ("arguments", "parameters")
-    make_id: Callable[[], str] = openai_call_id
-
-    @property
-    def markers(self) -> Collection[str]:
-        return (*self.openers, *self.closers, *self.skipped)
 
     def calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
         listed = self._tags(tools, parallel=parallel)
@@ -110,8 +81,6 @@ class ToolFormat:
         }
 
     def parser(self, tools: Sequence[CallableTool], *, parallel: bool) -> AnswerParser:
-        from penstock.server.answers.call_parser import CallParser
-
         return CallParser(self, {tool.name for tool in tools}, parallel=parallel)
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError, InvalidParameter
+from penstock.server.answers.call_parser import mistral_call_id
 from penstock.server.answers.harmony import HARMONY
-from penstock.server.answers.tool_format import ToolCallFormat, ToolFormat, mistral_call_id
+from penstock.server.answers.tool_format import ToolCallFormat, ToolFormat
 
 _HEAD = '{"name": "{name}", "arguments": '
 HERMES = ToolFormat(

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidParameter
-from penstock.server.answers.call_parser import CallParser
+from penstock.server.answers.call_parser import CallParser, CallSyntax
 from penstock.server.answers.markers import Markers
-from penstock.server.answers.tool_format import CallableTool, ToolFormat
+from penstock.server.answers.tool_format import CallableTool
 from penstock.server.requests.answer import AnswerParser
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_READ = ToolFormat(
-    head="", tail="", openers=("<tool_call>", _FUNCTION), closers=("</tool_call>",), skipped=(_FUNCTION,)
-)
+_SYNTAX = CallSyntax(openers=("<tool_call>", _FUNCTION), closers=("</tool_call>",), skipped=(_FUNCTION,))
 _ENDS_OF_TEXT = Markers([f"\n{_PARAMETER_END}", _PARAMETER_END])
 _LONGEST_NAME = 1024
 # Keywords of a function's parameters, and of an argument that is text, which this form can follow.
@@ -32,7 +30,7 @@ class XMLFormat:
 
     @property
     def markers(self) -> Collection[str]:
-        return _READ.markers
+        return _SYNTAX.markers
 
     def calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
         return {
@@ -124,7 +122,7 @@ class XMLCallParser(CallParser):
     """Parser of one answer in this form. Arguments become JSON: texts by the schema, other values as they are."""
 
     def __init__(self, tools: Sequence[CallableTool], *, parallel: bool) -> None:
-        super().__init__(_READ, [tool.name for tool in tools], parallel=parallel)
+        super().__init__(_SYNTAX, [tool.name for tool in tools], parallel=parallel)
         self._properties = {tool.name: tool.parameters.get("properties", {}) for tool in tools}
         self._num_arguments = 0
         self._is_text = False

@@ -1,0 +1,28 @@
+"""Services of an engine core for the scheduler sides of features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from penstock.config import EngineConfig
+from penstock.contract import RpcCall
+from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.scheduler.scheduler import Scheduler
+
+
+class SchedulerServices(NamedTuple):
+    """Services of an engine core for a feature.
+
+    scheduler: it, with its KV cache, is complete when a method of the feature is called. A transfer of KV reserves a
+    waiting request's blocks through it (`reserve_blocks`, `blocks_loaded`), and holds blocks that it reads or writes
+    (`kv_cache.hold_blocks`, `release_blocks`).
+    call_workers: calls every worker between two steps. tell_ends: sends the last outputs of requests that the feature
+    has ended. wake: ends the core's wait for work; from any thread.
+    """
+
+    config: EngineConfig
+    scheduler: Scheduler
+    call_workers: Callable[[RpcCall], list[Any]]
+    tell_ends: Callable[[list[EngineCoreOutput]], None]
+    wake: Callable[[], None]
