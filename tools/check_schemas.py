@@ -29,11 +29,11 @@ import numpy as np
 
 from penstock.config import ModelConfig
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import Matcher, MatcherError
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 from penstock.structured.schema_check import NotEnforced
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 _NUM_ORDERS = 50
 _MAX_TOKENS = 300

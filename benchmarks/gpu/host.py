@@ -47,13 +47,13 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.output.progress import Progress
 from penstock.engine.statistics.metrics import EngineMetrics
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.kernels.bound_step import BoundStep, LayoutTensors, SlotTensors, StepOutcome, StepTensors
 from penstock.kernels.sampling import ChosenTokens
 from penstock.runner import async_output
 from penstock.runner.execute.graphs import GraphExecution
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.step.frame import Frame
+from penstock.text.tokenizer import load_tokenizer
 
 _SKIPPED_STEPS = 40
 _SHORTEST_PROMPT = 8

@@ -23,9 +23,9 @@ class T(PreTrainedTokenizer):
     pass
 """
 LOADERS = {
-    "the engine": "from penstock.engine.text.tokenizer import load_tokenizer; load_tokenizer(folder)",
+    "the engine": "from penstock.text.tokenizer import load_tokenizer; load_tokenizer(folder)",
     "callers": (
-        "from penstock.engine.text.tokenizer import FastBackend, Tokenizer; from tokenizers import Tokenizer as Fast\n"
+        "from penstock.text.tokenizer import FastBackend, Tokenizer; from tokenizers import Tokenizer as Fast\n"
         "fast = FastBackend(Fast.from_file(str(folder / 'tokenizer.json')))\n"
         "Tokenizer(folder, fast, vocab_size=1, bos_token_id=None, eos_token_id=None).for_callers()"
     ),

@@ -17,7 +17,7 @@ from penstock.cli.batch_results import BatchFormat, Endpoint
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from penstock.engine.text.tokenizer import load_tokenizer
+from penstock.text.tokenizer import load_tokenizer
 from support.fake_engine import FakeCore, install_fake_core, scripted, write_model
 from support.servers import serving
 

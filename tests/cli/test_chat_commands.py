@@ -36,7 +36,7 @@ class RememberedCore(FakeCore):
         self.made.append(self)
 
     def _tokenizer(self) -> Any:
-        from penstock.engine.text.tokenizer import load_tokenizer
+        from penstock.text.tokenizer import load_tokenizer
 
         assert self.config is not None
         return load_tokenizer(self.config.model.tokenizer_folder)

@@ -17,8 +17,8 @@ import pytest
 from penstock import RequestOutput, RequestOutputKind, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ContextTooLong, EngineDead, InvalidParameter, InvalidRequest, LifecycleError
+from penstock.text.tokenizer import Tokenizer
 from support.fake_engine import FakeCore, write_model
 from support.waiting import until, wait_until
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import ConfigError, TokenizerError
 from penstock.loader.calibration_text import read_calibration_text
+from penstock.text.tokenizer import load_tokenizer
 
 DEMO = EngineConfig.create("demo").model.folder
 MESSAGES = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A demo."}]

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.engine.inputs.default_sampling import default_sampling_params
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, TokenizerError, UnsupportedModel
 from penstock.loader.calibration_text import read_calibration_text
 from penstock.loader.loader import load_model, materialise
 from penstock.parallel import ParallelState
+from penstock.text.tokenizer import load_tokenizer
 from support.checkpoints import tiny_checkpoint
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 

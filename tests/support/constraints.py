@@ -10,10 +10,10 @@ import numpy as np
 
 from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
 from penstock.structured.compiler import GrammarCompiler
 from penstock.structured.llguidance_backend import LLGuidanceBackend
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 END = 2
 VOCAB_SIZE = 1536

@@ -17,9 +17,9 @@ from penstock.contract import LogprobsLists, RpcCall
 from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.step_log import StepLog, StepRecord
 from penstock.engine.statistics.step_phases import PhaseTimer
-from penstock.engine.text.tokenizer_files import _QWEN2_WORDS
 from penstock.errors import ContextTooLong, PenstockError
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
+from penstock.text.tokenizer_files import _QWEN2_WORDS
 
 CORPUS = ["the quick brown fox jumps over the lazy dog, über 日本語 naïve 😀 1234\n"] * 20
 BOS, EOS = "<s>", "</s>"

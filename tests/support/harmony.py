@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from penstock.checkpoints.resolve import resolve_model_folder
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.structured.llguidance_backend import LLGuidanceBackend
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 RETURN = 2
 MARKERS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")

@@ -12,9 +12,9 @@ from tools.check_schemas import read
 
 from penstock.config import ModelConfig
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import PenstockError
 from penstock.structured.llguidance_backend import LLGuidanceBackend
+from penstock.text.tokenizer import load_tokenizer
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 SUITE, REAL = "json-schema-test-suite-2020-12", "maskbench-sample"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import InvalidRequest, TokenizerError
+from penstock.text.tokenizer import load_tokenizer
 from support.fake_engine import byte_level_tokenizer, gpt2_like, qwen2_like, write_tokenizer
 
 END_OF_TEXT = {"bos_token": None, "eos_token": "<|endoftext|>"}

@@ -10,10 +10,10 @@ from uuid import uuid4
 import msgspec
 
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
-from penstock.engine.text.detokenizer import SpecialTokens
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server.requests.logprobs import CompletionLogprobs, LogprobsFormat
 from penstock.server.requests.samples import Usage
+from penstock.text.detokenizer import SpecialTokens
+from penstock.text.tokenizer import Tokenizer
 
 _BAD_REQUEST = 400
 _SERVER_ERROR = 500

@@ -16,8 +16,8 @@ import msgspec
 from penstock.cli.output import standard_output, write
 from penstock.cli.output_file import PartialFile, output_file, partial_files
 from penstock.engine.output.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
+from penstock.text.tokenizer import Tokenizer
 
 
 class ResultFormat(Protocol):

@@ -38,10 +38,10 @@ from penstock.engine.output.pooling_outputs import PoolingOutput, PoolingRequest
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import PenstockError
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.logging import configure_logging
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.worker.capabilities import check_async_engine
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.outputs import Logprob
 from penstock.engine.session import Session
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, PenstockError
+from penstock.text.tokenizer import Tokenizer
 
 
 class BeamSearchParams(

@@ -14,9 +14,9 @@ from penstock.engine.output.output_processor import FollowUp, OutputProcessor
 from penstock.engine.output.progress import Inbox, Progress
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import EngineMetrics, Metric
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.text.tokenizer import Tokenizer
 from penstock.worker.capabilities import check_options
 
 

@@ -16,7 +16,7 @@ from penstock.engine.inputs.pooling_prompts import named_prompt
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import ScoringOutput, ScoringRequestOutput, pooled_array
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np

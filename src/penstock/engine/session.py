@@ -21,9 +21,9 @@ from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSte
 from penstock.engine.live.live_session import live_session
 from penstock.engine.output.progress import Progress
 from penstock.engine.statistics.metrics import Metric
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, WaitTimeout
 from penstock.executor.processes import refuse_at_exit
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from penstock.contract.param_checks import shown
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.prompts import PromptDict
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
 from penstock.server.start_checks import check_lora, check_parsers, template_source
 from penstock.server.tracing import NoTracing, Tracing, otlp_tracing
+from penstock.text.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config import EngineConfig
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format
 from penstock.server.options import ServerOptions
@@ -13,6 +12,7 @@ from penstock.server.requests.formats import choose_format
 from penstock.server.responses.store import ResponseStore
 from penstock.templates.chat_template import choose_template
 from penstock.templates.program import syntax_error
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def check_start(options: ServerOptions, config: EngineConfig) -> None:

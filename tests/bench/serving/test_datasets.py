@@ -13,8 +13,8 @@ import pytest
 from penstock.bench.serving.datasets import SampleRequest, as_text, sample
 from penstock.bench.serving.settings import DatasetSettings
 from penstock.checkpoints.resolve import resolve_metadata_folder
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def demo() -> Tokenizer:

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from penstock import LLM, AsyncEngine, SamplingParams
 from penstock.engine.inputs.conversation import render_prompt
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from support.fake_engine import (
     FakeCore,
     byte_level_tokenizer,

@@ -16,8 +16,8 @@ from penstock.contract import PoolingParams
 from penstock.engine.inputs.field_limits import check_choices, check_pairs
 from penstock.engine.inputs.input_processor import InputProcessor, PooledPrompt
 from penstock.engine.output.fan_out import sample_requests
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, InvalidParameter, InvalidRequest
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from support.fake_engine import write_model
 from support.pooling_models import random_model, save
 

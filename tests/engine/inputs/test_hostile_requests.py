@@ -12,8 +12,8 @@ from penstock import SamplingParams
 from penstock.config import EngineConfig
 from penstock.contract.param_checks import MAX_DEPTH
 from penstock.engine.inputs.input_processor import InputProcessor
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.text.tokenizer import load_tokenizer
 from support.fake_engine import write_model
 
 SURROGATE = "a\ud800"

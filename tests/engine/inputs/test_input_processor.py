@@ -12,8 +12,8 @@ from penstock.config import ModelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import InputProcessor
 from penstock.engine.inputs.prompts import RenderedText
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from penstock.text.tokenizer import load_tokenizer
 from support.fake_engine import byte_level_tokenizer, write_model, write_tokenizer
 
 VOCAB_SIZE = 400
@@ -266,7 +266,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     text = "x" * (longest * MAX_MODEL_LEN)
     encoded: list[int] = []
     monkeypatch.setattr(
-        "penstock.engine.text.tokenizer.FastBackend._encoding", lambda self, text, special: encoded.append(len(text))
+        "penstock.text.tokenizer.FastBackend._encoding", lambda self, text, special: encoded.append(len(text))
     )
     for prompt in (text, {"prompt": text}):
         with pytest.raises(ContextTooLong, match=rf"has {len(text):,} characters, which are 16 tokens at least, but"):

@@ -7,8 +7,8 @@ import pytest
 from penstock.config import SamplingConfig, StructuredOutputsConfig
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.params_processor import ParamsProcessor
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidParameter
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from support.fake_engine import write_model
 
 VOCAB_SIZE = 400

@@ -12,9 +12,9 @@ from penstock.engine.messages import EngineRequest
 from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.output.outputs import RequestMetrics
 from penstock.engine.output.progress import Inbox, Progress, RequestProgress
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 
 

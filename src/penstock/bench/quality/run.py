@@ -12,9 +12,9 @@ from penstock.bench.quality.scores import Closeness, TokenScore, compare, loss
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.output.outputs import RequestOutput
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm import LLM
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 # Most likely tokens of a position that are compared.
 NUM_LIKELIEST = 64

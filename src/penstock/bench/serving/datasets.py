@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from penstock.bench.serving.settings import DatasetSettings
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError
+from penstock.text.tokenizer import Tokenizer
 
 TokenizerLoader: TypeAlias = Callable[[], Tokenizer]
 # Lengths of ShareGPT conversations that are used, in tokens: the customary ones of serving benchmarks.

@@ -15,8 +15,8 @@ from penstock.bench.serving.load import PreparedRequest, run_load
 from penstock.bench.serving.outcome import Outcome
 from penstock.bench.serving.results import METRICS, details, summarize
 from penstock.bench.serving.settings import DatasetSettings, LoadSettings
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError
+from penstock.text.tokenizer import Tokenizer
 
 
 class Progress(Protocol):
@@ -147,8 +147,8 @@ def _prepare(settings: ServeSettings, client: HttpClient, model: ServedModel, to
 def _load_tokenizer(name: str) -> Tokenizer:
     """Raises ConfigError if there is no such tokenizer here."""
     from penstock.checkpoints.resolve import resolve_metadata_folder
-    from penstock.engine.text.tokenizer import load_tokenizer
     from penstock.errors import ModelNotFound
+    from penstock.text.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(resolve_metadata_folder(name)[0])

@@ -15,7 +15,6 @@ from penstock.config import ModelConfig, StructuredOutputsConfig
 from penstock.config.reasoning import HARMONY, REASONING_PARSERS, ReasoningMarkers
 from penstock.contract import GrammarOutput, SchedulerOutput, StructuredOutputsParams
 from penstock.engine.messages import EngineRequest
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.errors import GrammarError, UnsupportedFeature
 from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
@@ -23,6 +22,7 @@ from penstock.structured.compiler import Compiled, GrammarCompiler
 from penstock.structured.harmony import HarmonyBackend
 from penstock.structured.harmony_messages import HarmonyTokens
 from penstock.structured.reasoning import ReasoningBackend, ReasoningTokens, other_spellings
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 # Draft token that the host does not know, after which there is no bitmask row.
 _UNKNOWN_DRAFT = -1

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 from penstock.config import vllm
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.templates.chat_template import plain_data
+from penstock.text.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 # Types of a content's parts that have text, under the same name.

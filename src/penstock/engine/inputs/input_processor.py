@@ -25,8 +25,8 @@ from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters
 from penstock.engine.inputs.prompt_encoder import PromptEncoder
 from penstock.engine.inputs.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
 from penstock.engine.messages import EngineRequest
-from penstock.engine.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
+from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 
 # Total number of values in sampling parameters whose check takes milliseconds.
 _MANY_VALUES = 500

@@ -16,8 +16,8 @@ from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.param_checks import shown
 from penstock.contract.sampling_params import ALL_LOGPROBS, THINKING_BUDGET
-from penstock.engine.text.tokenizer import TextToEncode, Tokenizer
 from penstock.errors import InvalidParameter
+from penstock.text.tokenizer import TextToEncode, Tokenizer
 
 if TYPE_CHECKING:
     from penstock.runner.sampling import LogitsProcessor

@@ -9,8 +9,8 @@ from penstock.config.pooling import TOKEN_TASKS
 from penstock.contract import PoolingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import RenderedText, TextPair
-from penstock.engine.text.tokenizer import TextToEncode
 from penstock.errors import ContextTooLong, InvalidParameter
+from penstock.text.tokenizer import TextToEncode
 
 
 class PoolingInputs:

@@ -11,8 +11,8 @@ from penstock.config import ModelConfig
 from penstock.contract import PoolingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import Prompt, RenderedText, TextPair, as_list
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.text.tokenizer import Tokenizer
 
 
 def check_task(model: ModelConfig, *tasks: str | None) -> PoolingConfig:

@@ -11,8 +11,8 @@ from penstock.config.request_limits import RequestLimits
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.prompts import Prompt
-from penstock.engine.text.tokenizer import TextToEncode, Tokenizer
 from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
+from penstock.text.tokenizer import TextToEncode, Tokenizer
 
 logger = logging.getLogger(__name__)
 # Special tokens that a tokenizer puts around a text, at most.

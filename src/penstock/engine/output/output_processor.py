@@ -18,10 +18,10 @@ from penstock.engine.output.outputs import RequestMetrics
 from penstock.engine.output.progress import Inbox, Progress, RequestProgress
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import EngineMetrics, Metric
-from penstock.engine.text.stop_strings import StopStrings
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
+from penstock.text.stop_strings import StopStrings
+from penstock.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from penstock.contract import ArrayBytes, LogprobsLists, RequestOutputKind, Samp
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from penstock.engine.text.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
-from penstock.engine.text.stop_strings import StopScanner, StopStrings
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.text.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
+from penstock.text.stop_strings import StopScanner, StopStrings
+from penstock.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 _STOP = FinishReason.STOP  # looked up for every token

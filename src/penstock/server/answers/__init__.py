@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.contract import StructuredOutputsParams
-    from penstock.engine.text.tokenizer import Tokenizer
     from penstock.server.requests.answer import AnswerFormat
+    from penstock.text.tokenizer import Tokenizer
 
 
 def answer_format(

@@ -10,7 +10,6 @@ from typing import Any
 from penstock.config.reasoning import CUSTOM, HARMONY, REASONING_PARSERS, ReasoningMarkers, reasoning_markers
 from penstock.contract import StructuredOutputsParams
 from penstock.engine.core.structured_grammar import reasoning_tokens
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import InvalidParameter
 from penstock.server.answers.constraint import constraint
 from penstock.server.answers.harmony import HARMONY as HARMONY_CALLS
@@ -22,6 +21,7 @@ from penstock.server.answers.tool_parsers import tool_call_format
 from penstock.server.requests.answer import AnswerEvent, AnswerFormat, AnswerParser, ContentDelta, PlainAnswer
 from penstock.structured.harmony_messages import HarmonyTokens
 from penstock.structured.reasoning import ReasoningTokens
+from penstock.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.errors import ConfigError, InvalidParameter
 from penstock.server.answers.call_parser import mistral_call_id
 from penstock.server.answers.harmony import HARMONY
 from penstock.server.answers.tool_format import ToolCallFormat, ToolFormat
+from penstock.text.tokenizer import Tokenizer
 
 _HEAD = '{"name": "{name}", "arguments": '
 HERMES = ToolFormat(

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server.answers import answer_format
 from penstock.server.answers.history import template_messages as messages_for_templates
 from penstock.server.options import ServerOptions
 from penstock.server.requests.answer import AnswerFormat
+from penstock.text.tokenizer import Tokenizer
 
 
 def choose_format(

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engine.output.outputs import Logprob
-from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.text.detokenizer import Detokenizer
+from penstock.text.tokenizer import Tokenizer
 
 # Log-probability of an impossible token, since JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0

@@ -13,7 +13,6 @@ from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.inputs.prompts import PromptDict, RenderedText
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
-from penstock.engine.text.detokenizer import SpecialTokens
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import refusals
@@ -25,6 +24,7 @@ from penstock.server.requests.samples import Usage
 from penstock.server.requests.sampling import client_names, sampling_params
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
 from penstock.server.served_model import ServedModel
+from penstock.text.detokenizer import SpecialTokens
 
 router = APIRouter(route_class=BodyRoute)
 

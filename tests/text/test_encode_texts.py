@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.text.tokenizer import TextToEncode, load_tokenizer
+from penstock.text.tokenizer import TextToEncode, load_tokenizer
 from support.pooling_models import random_text, tokenizer
 
 TEXTS = [random_text(num_words, seed=num_words) for num_words in (1, 9, 40, 3, 3000, 200)]

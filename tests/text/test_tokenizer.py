@@ -14,9 +14,9 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
 from penstock.checkpoints.resolve import resolve_model_folder
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from penstock.engine.text.tokenizer_files import _CLASS_OF_MODEL_TYPE, TokenizerFiles
 from penstock.errors import InvalidRequest, TokenizerError
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.text.tokenizer_files import _CLASS_OF_MODEL_TYPE, TokenizerFiles
 from support.fake_engine import byte_fallback_tokenizer, byte_level_tokenizer, gpt2_like, qwen2_like, write_tokenizer
 
 TEXTS = [
@@ -193,7 +193,7 @@ def test_a_tokenizer_written_in_python_works(tmp_path: Path) -> None:
 
 def test_neither_torch_nor_transformers_is_imported_for_the_demo() -> None:
     code = (
-        "import sys; from pathlib import Path; from penstock.engine.text.tokenizer import load_tokenizer; "
+        "import sys; from pathlib import Path; from penstock.text.tokenizer import load_tokenizer; "
         f"tokenizer = load_tokenizer(Path({str(resolve_model_folder('demo'))!r})); tokenizer.encode('hi'); "
         "tokenizer.apply_chat_template([{'role': 'user', 'content': 'hi'}]); "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"

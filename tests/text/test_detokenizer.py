@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from penstock.engine.text.detokenizer import (
+from penstock.text.detokenizer import (
     ByteFallbackFactory,
     ByteLevelFactory,
     DetokenizerFactory,

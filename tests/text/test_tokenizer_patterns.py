@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from penstock.engine.text.tokenizer import TextToEncode, load_tokenizer
 from penstock.errors import InvalidRequest
+from penstock.text.tokenizer import TextToEncode, load_tokenizer
 
 
 @pytest.fixture(scope="module")

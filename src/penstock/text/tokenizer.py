@@ -16,7 +16,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from penstock.checkpoints.gguf.folder import check_tokenizer
 from penstock.checkpoints.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
 from penstock.checkpoints.sentence_transformers_modules import lower_cases
-from penstock.engine.text.detokenizer import (
+from penstock.errors import InvalidRequest, TokenizerError
+from penstock.templates.chat_template import choose_template, render_chat
+from penstock.templates.files import ModelTemplates
+from penstock.templates.renderer import TemplateRenderer
+from penstock.text.detokenizer import (
     SKIPPED,
     Detokenizer,
     SpecialTokens,
@@ -24,11 +28,7 @@ from penstock.engine.text.detokenizer import (
     detokenizer_factory,
     window_decode,
 )
-from penstock.engine.text.tokenizer_files import TokenizerFiles, longest_token
-from penstock.errors import InvalidRequest, TokenizerError
-from penstock.templates.chat_template import choose_template, render_chat
-from penstock.templates.files import ModelTemplates
-from penstock.templates.renderer import TemplateRenderer
+from penstock.text.tokenizer_files import TokenizerFiles, longest_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

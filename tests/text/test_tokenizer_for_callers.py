@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncEngine, SamplingParams
-from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.errors import TokenizerError
+from penstock.text.tokenizer import load_tokenizer
 from support.fake_engine import byte_level_tokenizer, install_fake_core, write_model, write_tokenizer
 
 TEMPLATE = (

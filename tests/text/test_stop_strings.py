@@ -14,9 +14,9 @@ from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.output.progress import Progress, RequestProgress
-from penstock.engine.text.stop_strings import StopScanner, StopStrings
-from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.text.stop_strings import StopScanner, StopStrings
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 
 TEXT = st.text("ab<", max_size=24)

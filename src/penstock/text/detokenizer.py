@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from penstock.engine.text.tokenizer_files import component
+from penstock.text.tokenizer_files import component
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_INCOMPLETE = 3  # bytes of a UTF-8 character that lacks its last one

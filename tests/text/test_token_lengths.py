@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import penstock
-from penstock.engine.text.tokenizer import LONG_TEXT, load_tokenizer
-from penstock.engine.text.tokenizer_files import longest_token
+from penstock.text.tokenizer import LONG_TEXT, load_tokenizer
+from penstock.text.tokenizer_files import longest_token
 from support.fake_engine import byte_level_tokenizer
 
 DEMO = Path(penstock.__file__).parent / "assets" / "demo"
