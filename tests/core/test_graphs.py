@@ -334,7 +334,7 @@ def test_a_replay_that_reads_a_temporary_tensor_is_refused() -> None:
     persistent, result = torch.ones(3), torch.zeros(3)
 
     def step(key: str, values: Tensor) -> None:
-        graphs.repeat(key, lambda: result.copy_(values * 2), UNIFORM)
+        graphs.compute(lambda: result.copy_(values * 2), UNIFORM, key)
 
     for _ in range(3):
         step("persistent", persistent)

@@ -9,7 +9,7 @@ import torch
 from penstock.contract import PooledOutput, SampledOutput
 from penstock.runner.async_output import ReadyOutput
 from penstock.runner.output_heads import HeadParts, OutputHead
-from penstock.step.frame import Frame, WantedOutputs
+from penstock.step.frame import Frame, RowOutput, WantedOutputs
 from support.runners import Driver, make_runner, new_request, next_token, state_of
 
 
@@ -20,7 +20,7 @@ class LastHidden(OutputHead):
         self._owners = parts.owners
 
     def wants(self, frame: Frame) -> WantedOutputs:
-        return WantedOutputs(logits_rows=True)
+        return WantedOutputs(RowOutput.HIDDEN)
 
     def finish(self, frame: Frame) -> ReadyOutput:
         if not frame.has_tokens or frame.hidden is None:

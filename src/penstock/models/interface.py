@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from penstock.attention import NO_CONTEXT, NO_INPUTS, ForwardContext
-from penstock.kernels.sampling import ChosenTokens
+from penstock.kernels.sampling import ChosenTokens, greedy_tokens
 
 
 class ModelInputs(NamedTuple):
@@ -49,3 +49,9 @@ class LanguageModel(Protocol):
 
     def compute_greedy(self, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens | None:
         """Greedy tokens without materialising the logits; None without a fused kernel. context: of the logits rows."""
+
+
+def choose_greedy(model: LanguageModel, hidden_LD: Tensor, context: ForwardContext) -> ChosenTokens:
+    """Greedy tokens of the logits rows, by the model's fused kernel where it has one."""
+    chosen = model.compute_greedy(hidden_LD, context)
+    return greedy_tokens(model.compute_logits(hidden_LD, context)) if chosen is None else chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,8 +31,7 @@ def run_dummy_batch(runner: ModelRunner, num_tokens: int, num_reqs: int) -> Fram
     runner.head.catch_up()
     frame = runner.frames.dummy(num_tokens, num_reqs)
     runner.execution.run(frame)
-    assert frame.all_hidden is not None, "a dummy frame wants all rows"
-    runner.model.compute_logits(frame.all_hidden[:num_reqs], NO_CONTEXT)
+    _logits(runner, frame, num_reqs)
     return frame
 
 
@@ -44,16 +44,14 @@ def warm_up_decodes(runner: ModelRunner) -> None:
     """Run a dummy decode step of each captured size, which compiles its kernels, and the argmax."""
     for size in runner.padding.sizes:
         frame = run_dummy_batch(runner, size, size)
-        assert frame.all_hidden is not None, "a dummy frame wants all rows"
-        greedy_tokens(runner.model.compute_logits(frame.all_hidden, NO_CONTEXT))
+        greedy_tokens(_logits(runner, frame, size))
 
 
 def run_largest_graph(runner: ModelRunner) -> None:
     """Run a dummy step like the graph that needs most memory; smaller ones use the same memory."""
     most, limits = max(runner.padding.sizes), runner.limits
-    frame = run_dummy_batch(runner, max(most, min(most * (1 + limits.max_drafts), limits.max_num_tokens)), most)
-    assert frame.all_hidden is not None, "a dummy frame wants all rows"
-    greedy_tokens(runner.model.compute_logits(frame.all_hidden, NO_CONTEXT))
+    size = max(most, min(most * (1 + limits.max_drafts), limits.max_num_tokens))
+    greedy_tokens(_logits(runner, run_dummy_batch(runner, size, most), size))
 
 
 def run_largest_mixed_graph(runner: ModelRunner) -> int:
@@ -90,6 +88,12 @@ def measure_step_costs(runner: ModelRunner, most_tokens: int, parallel: Parallel
     of_stages = parallel.pipeline.gather_values([max(times) for times in zip(*of_ranks, strict=True)])
     # A slow stage has tried fewer sizes than others.
     return [(2**number, sum(times)) for number, times in enumerate(zip(*of_stages, strict=False))]
+
+
+def _logits(runner: ModelRunner, frame: Frame, num_rows: int) -> Tensor:
+    """Run the LM head on a dummy frame's first rows."""
+    assert frame.all_hidden is not None, "a dummy frame wants all rows"
+    return runner.execution.compute(partial(runner.model.compute_logits, frame.all_hidden[:num_rows], NO_CONTEXT))
 
 
 def _time_dummy_batch(runner: ModelRunner, num_tokens: int) -> float:

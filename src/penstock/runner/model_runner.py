@@ -135,7 +135,15 @@ class ModelRunner:
         self.model_state = model_state or DecoderModelState()
         self.stage = stage
         head_parts = HeadParts(
-            device, self.requests, self.owners, self.sampler, self.prompt_logprobs, speculator, stage, rank
+            device,
+            self.requests,
+            self.owners,
+            self.sampler,
+            self.prompt_logprobs,
+            speculator,
+            stage,
+            self.execution,
+            rank,
         )
         self.head = make_head(head_parts) if stage.is_last else EarlierStage(head_parts)
         self.frames = Frames(

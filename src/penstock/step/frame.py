@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,19 +17,25 @@ from penstock.step.batch import InputBatch
 from penstock.step.logits_rows import PromptRows
 
 
-class WantedOutputs(NamedTuple):
-    """Outputs that a frame wants of the forward pass.
+class RowOutput(Enum):
+    """Output of each logits row: its hidden state, its logits, or their argmax alone."""
 
-    logits_rows: hidden states of the logits rows. all_rows: hidden states of all tokens. aux_layers: the layers whose
+    HIDDEN = auto()
+    LOGITS = auto()
+    GREEDY = auto()
+
+
+class WantedOutputs(NamedTuple):
+    """Outputs that a frame wants of its execution.
+
+    row_output: of the logits rows; None for none. all_rows: hidden states of all tokens. aux_layers: the layers whose
     inputs are wanted too, as auxiliary hidden states.
-    greedy: the argmax of each logits row is enough.
     prompt_rows: token indices, among all, whose logits give prompt log-probabilities.
     """
 
-    logits_rows: bool = False
+    row_output: RowOutput | None = None
     all_rows: bool = False
     aux_layers: Sequence[int] = ()
-    greedy: bool = False
     prompt_rows: PromptRows | None = None
 
 
@@ -43,9 +50,9 @@ class Frame:
     Set when the frame is built, and kept with it: has_tokens: the step runs tokens; the fields up to `wants` are set
     then. way: runs the frame and returns the name of this way; None until the execution has chosen one.
 
-    Set by the forward pass: aux_received: auxiliary hidden states of earlier stages. hidden: of each logits row; None
-    where the tokens are `chosen` already. all_hidden: of all tokens. aux: inputs of `wants.aux_layers`, in the order of
-    the layers.
+    Set by the execution: aux_received: auxiliary hidden states of earlier stages. hidden, logits, chosen: of the logits
+    rows, whichever is wanted: hidden states, float32 logits, or greedy tokens. all_hidden: hidden states of all tokens.
+    aux: inputs of `wants.aux_layers`, in the order of the layers.
     """
 
     output: SchedulerOutput
@@ -62,6 +69,7 @@ class Frame:
     way: Callable[[Frame], str] | None = None
     aux_received: Sequence[Tensor] = ()
     hidden: Tensor | None = None
+    logits: Tensor | None = None
     all_hidden: Tensor | None = None
     aux: Sequence[Tensor] = ()
     chosen: ChosenTokens | None = None
@@ -86,6 +94,6 @@ class Frame:
         return self.inputs.head_context.of_rows(self.batch.layout.of_logits_rows)
 
     def drop_outputs(self) -> None:
-        """Drop the references to the forward pass's outputs."""
-        self.hidden = self.all_hidden = None
+        """Drop the references to the execution's outputs."""
+        self.hidden = self.logits = self.all_hidden = None
         self.aux = ()

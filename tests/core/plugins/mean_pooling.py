@@ -22,7 +22,7 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel
 from penstock.models.registry import register_model
 from penstock.parallel import ParallelState
-from penstock.step.frame import Frame, WantedOutputs
+from penstock.step.frame import Frame, RowOutput, WantedOutputs
 
 ARCHITECTURE = "BidirectionalLlama"
 HEAD = "mean"
@@ -110,7 +110,7 @@ class LastTokenPooling(PoolingHead):
     """The last hidden state of a prompt, which may come in chunks."""
 
     def wants(self, frame: Frame) -> WantedOutputs:
-        return WantedOutputs(logits_rows=True)
+        return WantedOutputs(RowOutput.HIDDEN)
 
     def pool(self, frame: Frame, is_complete: Sequence[bool]) -> list[Tensor | None]:
         assert frame.hidden is not None, "rows of last tokens were wanted"

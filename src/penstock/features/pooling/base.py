@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.device import Device
 from penstock.features.pooling.async_pooled import AsyncPooled, pooled_output
 from penstock.runner.async_output import ReadyOutput, StepOutput
+from penstock.runner.execute.execution import POOLING
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
 from penstock.runner.request_states import empty_outcome
@@ -30,6 +31,7 @@ class PoolingHead(OutputHead):
         self._rank = parts.rank
         self._requests = parts.requests
         self._owners = parts.owners
+        self._execution = parts.execution
 
     @abstractmethod
     def pool(self, frame: Frame, is_complete: Sequence[bool]) -> Sequence[Tensor | None]:
@@ -42,7 +44,8 @@ class PoolingHead(OutputHead):
         vectors: Sequence[Tensor | None] = []
         if frame.has_tokens:
             complete = set(sampling_requests(frame.batch.layout, self._requests))
-            vectors = self.pool(frame, [req_id in complete for req_id in frame.req_ids])
+            is_complete = [req_id in complete for req_id in frame.req_ids]
+            vectors = self._execution.compute(lambda: self.pool(frame, is_complete), POOLING)
             self._owners.commit(frame, empty_outcome(frame.batch))
         frame.drop_outputs()
         if any(vector is not None and not vector.is_cpu for vector in vectors):

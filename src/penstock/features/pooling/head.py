@@ -14,7 +14,7 @@ from penstock.features.pooling.states import AllTokens, Pooled, PoolingStates
 from penstock.models.interface import LanguageModel
 from penstock.models.pooling import PoolingModel
 from penstock.runner.output_heads.base import HeadParts
-from penstock.step.frame import Frame, WantedOutputs
+from penstock.step.frame import Frame, RowOutput, WantedOutputs
 
 
 class TextPooling(PoolingHead):
@@ -29,7 +29,7 @@ class TextPooling(PoolingHead):
     def wants(self, frame: Frame) -> WantedOutputs:
         pooled = self._states.pooled
         needs_all = any(pooled[slot].needs_all for slot in frame.batch.layout.slots_np.tolist())
-        return WantedOutputs(all_rows=needs_all, logits_rows=not needs_all)
+        return WantedOutputs(None if needs_all else RowOutput.HIDDEN, all_rows=needs_all)
 
     def pool(self, frame: Frame, is_complete: Sequence[bool]) -> list[Tensor | None]:
         layout, model = frame.batch.layout, frame.model

@@ -179,7 +179,7 @@ class Frames:
         frame.inputs = inputs
         frame.wants = wants = self._wants(frame)
         frame.context = self._kv_cache.make_context(frame.batch)
-        if wants.logits_rows and not wants.all_rows and layout.can_be_narrowed:
+        if wants.row_output is not None and not wants.all_rows and layout.can_be_narrowed:
             frame.context = self._kv_cache.narrow_to_last_tokens(frame.context, frame.batch)
         frame.way = None
 

@@ -1,4 +1,4 @@
-"""Executions: ways to run frames and other forward passes, with identical tokens and bits.
+"""Executions: ways to run frames and other work of models, with identical tokens and bits.
 
 What a way needs stays behind its execution. The choice depends on the frame and on what is fixed at start, so that all
 ranks choose alike.
@@ -15,13 +15,14 @@ from typing import TypeVar
 from torch import Tensor
 
 from penstock.attention import AuxHiddenStates, ForwardContext
-from penstock.models.interface import LanguageModel, ModelInputs
-from penstock.step.frame import Frame
+from penstock.models.interface import LanguageModel, ModelInputs, choose_greedy
+from penstock.step.frame import Frame, RowOutput
 
 T = TypeVar("T")
 
 # Kinds of runs that are counted where steps can be CUDA graphs.
 UNIFORM, MIXED, PIECES = "uniform steps as graphs", "mixed steps as graphs", "mixed steps in pieces"
+PROMPT_LOGITS, POOLING = "logits of prompts, layer by layer", "pooling, layer by layer"
 DRAFTS, DRAFTER_PREFILL = "draft steps as graphs", "prefill passes of a drafter, layer by layer"
 FIRST_OF_SIZE, LAYERS = "first runs of a graph's size, layer by layer", "steps that fit no graph, layer by layer"
 
@@ -35,7 +36,7 @@ class Description:
 
 
 class Execution(ABC):
-    """Runs the frames of one runner, and the other forward passes of its models."""
+    """Runs the frames of one runner, with the LM head, and all other work of its models."""
 
     @abstractmethod
     def run(self, frame: Frame) -> str:
@@ -48,10 +49,11 @@ class Execution(ABC):
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         """Return hidden states of these inputs, or of the tokens that the context is narrowed to."""
 
-    def repeat(self, key: Hashable, work: Callable[[], T], kind: str) -> T:
-        """Run work that depends on persistent tensors and `key` alone, which may become a CUDA graph.
+    def compute(self, work: Callable[[], T], kind: str | None = None, key: Hashable = None) -> T:
+        """Run other work of a model: drafts, pooling, logits of prompts.
 
-        key: None for work that depends on more. kind: under which runs are counted.
+        kind: under which runs are counted; None for dummies and parts of other work. key: of work that depends on
+        persistent tensors and the key alone, and may become a CUDA graph; None for work that depends on more.
         """
         return work()
 
@@ -85,17 +87,24 @@ def run_forward(frame: Frame, forward: Callable[[LanguageModel, ModelInputs, For
 
 
 def take_outputs(frame: Frame, hidden: Tensor, aux: Sequence[Tensor], *, is_narrowed: bool = False) -> None:
-    """Put a forward pass's hidden states into the frame, and the argmax where it wants nothing else.
+    """Put a forward pass's hidden states into the frame, and the output of the logits rows that it wants.
 
     aux: auxiliary hidden states. is_narrowed: there are hidden states of the last tokens only.
     """
-    wants, model = frame.wants, frame.model
+    wants = frame.wants
     frame.aux = [*frame.aux_received, *aux] if aux else frame.aux_received
     frame.all_hidden = hidden if wants.all_rows else None
-    frame.hidden = frame.chosen = None
-    if wants.logits_rows:
-        rows = hidden if is_narrowed else frame.batch.layout.of_logits_rows(hidden)
-        if wants.greedy:
-            frame.chosen = model.compute_greedy(rows, frame.logits_context)
-        if frame.chosen is None:
-            frame.hidden = rows
+    if wants.row_output is not None:
+        take_rows(frame, hidden if is_narrowed else frame.batch.layout.of_logits_rows(hidden))
+
+
+def take_rows(frame: Frame, hidden_LD: Tensor) -> None:
+    """Put the wanted output of the logits rows into the frame, given their hidden states: the LM head runs here."""
+    frame.hidden = frame.logits = frame.chosen = None
+    match frame.wants.row_output:
+        case RowOutput.GREEDY:
+            frame.chosen = choose_greedy(frame.model, hidden_LD, frame.logits_context)
+        case RowOutput.LOGITS:
+            frame.logits = frame.model.compute_logits(hidden_LD, frame.logits_context)
+        case RowOutput.HIDDEN:
+            frame.hidden = hidden_LD

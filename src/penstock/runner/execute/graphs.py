@@ -19,8 +19,8 @@ from torch import Tensor
 
 from penstock.attention import AuxHiddenStates, ForwardContext
 from penstock.device import Device
-from penstock.kernels.sampling import ChosenTokens, greedy_tokens
-from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.kernels.sampling import ChosenTokens
+from penstock.models.interface import LanguageModel, ModelInputs, choose_greedy
 from penstock.observability.units import format_bytes
 from penstock.runner.build.padding import Padding
 from penstock.runner.execute.execution import (
@@ -34,9 +34,10 @@ from penstock.runner.execute.execution import (
     Execution,
     run_forward,
     take_outputs,
+    take_rows,
 )
 from penstock.runner.execute.pieces import Between, PieceBuffers, PieceContext, Pieces, addresses
-from penstock.step.frame import Frame
+from penstock.step.frame import Frame, RowOutput
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,9 +88,10 @@ class GraphExecution(Execution):
     def forward(self, model: LanguageModel, inputs: ModelInputs, context: ForwardContext) -> Tensor:
         return inputs.run(model, context)
 
-    def repeat(self, key: Hashable, work: Callable[[], T], kind: str) -> T:
-        if key is None:
-            self.num_runs[kind] += 1
+    def compute(self, work: Callable[[], T], kind: str | None = None, key: Hashable = None) -> T:
+        if kind is None or key is None:
+            if kind is not None:
+                self.num_runs[kind] += 1
             return work()
         graph = self._graphs.setdefault(key, _Graph())
         if graph.has_run and graph.replay is None and not graph.is_refused:
@@ -123,10 +125,11 @@ class GraphExecution(Execution):
         is_uniform = 0 < plan.num_tokens == plan.num_reqs * layout.max_query_len
         is_padded = plan.num_tokens_padded == plan.num_reqs_padded * layout.max_query_len
         if is_uniform and is_padded and plan.num_reqs_padded in self._uniform_sizes:
-            if frame.context.last is not None or not wants.logits_rows:
+            if frame.context.last is not None or wants.row_output is None:
                 return self._run_layers
             shape = plan.num_reqs_padded, plan.num_tokens_padded
-            return partial(self._run_uniform, (shape, wants.greedy, wants.all_rows, aux_layers, _addresses(frame)))
+            is_greedy = wants.row_output is RowOutput.GREEDY
+            return partial(self._run_uniform, (shape, is_greedy, wants.all_rows, aux_layers, _addresses(frame)))
         if plan.num_tokens_padded not in self._token_sizes or plan.num_tokens <= plan.num_reqs:
             return self._run_layers
         if self._padding.most_rows is not None:
@@ -141,21 +144,20 @@ class GraphExecution(Execution):
         return "eager"
 
     def _run_uniform(self, key: Hashable, frame: Frame) -> str:
-        """Run from token ids to hidden states or greedy tokens."""
-        layout, outputs = frame.batch.layout, self.repeat(key, partial(_forward, frame), UNIFORM)
+        """Run from token ids to greedy tokens, or to hidden states, whose logits are computed after the graph."""
+        layout, outputs = frame.batch.layout, self.compute(partial(_forward, frame), UNIFORM, key)
         frame.aux = [*frame.aux_received, *outputs.aux]
         frame.all_hidden = outputs.hidden if frame.wants.all_rows else None
-        frame.hidden = frame.chosen = None
         if outputs.chosen is not None:
             token_ids, has_failed = outputs.chosen
             frame.chosen = ChosenTokens(layout.of_logits_rows(token_ids), layout.of_logits_rows(has_failed))
         elif outputs.hidden is not None:
-            frame.hidden = layout.of_logits_rows(outputs.hidden)
+            take_rows(frame, layout.of_logits_rows(outputs.hidden))
         return "CUDA graph"
 
     def _run_mixed(self, key: Hashable, frame: Frame) -> str:
         """Run to hidden states; logits rows and greedy tokens are computed after the graph."""
-        outputs = self.repeat(key, lambda: _hidden(frame, frame.context.of_all_tokens()), MIXED)
+        outputs = self.compute(lambda: _hidden(frame, frame.context.of_all_tokens()), MIXED, key)
         assert outputs.hidden is not None, "a mixed frame's graph gives hidden states"
         take_outputs(frame, outputs.hidden, outputs.aux)
         return "CUDA graph of a mixed step"
@@ -248,11 +250,9 @@ def _forward(frame: Frame) -> _Outputs:
     """Run a frame from token ids to greedy tokens or hidden states, or both."""
     model, wants, outputs = frame.model, frame.wants, _hidden(frame, frame.context)
     assert outputs.hidden is not None, "the forward pass gives hidden states"
-    if wants.greedy:
+    if wants.row_output is RowOutput.GREEDY:
         # All tokens of a uniform step are logits rows.
-        of_head = frame.inputs.head_context
-        chosen = model.compute_greedy(outputs.hidden, of_head)
-        outputs.chosen = greedy_tokens(model.compute_logits(outputs.hidden, of_head)) if chosen is None else chosen
+        outputs.chosen = choose_greedy(model, outputs.hidden, frame.inputs.head_context)
         if not wants.all_rows:
             outputs.hidden = None
     return outputs

@@ -11,7 +11,7 @@ from penstock.kernels.native.program_step import BoundChoices
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.execute.execution import Description, Execution, run_forward
 from penstock.runner.execute.recorded_programs import RecordedPrograms
-from penstock.step.frame import Frame
+from penstock.step.frame import Frame, RowOutput
 
 
 class ProgramExecution(Execution):
@@ -38,7 +38,7 @@ class ProgramExecution(Execution):
     def _choose(self, frame: Frame) -> Callable[[Frame], str]:
         """One call from token ids to greedy tokens, for a repeated frame that wants no more of its logits."""
         wants = frame.wants
-        if not (frame.is_repeated and wants.greedy and frame.batch.layout.has_one_token_each):
+        if not (frame.is_repeated and wants.row_output is RowOutput.GREEDY and frame.batch.layout.has_one_token_each):
             return self._run_forward
         states_before = wants.aux_layers if wants.all_rows else None
         bound = self.programs.bind_greedy(frame.model, frame.inputs, frame.context, states_before)

@@ -12,6 +12,7 @@ from penstock.contract import SchedulerOutput
 from penstock.device import Device
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import StepOutput
+from penstock.runner.execute.execution import Execution
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.slot_owners import SlotOwners
@@ -30,11 +31,12 @@ class HeadParts(NamedTuple):
     prompt_logprobs: PromptLogprobs
     speculator: Speculator
     stage: Stage
+    execution: Execution
     rank: int
 
 
 class OutputHead(ABC):
-    """Decides which outputs a frame wants of the forward pass, and makes the step's result from them.
+    """Decides which outputs a frame wants of its execution, and makes the step's result from them.
 
     memory_name, memory_why: of the memory term that `profile` and `profile_prompt` measure.
     """

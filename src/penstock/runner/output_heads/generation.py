@@ -1,19 +1,21 @@
-"""Generation: logits, sampling, and prompt log-probabilities."""
+"""Generation: sampling and prompt log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from penstock.contract import SampledOutput
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
+from penstock.runner.execute.execution import PROMPT_LOGITS
 from penstock.runner.output_heads.base import HeadParts, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
 from penstock.runner.sampling.heaviest import profile_prompt_logprobs, profile_sampling
 from penstock.runner.sampling.sampler import SamplerOutput
-from penstock.step.frame import Frame, WantedOutputs
+from penstock.step.frame import Frame, RowOutput, WantedOutputs
 
 
 class Generation(OutputHead):
@@ -29,16 +31,17 @@ class Generation(OutputHead):
         self._prompt_logprobs = parts.prompt_logprobs
         self._speculator = parts.speculator
         self._stage = parts.stage
+        self._execution = parts.execution
         self._rank = parts.rank
 
     def wants(self, frame: Frame) -> WantedOutputs:
         batch, speculator = frame.batch, self._speculator
         prompt_rows = self._prompt_logprobs.rows(batch.layout, self._requests)
+        is_greedy = self._sampler.is_plain_greedy(batch.logits_rows)
         return WantedOutputs(
-            logits_rows=True,
+            RowOutput.GREEDY if is_greedy else RowOutput.LOGITS,
             all_rows=prompt_rows is not None or speculator.needs_hidden,
             aux_layers=self._stage.aux_here(speculator.aux_layers),
-            greedy=self._sampler.is_plain_greedy(batch.logits_rows),
             prompt_rows=prompt_rows,
         )
 
@@ -50,9 +53,8 @@ class Generation(OutputHead):
         req_ids = layout.req_ids
         prompt_logprobs = None
         if frame.wants.prompt_rows is not None:
-            prompt_logprobs = self._prompt_logprobs.compute(
-                frame.wants.prompt_rows, frame.model, frame.all_hidden, frame.inputs.named
-            )
+            arguments = frame.wants.prompt_rows, frame.model, frame.all_hidden, frame.inputs.named
+            prompt_logprobs = self._execution.compute(partial(self._prompt_logprobs.compute, *arguments), PROMPT_LOGITS)
         sampled = self._sample(frame)
         outcome, on_host = step.outcome(sampled.sampled_token_ids, sampled.failures)
         tells = self._stage.has_others and bool(sampling_requests(layout, self._requests))
@@ -81,7 +83,7 @@ class Generation(OutputHead):
         self._owners.commit(frame, outcome)
         if tells and frame.num_drafts and self._speculator.drafts_for_all_stages:
             self._stage.share_drafts(step_id, self._requests.draft_token_ids.tensor, layout.slots)
-        if frame.hidden is not None or frame.wants.all_rows:
+        if frame.logits is not None or frame.wants.all_rows:
             frame.drop_outputs()
         return result
 
@@ -94,11 +96,10 @@ class Generation(OutputHead):
     def _sample(self, frame: Frame) -> SamplerOutput:
         if frame.chosen is not None:
             return SamplerOutput(*frame.chosen, None, {})
-        assert frame.hidden is not None, "a frame has either chosen tokens or hidden states"
-        logits = frame.model.compute_logits(frame.hidden, frame.logits_context)
+        assert frame.logits is not None, "a frame has either chosen tokens or logits"
         assert frame.grammar is not None, "it asks for the sampling"
         self._sampler.grammar.take(frame.grammar, self._requests.slot_of)
-        return self._sampler.sample(logits, frame.batch.logits_rows)
+        return self._sampler.sample(frame.logits, frame.batch.logits_rows)
 
 
 def _by_request(errors: Mapping[int, str], req_ids: Sequence[str]) -> dict[str, str]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.attention import NO_CONTEXT, ForwardContext, StepGeometry
-from penstock.kernels.sampling import greedy_tokens
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.causal_lm import CausalLM
+from penstock.models.interface import choose_greedy
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.execute.execution import DRAFTS, Execution
 
@@ -83,10 +83,10 @@ class DraftGraphs:
 
     def greedy(self, size: int, num_drafts: int) -> Sequence[Tensor]:
         """Return the tokens of the next `num_drafts` steps, int64 [size] each, in memory that the next call reuses."""
-        return self._execution.repeat(
-            ("drafts", size, num_drafts),
+        return self._execution.compute(
             lambda: [self._choose(self._step(size), size) for _ in range(num_drafts)],
             DRAFTS,
+            ("drafts", size, num_drafts),
         )
 
     def step(self, size: int, token_R: Tensor | None = None) -> Tensor:
@@ -94,7 +94,7 @@ class DraftGraphs:
         inputs = self._known
         if token_R is not None:
             inputs.tokens_R[: len(token_R)].copy_(token_R)
-        return self._execution.repeat(("draft", size), lambda: self._step(size), DRAFTS)
+        return self._execution.compute(lambda: self._step(size), DRAFTS, ("draft", size))
 
     @property
     def _known(self) -> DraftInputs:
@@ -131,9 +131,7 @@ class DraftGraphs:
         return hidden_RD
 
     def _choose(self, hidden_RD: Tensor, size: int) -> Tensor:
-        chosen = self._model.compute_greedy(hidden_RD, NO_CONTEXT)
-        if chosen is None:
-            chosen = greedy_tokens(self._model.compute_logits(hidden_RD, NO_CONTEXT))
+        chosen = choose_greedy(self._model, hidden_RD, NO_CONTEXT)
         self._known.tokens_R[:size].copy_(chosen.token_ids_R)
         return chosen.token_ids_R
 

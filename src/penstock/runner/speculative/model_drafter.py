@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from penstock.kernels.prompt_lookup import NO_DRAFT
 from penstock.kernels.step_state import PAD_SLOT_ID, compute_slot_mapping
 from penstock.models.attention_layers import cache_layers
 from penstock.models.causal_lm import CausalLM
+from penstock.models.interface import choose_greedy
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.execute.execution import DRAFTER_PREFILL, Execution
 from penstock.runner.kv_cache import PagedKVCache
@@ -96,7 +98,7 @@ class ModelDrafter(Speculator):
             self._proposed = None
             return
         last_R = self.requests.num_computed_tokens.tensor.view(-1).index_select(0, layout.slots)
-        hidden_RD = self.execution.repeat(None, lambda: self.take_in(frame, outcome, last_R), DRAFTER_PREFILL)
+        hidden_RD = self.execution.compute(lambda: self.take_in(frame, outcome, last_R), DRAFTER_PREFILL)
         if not num_drafts:
             self._proposed = None
             return
@@ -116,7 +118,7 @@ class ModelDrafter(Speculator):
     def dummy(self, frame: Frame) -> None:
         positions_T = self._numbers[:1]
         hidden_TD = self.run_all(self._context(list(self._padding())), positions_T)
-        self.model.compute_logits(hidden_TD, NO_CONTEXT)
+        self.execution.compute(partial(self.model.compute_logits, hidden_TD, NO_CONTEXT))
 
     def run_prompt(self, context: ForwardContext, positions: Tensor) -> None:
         self.run_all(context, positions)
@@ -177,10 +179,8 @@ class ModelDrafter(Speculator):
         """Choose the token after these positions: int64 [R]. number: index of the draft."""
         rows = LogitsRows(layout.slots, layout.slots_np, positions_R)
         if self._sampler.is_all_greedy(rows):
-            chosen = self.model.compute_greedy(hidden_RD, NO_CONTEXT)
-            if chosen is not None:
-                return chosen.token_ids_R
-        logits_RV = self.model.compute_logits(hidden_RD, NO_CONTEXT)
+            return self.execution.compute(partial(choose_greedy, self.model, hidden_RD, NO_CONTEXT)).token_ids_R
+        logits_RV = self.execution.compute(partial(self.model.compute_logits, hidden_RD, NO_CONTEXT))
         if self.draft_probs is None:
             return self._sampler.guess(logits_RV, rows)
         probs_RV = torch.empty_like(logits_RV)
