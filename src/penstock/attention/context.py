@@ -135,23 +135,37 @@ class ForwardContext:
         return hidden_TD if self.rows is None else self.rows.whole(hidden_TD)
 
     def opaque(
-        self, function: Callable[..., Sequence[Tensor]], *rows: Tensor, widths: Sequence[int]
+        self,
+        function: Callable[..., Sequence[Tensor]],
+        *rows: Tensor,
+        widths: Sequence[int],
+        by_library: Callable[..., Sequence[Tensor] | None] | None = None,
     ) -> Sequence[Tensor]:
         """Call a declared opaque operation: `function(context, *rows)` returns rows of these widths, [T, width] each.
 
         A recorded program pauses for the call. Layers whose computation has no kernel in the library use it; a model
         with an undeclared one runs without a program. Raises ValueError without rows, and where results differ from
         the declaration in number, shape or dtype.
+
+        by_library: called likewise, gives the same bits by operations of the C++ library that only programs have; None
+        where one of them is missing.
         """
         if not rows:
             raise ValueError(f"opaque operation {function}: pass it at least one tensor of rows, [T, width].")
         call = partial(_call, function, tuple(widths), asks_for_last=self.last is not None)
-        return self.call_opaque(call, rows, widths)
+        return self.call_opaque(call, rows, widths, by_library)
 
     def call_opaque(
-        self, call: Callable[..., Sequence[Tensor]], rows: Sequence[Tensor], widths: Sequence[int]
+        self,
+        call: Callable[..., Sequence[Tensor]],
+        rows: Sequence[Tensor],
+        widths: Sequence[int],
+        by_library: Callable[..., Sequence[Tensor] | None] | None,
     ) -> Sequence[Tensor]:
-        """Run a checked opaque operation, `call(context, *rows)`; where a program is recorded, it is noted instead."""
+        """Run a checked opaque operation, `call(context, *rows)`.
+
+        Where a program is recorded, `by_library` is called instead, or the operation is noted.
+        """
         return call(self, *rows)
 
     def cache_of(self, name: str) -> tuple[Tensor, AttentionMetadata]:

@@ -336,23 +336,25 @@ class MoE(nn.Module):
         rows: ScatteredRows | None = context.rows_asked_for
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
-        part_TD = self._recorded(hidden_TD, context)
-        if part_TD is None:
-            (part_TD,) = context.opaque(self._partial, hidden_TD, widths=[self._hidden_size])
+        (part_TD,) = context.opaque(
+            self._partial, hidden_TD, widths=[self._hidden_size], by_library=self._partial_by_library
+        )
         return self._group.all_reduce(part_TD) if rows is None else rows.add_up(part_TD)
 
-    def _recorded(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor | None:
-        """`_partial` in a recorded program; None outside of one, and where kernels for it are missing."""
+    def _partial_by_library(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor] | None:
+        """`_partial` by the library's operation over all experts; None where kernels for it are missing."""
         is_gated = self.shared_expert is not None and self.shared_expert.gate is not None
         if NATIVE is None or is_gated or self.gate.routing.weighs_inputs:
             return None
         gate = self.gate
         mlps = cast("list[Callable[[Tensor, ForwardContext], Tensor]]", [mlp.partial for mlp in self.experts])
         rule, bias_E = gate.routing.arguments, gate.e_score_correction_bias
-        part_TD = NATIVE.experts.record(hidden_TD, gate, mlps, context, rule, bias_E, self.load_E)
-        if part_TD is None or self.shared_expert is None:
-            return part_TD
-        return sum_rows(part_TD, self.shared_expert.partial(hidden_TD, context))
+        part_TD = NATIVE.experts.mixture(hidden_TD, gate, mlps, context, rule, bias_E, self.load_E)
+        if part_TD is None:
+            return None
+        if self.shared_expert is not None:
+            part_TD = sum_rows(part_TD, self.shared_expert.partial(hidden_TD, context))
+        return [part_TD]
 
     def _partial(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor]:
         experts_TK, weights_TK = self.gate.choose(hidden_TD, context)

@@ -46,7 +46,7 @@ class NativeExperts:
         self._module.route(*rows, bias_E, *rule)
         return experts_TK.long(), weights_TK
 
-    def record(
+    def mixture(
         self,
         hidden_TD: Tensor,
         router: Callable[[Tensor, Any], Tensor],
@@ -56,14 +56,15 @@ class NativeExperts:
         bias_E: Tensor | None,
         load_E: Tensor | None,
     ) -> Tensor | None:
-        """Record the weighted sum of each token's experts on traced rows: [T, D].
+        """Weighted sum of each token's experts, on the traced rows of a program: [T, D].
 
         context: second argument of router and experts. load_E: int64, to which every run adds the tokens of each
         expert; None counts nothing.
 
-        None for a tensor that is not traced, and for experts that are something else than products and an activation.
+        None for too many experts, and for experts that are something else than products and an activation.
         """
-        if not isinstance(hidden_TD, TracedTensor) or not self.takes(len(experts)):
+        assert isinstance(hidden_TD, TracedTensor), "only programs have the operation"
+        if not self.takes(len(experts)):
             return None
         trace, width = hidden_TD.origin, row_width(hidden_TD)
         try:

@@ -123,9 +123,14 @@ class RecordingContext(ForwardContext):
     trace: Trace = field(kw_only=True)
 
     def call_opaque(
-        self, call: Callable[..., Sequence[Tensor]], rows: Sequence[Tensor], widths: Sequence[int]
+        self,
+        call: Callable[..., Sequence[Tensor]],
+        rows: Sequence[Tensor],
+        widths: Sequence[int],
+        by_library: Callable[..., Sequence[Tensor] | None] | None,
     ) -> Sequence[Tensor]:
-        return self.trace.call_opaque(call, rows, widths)
+        recorded = None if by_library is None else by_library(self, *rows)
+        return recorded if recorded is not None else self.trace.call_opaque(call, rows, widths)
 
 
 @dataclass(frozen=True)
