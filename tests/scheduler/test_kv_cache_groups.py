@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import pytest
 from scheduler_driver import Driver
 from scheduler_fakes import cache_config, cache_of, full_spec, latent_spec, state_spec, window_spec
 
 from penstock.contract import FullAttentionSpec
 from penstock.errors import ContextTooLong, UnsupportedFeature
-from penstock.scheduler.kv_cache_groups import FullAttentionGroup, register_kv_cache_group
+from penstock.scheduler.block_pool import KVCacheBlock
+from penstock.scheduler.kv_cache_groups import FullAttentionGroup
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 
@@ -165,19 +169,24 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
     class OddSpec:
         block_size, num_own_blocks = 4, 0
 
-    with pytest.raises(UnsupportedFeature, match="No KV cache group is registered for OddSpec"):
+    with pytest.raises(UnsupportedFeature, match="OddSpec names no KV cache group. Set its kv_cache_group"):
         Driver(cache_of(4, [OddSpec()]))
 
 
-def test_a_kind_of_a_plugin_is_managed_by_the_group_that_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OddSpec(FullAttentionSpec, frozen=True, kw_only=True, tag=True):
-        pass
+class OneBlockGroup(FullAttentionGroup):
+    """Group in which a prefix is one cached block at most."""
 
-    monkeypatch.setattr("penstock.scheduler.kv_cache_groups.GROUPS", {})
-    register_kv_cache_group(OddSpec, FullAttentionGroup)
+    def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
+        return super().find_hit(block_hashes, max_num_tokens)[:1]
+
+
+def test_a_kind_of_a_plugin_is_managed_by_the_group_that_its_spec_names() -> None:
+    class OddSpec(FullAttentionSpec, frozen=True, kw_only=True, tag=True):
+        kv_cache_group: ClassVar[str] = f"{__name__}:OneBlockGroup"
+
     driver = Driver(cache_of(9, [OddSpec(block_size=2, num_kv_heads=1, head_size=8, dtype="float32")]))
     for name in ("a", "b"):
         driver.add(name, PROMPT, max_tokens=1)
         driver.drain()
 
-    assert driver.ends["b"].num_cached_tokens == 4
+    assert driver.ends["b"].num_cached_tokens == 2

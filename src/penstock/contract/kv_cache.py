@@ -16,6 +16,8 @@ import msgspec
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 # The int8 KV cache has a float32 scale per position and head, after its block.
 SCALE_BYTES = {"int8": 4}
+# Module of the classes that manage the blocks of each kind of spec, which a spec names as "module:name".
+_GROUPS = "penstock.scheduler.kv_cache_groups"
 
 
 def head_elements(head_size: int, dtype: str) -> int:
@@ -26,9 +28,12 @@ def head_elements(head_size: int, dtype: str) -> int:
 class _PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Spec of per-position KV in blocks of `block_size` positions.
 
+    kv_cache_group: class of the scheduler that manages the blocks, as "module:name".
+
     num_ranks: decode-context-parallel ranks, each with an equal part of a block's positions, under the same block ids.
     """
 
+    kv_cache_group: ClassVar[str] = f"{_GROUPS}:FullAttentionGroup"
     _vectors_per_head: ClassVar[int] = 2
     # Columns of a block table before those of positions.
     num_own_blocks: ClassVar[int] = 0
@@ -100,6 +105,8 @@ class MLAAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
 class _LocalSpec(_PositionsSpec, frozen=True, kw_only=True):
     """Spec of layers that read a limited number of positions."""
 
+    kv_cache_group: ClassVar[str] = f"{_GROUPS}:LocalAttentionGroup"
+
     @property
     def num_read(self) -> int:
         """Maximum number of positions that a token reads, the current one included."""
@@ -151,6 +158,8 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rolls_back: whether the layer keeps the states of a step's last `num_own_blocks` positions, so that drafts can be
         rejected. max_drafts: draft tokens of a request in a step.
     """
+
+    kv_cache_group: ClassVar[str] = f"{_GROUPS}:StateGroup"
 
     state_bytes: int
     block_size: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,8 +23,6 @@ from penstock.worker.capabilities import check_options
 from penstock.worker.memory_plan import MemoryPlan
 
 _Value = TypeVar("_Value")
-# Number of the next engine. Every process makes its engines in the same order, so equal numbers belong together.
-_NUMBERS = itertools.count()
 
 
 class ExternalLauncherExecutor(UniProcExecutor):
@@ -49,8 +46,10 @@ class ExternalLauncherExecutor(UniProcExecutor):
         env.prepare_rank({})
         self._connections: RankConnections | None = None
         store, address = _join_store(place)
+        # Every process makes its engines in the same order, so equal numbers belong together.
+        number = store.add(f"penstock/{place.attempt}/engines of rank {place.rank}", 1)
         self._connections = RankConnections(
-            PrefixStore(f"penstock/{place.attempt}/{next(_NUMBERS)}/{place.rank // size}", store),
+            PrefixStore(f"penstock/{place.attempt}/{number}/{place.rank // size}", store),
             place.rank % size,
             size,
             address=address,

@@ -6,13 +6,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from penstock.contract import (
-    ChunkedLocalSpec,
-    FullAttentionSpec,
     KVCacheSpec,
-    MLAAttentionSpec,
-    RecurrentStateSpec,
-    SlidingWindowSpec,
 )
+from penstock.contract.feature import make_side
 from penstock.errors import UnsupportedFeature
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock
 from penstock.scheduler.request import Request
@@ -157,26 +153,12 @@ class StateGroup(KVCacheGroup):
             [blocks[border - 1]] = self.pool.get_new_blocks(1)
 
 
-# Group classes by KV cache spec.
-GROUPS: dict[type[Any], type[KVCacheGroup]] = {
-    FullAttentionSpec: FullAttentionGroup,
-    MLAAttentionSpec: FullAttentionGroup,
-    SlidingWindowSpec: LocalAttentionGroup,
-    ChunkedLocalSpec: LocalAttentionGroup,
-    RecurrentStateSpec: StateGroup,
-}
-
-
-def register_kv_cache_group(spec_type: type[Any], group_type: type[KVCacheGroup]) -> None:
-    """Register the group class of a plugin's KV cache spec."""
-    GROUPS[spec_type] = group_type
-
-
 def make_group(group_id: int, spec: KVCacheSpec, pool: BlockPool, hash_block_size: int) -> KVCacheGroup:
-    """Create the group of a spec. Raises UnsupportedFeature for an unknown spec."""
-    group_type = GROUPS.get(type(spec))
-    if group_type is None:
+    """Create the group that a spec names. Raises UnsupportedFeature for a spec that names none."""
+    group = getattr(spec, "kv_cache_group", None)
+    if group is None:
         raise UnsupportedFeature(
-            f"No KV cache group is registered for {type(spec).__name__}. Register one: register_kv_cache_group."
+            f"{type(spec).__name__} names no KV cache group. Set its kv_cache_group to the 'module:name' of one."
         )
-    return group_type(group_id, spec, pool, hash_block_size)
+    made: KVCacheGroup = make_side(group, group_id, spec, pool, hash_block_size)
+    return made
