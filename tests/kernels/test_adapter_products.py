@@ -96,3 +96,14 @@ def test_a_slot_that_is_written_again_holds_the_new_adapter_alone() -> None:
         expected = base.clone()
         expected[:, :20] += 2 * x @ a.T @ b.T
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_slot_is_empty_once_it_is_cleared_even_if_its_adapter_was_written_in_part() -> None:
+    made, _ = filled(torch.float32)
+    x, base = torch.randn(1, NUM_INPUTS), torch.randn(1, NUM_OUTPUTS)
+    for table in made:
+        packed = table.pack(torch.randn(2, NUM_INPUTS), torch.randn(20, 2), 2.0)
+        with pytest.raises(RuntimeError):
+            table.write(1, [packed, packed._replace(b=torch.randn(3, 3, 3, 3)), None])
+        table.clear(1)
+        assert torch.equal(table.add_to(base.clone(), x, torch.tensor([1], dtype=torch.int32)), base)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,42 +12,43 @@ from scheduler_driver import make_request
 from scheduler_fakes import cache_config
 
 from penstock.config import SchedulerConfig
-from penstock.contract import Parts, SampledOutput, SchedulerOutput
-from penstock.contract.lora import AdapterPart
+from penstock.contract import Parts, RpcCall, SampledOutput, SchedulerOutput
+from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import InvalidRequest
-from penstock.features.lora.adapter_limit import AdapterLimit
-from penstock.scheduler.feature import SchedulerFeature
+from penstock.features.lora.scheduling import LoRAScheduling
 from penstock.scheduler.scheduler import Scheduler
-
-
-class Limited(SchedulerFeature):
-    """A feature that has the limit alone."""
-
-    def __init__(self, limit: AdapterLimit) -> None:
-        self.request_added, self.begin_admission, self.skips = limit.check, limit.begin_admission, limit.skips  # type: ignore[method-assign]
+from penstock.scheduler.services import SchedulerServices
 
 
 class Loop:
-    """A scheduler with two slots, and a worker whose every token is 5."""
+    """A scheduler with two slots, and a worker that has every adapter, and whose every token is 5."""
 
     def __init__(self, max_loras: int = 2, max_num_seqs: int = 8) -> None:
-        self.limit: AdapterLimit | None = None
-        self.pinned: set[int] = set()
+        self.max_loras = max_loras
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
             cache_config(200),
             max_model_len=64,
             enable_prefix_caching=False,
             async_scheduling=False,
-            features=[partial(self._make, max_loras=max_loras)],
+            features=[self._make],
         )
         self.adapters: dict[str, int] = {}
-        self.max_loras = max_loras
         self.ended: list[str] = []
 
-    def _make(self, scheduler: Scheduler, max_loras: int) -> SchedulerFeature:
-        self.limit = AdapterLimit(scheduler, max_loras, self.pinned)
-        return Limited(self.limit)
+    def _make(self, scheduler: Scheduler) -> LoRAScheduling:
+        config: Any = SimpleNamespace(
+            lora=SimpleNamespace(max_loras=self.max_loras, num_on_host=100),
+            parallel=SimpleNamespace(must_agree_on_time=True),
+        )
+        services = SchedulerServices(config, scheduler, lambda _: [True], lambda _: None, lambda: None)
+        self.side = LoRAScheduling(services)
+        return self.side
+
+    def pin(self, adapter: int) -> None:
+        request = LoRARequest(str(adapter), adapter, "x")
+        self.side.call(RpcCall("add_lora", (request,)))
+        self.side.call(RpcCall("pin_lora", (request,)))
 
     def add(self, name: str, adapter: int, num_tokens: int = 4) -> None:
         part = AdapterPart(lora_int_id=adapter, lora_name=str(adapter), lora_path="x")
@@ -103,23 +105,23 @@ def test_it_is_not_starved_by_requests_that_keep_coming() -> None:
 
 def test_pinned_adapters_keep_their_slots() -> None:
     loop = Loop()
-    assert loop.limit is not None
-    loop.pinned.add(7)
+    loop.pin(7)
     loop.add("a", 1)
     loop.add("b", 2)
     assert list(loop.step().num_scheduled_tokens) == ["a"]
-    loop.pinned.add(8)
+    while loop.scheduler.has_unfinished_requests():
+        loop.step()
+    loop.pin(8)
     with pytest.raises(InvalidRequest, match="max_loras=2"):
         loop.add("c", 3)
 
 
 def test_a_pinned_adapter_without_a_slot_waits_for_one() -> None:
     loop = Loop()
-    assert loop.limit is not None
     loop.add("a", 1, 3)
     loop.add("b", 2, 9)
     loop.step()
-    loop.pinned.add(7)
+    loop.pin(7)
     loop.add("pinned", 7)
     steps = [set(loop.step().num_scheduled_tokens) for _ in range(3)]
     assert steps == [{"a", "b"}, {"a", "b"}, {"b", "pinned"}]
@@ -127,15 +129,14 @@ def test_a_pinned_adapter_without_a_slot_waits_for_one() -> None:
 
 def test_the_last_slot_is_not_pinned_while_requests_of_other_adapters_need_it() -> None:
     loop = Loop(max_loras=1)
-    assert loop.limit is not None
     loop.add("a", 1, 2)
     loop.add("b", 2, 2)
     loop.step()
     with pytest.raises(InvalidRequest, match="request b of adapter '2' has not ended"):
-        loop.limit.check_pin(1, "1")
+        loop.pin(1)
     while loop.scheduler.has_unfinished_requests():
         loop.step()
-    loop.limit.check_pin(1, "1")
+    loop.pin(1)
 
 
 @given(

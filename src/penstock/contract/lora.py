@@ -27,6 +27,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     base_model_name: the model that it changes, as a server's clients see it; "" for the served one.
     identity: identifies the adapter in its deployment, also after its removal; given by the `AdapterList`, 0 before.
     stamp: that of its files when it was listed (`stamp_of`); given by the `AdapterList`.
+    version: changes when other weights replace the adapter's in place; given by the `AdapterList`.
 
     Raises InvalidParameter for fields that are missing or contradict each other.
     """
@@ -40,6 +41,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
     base_model_name: str = ""
     identity: int = 0
     stamp: str = ""
+    version: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
@@ -80,6 +82,7 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
             lora_path=self.lora_path,
             identity=self.identity,
             stamp=self.stamp,
+            version=self.version,
         )
 
 
@@ -98,8 +101,8 @@ class AdapterPart(Part, frozen=True, kw_only=True):
 
     lora_path: "" for an adapter in memory. identity, stamp: as in `LoRARequest`; a request keeps those which it began
     with.
-    version: changes when other weights replace the adapter's in place; it keeps cached prefixes of different weights
-    apart.
+    version: as in `LoRARequest`, but that of files without a stamp changes each time that they are read; it keeps
+    cached prefixes of different weights apart.
     """
 
     feature = "lora"
@@ -118,7 +121,14 @@ class AdapterPart(Part, frozen=True, kw_only=True):
     @property
     def adapter(self) -> LoRARequest:
         """The adapter, of its folder."""
-        return LoRARequest(self.lora_name, self.lora_int_id, self.lora_path, identity=self.identity, stamp=self.stamp)
+        return LoRARequest(
+            self.lora_name,
+            self.lora_int_id,
+            self.lora_path,
+            identity=self.identity,
+            stamp=self.stamp,
+            version=self.version,
+        )
 
     def anon_repr(self) -> str:
         return f"AdapterPart({self.lora_int_id}, {self.identity})"

@@ -58,14 +58,27 @@ class AdapterTable(ABC):
 
     def __init__(self, shape: TableShape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
+        self._is_filled = [False] * shape.num_slots
 
     @abstractmethod
     def pack(self, a_RI: Tensor | None, b_OR: Tensor, scaling: float) -> PackedAdapter:
         """Convert matrices to the table's layout and dtype, on the host."""
 
-    @abstractmethod
     def write(self, slot: int, pieces: Sequence[PackedAdapter | None]) -> None:
         """Put an adapter into a slot; None for pieces that it does not change."""
+        # A copy that fails may leave a part of the adapter.
+        self._is_filled[slot] = True
+        self._write(slot, pieces)
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+        if self._is_filled[slot]:
+            self._write(slot, [None] * len(self.shape.pieces))
+            self._is_filled[slot] = False
+
+    @abstractmethod
+    def _write(self, slot: int, pieces: Sequence[PackedAdapter | None]) -> None:
+        """As `write`."""
 
     @abstractmethod
     def add_to(self, out_TX: Tensor, x_TI: Tensor, slots_T: Tensor) -> Tensor:
@@ -100,7 +113,7 @@ class TorchAdapterTable(AdapterTable):
         a_RI = None if a_RI is None else a_RI.to(self.dtype).contiguous()
         return PackedAdapter(a_RI, b_OR.to(self.dtype).contiguous(), b_OR.shape[1], scaling)
 
-    def write(self, slot: int, pieces: Sequence[PackedAdapter | None]) -> None:
+    def _write(self, slot: int, pieces: Sequence[PackedAdapter | None]) -> None:
         for index, packed in enumerate(pieces):
             rank = 0 if packed is None else packed.rank
             self._b[index][slot, :, rank:].zero_()
@@ -188,7 +201,7 @@ class NativeAdapterTable(AdapterTable):
         a = None if a_RI is None else _in_panels(a_RI.to(self.dtype))
         return PackedAdapter(a, _in_panels(b_OR.to(self.dtype)), b_OR.shape[1], scaling)
 
-    def write(self, slot: int, pieces: Sequence[PackedAdapter | None]) -> None:
+    def _write(self, slot: int, pieces: Sequence[PackedAdapter | None]) -> None:
         for index, packed in enumerate(pieces):
             self._ranks_SP[slot, index] = 0 if packed is None else packed.rank
             if packed is None:

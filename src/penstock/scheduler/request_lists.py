@@ -46,6 +46,10 @@ class WaitingQueue:
         else:
             bisect.insort(self._ready, request, key=self._order)
 
+    def with_reason(self, reason: str) -> list[Request]:
+        """Requests that wait for this reason, in any order."""
+        return [request for request in self._not_ready if reason in request.waits_for]
+
     def peek(self) -> Request | None:
         """Return the first ready request, which stays; None without one."""
         return self._ready[0] if self._ready else None

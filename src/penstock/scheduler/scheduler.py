@@ -191,6 +191,10 @@ class Scheduler:
         """All requests that wait or run."""
         return list(self._requests.by_id.values())
 
+    def waiting_for(self, reason: str) -> list[Request]:
+        """Waiting requests with this reason of `wait_for`, or for which a feature skips them."""
+        return self._requests.waiting.with_reason(reason)
+
     def ready(self, req_id: str, reason: str) -> None:
         """Remove a reason of `wait_for`. Ignores unknown ids and reasons."""
         self._requests.wait_for(req_id, reason, is_there=True)

@@ -16,22 +16,21 @@ class ServedAdapters:
     """Adapters that the engine knows: those of the command line, and those that were loaded since.
 
     The engine's list is asked each time, so all front ends serve the same. model_names: those of the base model, which
-    no adapter may have.
+    no adapter may have. modules: adapters of the command line, which are offered to the engine at the first question.
     """
 
     def __init__(self, engine: AsyncEngine, modules: Sequence[LoRARequest], model_names: Sequence[str]) -> None:
         self._engine = engine
         self._model_names = model_names
-        # Adapters of the command line that were not offered to the engine yet.
-        self._modules = list(modules)
+        self._modules, self._are_offered = modules, False
 
     async def all(self) -> list[LoRARequest]:
         """All adapters, in the order of their numbers."""
         if not self._engine.has_adapters:
             return []
-        if self._modules:
+        if self._modules and not self._are_offered:
             await self._engine.offer_loras(self._modules)
-            self._modules = []
+            self._are_offered = True
         return await self._engine.known_loras()
 
     async def find(self, name: str) -> LoRARequest | None:

@@ -21,7 +21,7 @@ class AdapterListState(msgspec.Struct, frozen=True):
     adapters: in the order of their loading, with their identities. pinned: numbers of those that are pinned.
     offered: numbers that were offered once. replaced: present adapters of the identities whose weights were replaced in
     place.
-    last_identity, last_number: the highest that were given out.
+    last_identity, last_number: the highest that were given out; versions are of the same count as identities.
     """
 
     adapters: list[LoRARequest] = []
@@ -74,8 +74,7 @@ class AdapterList(DeploymentFeature):
             )
         if listed is None:
             return parts
-        resolved = replace(part, identity=listed.identity, lora_path=listed.lora_path, stamp=listed.stamp)
-        return Parts({**parts, part.feature: resolved})
+        return Parts({**parts, part.feature: replace(listed.part, lora_name=part.lora_name)})
 
     def calls_of_new_core(self) -> Iterator[RpcCall]:
         """Calls that a replacement core needs; it reads other adapters when their requests need them."""
@@ -187,16 +186,21 @@ class AdapterList(DeploymentFeature):
                     f"lora_int_id={number} is {_described(known)} already. Give each adapter an id of its own, remove "
                     "the other one first, or replace it with load_inplace=True."
                 )
-            stamp = self._stamp(request) if request.load_inplace else known.stamp
-            return replace(request, identity=known.identity, stamp=stamp)
+            stamp, version = known.stamp, known.version
+            if request.load_inplace:
+                stamp, version = self._stamp(request), self._new_identity()
+            return replace(request, identity=known.identity, stamp=stamp, version=version)
         loading = self._loading.get(number)
         if loading is None or not _is_same(loading, request) or loading.tensors is not request.tensors:
-            last_number = max(self._state.last_number, number)
-            self._change(last_identity=self._state.last_identity + 1, last_number=last_number)
-            identity, stamp = self._state.last_identity, self._stamp(request)
-            loading = replace(request, identity=identity, stamp=stamp, load_inplace=False)
+            identity = self._new_identity(last_number=max(self._state.last_number, number))
+            loading = replace(request, identity=identity, stamp=self._stamp(request), load_inplace=False)
             self._loading[number] = loading
         return loading
+
+    def _new_identity(self, **fields: Any) -> int:
+        """An identity or version that was never given before. fields: further ones of the state."""
+        self._change(last_identity=self._state.last_identity + 1, **fields)
+        return self._state.last_identity
 
     def _named_by_request(self, part: AdapterPart) -> LoRARequest:
         """List the adapter of a request that names its folder."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,29 +13,37 @@ from msgspec.structs import replace
 from penstock.contract import Parts, RpcCall, part_of
 from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
-from penstock.features.lora.adapter_limit import AdapterLimit
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import FinishReason
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 
 logger = logging.getLogger(__name__)
-# Reason for which a request waits while its adapter is loaded.
-_ADAPTER = "its adapter"
+# Reasons for which a request waits: while its adapter is loaded, and while running requests have all slots.
+_ADAPTER, _SLOT = "its adapter", "a slot for its adapter"
 
 
 @dataclass(slots=True)
 class _Held:
     """An adapter that workers hold or load, or that came in memory.
 
-    version: changes with its weights. waiting: requests that wait for it.
+    version: changes with its weights. has_begun: its loading was asked for. is_removed: it goes once no request uses
+    it. waiting: requests that wait for it.
     """
 
     request: LoRARequest
     version: int
     is_loaded: bool = False
     has_begun: bool = False
+    is_pinned: bool = False
+    is_removed: bool = False
     waiting: list[str] = field(default_factory=list)
+
+    @property
+    def must_stay(self) -> bool:
+        """False for an adapter that workers may have dropped, and that requests can have read again."""
+        has_tensors = self.request.tensors is not None
+        return bool(self.is_loaded or self.waiting or self.is_pinned or self.is_removed or has_tensors)
 
 
 class LoRAScheduling(SchedulerFeature):
@@ -42,22 +51,26 @@ class LoRAScheduling(SchedulerFeature):
 
     Adapters are known by their keys here, which are identities (`AdapterList`). Removed ones stay until no request uses
     them.
+
+    Waiting requests whose adapter has no slot are skipped; others go on. The oldest skipped request gets the slot of
+    one adapter: later requests of that adapter wait, so that it becomes free once those that run have ended. So no
+    request is starved, whatever arrives after it.
     """
 
     def __init__(self, services: SchedulerServices) -> None:
         config = services.config
         self._scheduler, self._call, self._tell_ends = services.scheduler, services.call_workers, services.tell_ends
-        self._num_on_host = config.lora.num_on_host
+        self._max_loras, self._num_on_host = config.lora.max_loras, config.lora.num_on_host
         # Ranks whose engines schedule by themselves cannot wait for an adapter: they would not stop waiting at the same
         # step.
         self._loads_at_once = config.parallel.must_agree_on_time
         self._held: dict[int, _Held] = {}
-        self._pinned: set[int] = set()
-        self._removed: set[int] = set()
-        self._limit = AdapterLimit(services.scheduler, config.lora.max_loras, self._pinned)
-        # Versions by key, also of adapters that have made room for others: blocks of their prefixes may be cached.
-        self._versions: dict[int, int] = {}
-        self._new_versions = itertools.count()
+        # Running requests by adapter, while requests are admitted to a step.
+        self._users: Counter[int] = Counter()
+        # Adapter whose slot the oldest skipped request gets.
+        self._leaving: int | None = None
+        # Versions of adapters without a stamp, whose folders may have other weights each time that they are read.
+        self._unstamped_versions = itertools.count(-1, -1)
 
     def request_added(self, request: Request) -> None:
         """Complete the request's part; it waits while its adapter is loaded.
@@ -67,7 +80,12 @@ class LoRAScheduling(SchedulerFeature):
         part = part_of(request.parts, AdapterPart)
         if part is None:
             return
-        self._limit.check(request)
+        pinned = self._pinned
+        if part.key not in pinned and len(pinned) >= self._max_loras:
+            raise InvalidRequest(
+                f"The adapter {part.lora_name!r} cannot run: all of max_loras={self._max_loras} slots have pinned "
+                "adapters. Start the engine with more, or remove one of them."
+            )
         held = self._held.get(part.key)
         if held is None:
             if not part.lora_path:
@@ -81,10 +99,43 @@ class LoRAScheduling(SchedulerFeature):
             self._scheduler.wait_for(request.req_id, _ADAPTER)
 
     def begin_admission(self, running: Sequence[Request]) -> None:
-        self._limit.begin_admission(running)
+        self._users = Counter(key for request in running if (key := _key_of(request)) is not None)
+        skipped = self._scheduler.waiting_for(_SLOT)
+        slots = self._slots
+        if not skipped:
+            self._leaving = None
+        elif len(slots) < self._max_loras or any(_key_of(one) in slots for one in skipped):
+            self._leaving = None
+            for request in skipped:
+                self._scheduler.ready(request.req_id, _SLOT)
 
     def skips(self, request: Request) -> str | None:
-        return self._limit.skips(request)
+        key = _key_of(request)
+        if key is None:
+            return None
+        # A pinned adapter may have no slot yet, where requests of others run.
+        slots = self._slots
+        has_slot = self._users[key] > 0 or len(slots | {key}) <= self._max_loras
+        if has_slot and not (key == self._leaving and self._is_after_skipped(request)):
+            self._users[key] += 1
+            return None
+        if self._leaving is None:
+            others = slots - self._pinned
+            self._leaving = min(others, key=lambda one: (self._users[one], one)) if others else None
+        return _SLOT
+
+    @property
+    def _pinned(self) -> set[int]:
+        return {key for key, held in self._held.items() if held.is_pinned}
+
+    @property
+    def _slots(self) -> set[int]:
+        """Adapters with slots: those of running requests, and pinned ones."""
+        return {key for key, count in self._users.items() if count} | self._pinned
+
+    def _is_after_skipped(self, request: Request) -> bool:
+        skipped = self._scheduler.waiting_for(_SLOT)
+        return any(_order(request) > _order(one) for one in skipped if _key_of(one) != self._leaving)
 
     def _is_loaded_for(self, req_id: str, held: _Held) -> bool:
         """Whether a request may run at once; otherwise its adapter is being loaded."""
@@ -150,17 +201,18 @@ class LoRAScheduling(SchedulerFeature):
 
     def after_step(self) -> None:
         """Drop removed adapters which no request uses any more."""
-        if not self._removed:
+        removed = {key for key, held in self._held.items() if held.is_removed}
+        if not removed:
             return
-        in_use = {part.key for request in self._scheduler.unfinished_requests() for part in _adapter_of(request.parts)}
-        for key in sorted(self._removed - in_use):
+        in_use = set(map(_key_of, self._scheduler.unfinished_requests()))
+        for key in sorted(removed - in_use):
             self._drop(key)
 
     def workers_ready(self) -> None:
         """Load all adapters again in new workers; requests that wait for one still do."""
-        for key, held in self._held.items():
+        for held in self._held.values():
             held.is_loaded = held.has_begun = False
-            if held.request.tensors is not None or key in self._pinned:
+            if held.request.tensors is not None or held.is_pinned:
                 self._begin(held)
         for key in sorted(self._pinned):
             self._call(RpcCall("pin_lora", (key,)))
@@ -198,28 +250,43 @@ class LoRAScheduling(SchedulerFeature):
 
     def remove_lora(self, adapter: LoRARequest) -> list[None]:
         """Remove an adapter; requests that wait or run keep it until they end."""
-        self._removed.add(adapter.key)
+        held = self._held.get(adapter.key) or self._note(adapter)
+        held.is_removed = True
         self.after_step()
         return [None]
 
     def pin_lora(self, adapter: LoRARequest) -> list[bool]:
-        if adapter.key in self._held:
-            self._limit.check_pin(adapter.key, adapter.lora_name)
+        held = self._held.get(adapter.key)
+        if held is not None:
+            self._check_pin(adapter)
         answers: list[bool] = self._call(RpcCall("pin_lora", (adapter.key,)))
         if all(answers):
-            self._pinned.add(adapter.key)
+            held = held or self._note(adapter)
+            held.is_pinned = True
         return answers
+
+    def _check_pin(self, adapter: LoRARequest) -> None:
+        """Raise InvalidRequest if pinning an adapter would leave no slot for unfinished requests of others."""
+        pinned = self._pinned | {adapter.key}
+        if len(pinned) < self._max_loras:
+            return
+        for request in self._scheduler.unfinished_requests():
+            other = part_of(request.parts, AdapterPart)
+            if other is not None and other.key not in pinned:
+                raise InvalidRequest(
+                    f"The adapter {adapter.lora_name!r} cannot be pinned now: it would take the last of max_loras="
+                    f"{self._max_loras} slots, and request {request.req_id} of adapter {other.lora_name!r} has not "
+                    "ended. Pin it later, or start the engine with more slots."
+                )
 
     def _note(self, adapter: LoRARequest) -> _Held:
         """Hold an adapter; its requests go on with it where it replaces other weights in place."""
-        self._held = {key: held for key, held in self._held.items() if self._must_stay(key, held)}
         before = self._held.get(adapter.key)
-        # Without a stamp, a folder that is read again may have other weights.
-        if adapter.load_inplace or not adapter.stamp or adapter.key not in self._versions:
-            self._versions[adapter.key] = next(self._new_versions)
-        held = self._held[adapter.key] = _Held(replace(adapter, load_inplace=False), self._versions[adapter.key])
+        self._held = {key: held for key, held in self._held.items() if held.must_stay}
+        version = adapter.version if adapter.stamp else next(self._unstamped_versions)
+        held = self._held[adapter.key] = _Held(replace(adapter, load_inplace=False), version)
         if before is not None:
-            held.waiting = before.waiting
+            held.waiting, held.is_pinned, held.is_removed = before.waiting, before.is_pinned, before.is_removed
         if adapter.load_inplace:
             self._scheduler.change_parts(lambda parts: _with_new_version(parts, held))
         return held
@@ -227,24 +294,21 @@ class LoRAScheduling(SchedulerFeature):
     def _drop(self, key: int) -> None:
         """Forget an adapter, on all ranks."""
         self._call(RpcCall("remove_lora", (key,)))
-        self._removed.discard(key)
-        self._pinned.discard(key)
         self._held.pop(key, None)
-        self._versions.pop(key, None)
-
-    def _must_stay(self, key: int, held: _Held) -> bool:
-        """False for an adapter that workers may have dropped, and that requests can have read again."""
-        is_used = held.is_loaded or held.waiting or key in self._pinned
-        return bool(is_used or held.request.tensors is not None)
 
 
 # State of an adapter that a rank does not hold.
 _GONE = object()
 
 
-def _adapter_of(parts: Parts | None) -> list[AdapterPart]:
-    part = part_of(parts, AdapterPart)
-    return [] if part is None else [part]
+def _key_of(request: Request) -> int | None:
+    """Key of a request's adapter."""
+    part = part_of(request.parts, AdapterPart)
+    return None if part is None else part.key
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.priority, request.order
 
 
 def _with_new_version(parts: Parts, held: _Held) -> Parts | None:

@@ -22,11 +22,12 @@ from penstock.models.causal_lm import CausalLM
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer with adapters. name: of one of its modules in Transformers. places: of each piece."""
+    """A layer with adapters. names, places: of each piece; names are those of its modules in Transformers."""
 
-    name: str
+    names: tuple[str, ...]
     places: tuple[AdapterPlace, ...]
     adapters: LinearAdapters | EmbeddingAdapters
+    is_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class PackedModelAdapter:
 
 
 class AdapterTables:
-    """Tables of all layers of a model that adapters may change.
+    """Tables of all layers of a model that adapters may change. Slots are the caller's to give; layers never change.
 
     compute_dtype: of the model's rows. Raises UnsupportedFeature for a model without such layers.
     """
@@ -57,17 +58,13 @@ class AdapterTables:
         self._max_rank, self._num_slots = config.max_lora_rank, config.max_loras
         self._dtype = compute_dtype if config.lora_dtype == "auto" else getattr(torch, config.lora_dtype)
         self._device, self._compute_dtype = device, compute_dtype
-        self._layers: list[_Layer] = []
-        self._modules: list[LinearLayer | VocabEmbedding] = []
-        # Number of the layer, and of the piece, by module name; None on another pipeline stage.
-        self._places: dict[str, tuple[int, int] | None] = {}
-        self._head: set[int] = set()
-        self._embedding: int | None = None
-        # Numbers of the layers that the adapter in each slot changes.
-        self._written: dict[int, set[int]] = {}
         self._config = config
-        for names in _by_module(model, config):
-            self._add(model, names)
+        modules, by_module = _modules(model, config), _by_module(model, config)
+        found = [(modules[next(iter(names))][0], names) for names in by_module]
+        self._layers = tuple(self._layer(model, module, names) for module, names in found if module is not None)
+        self._places = _places_of(self._layers, by_module)
+        of_embedding = (n for n, layer in enumerate(self._layers) if isinstance(layer.adapters, EmbeddingAdapters))
+        self._embedding = next(of_embedding, None)
         self.attach(model)
 
     @property
@@ -77,12 +74,9 @@ class AdapterTables:
 
     def attach(self, model: nn.Module) -> None:
         """Apply the tables in a model of the same shape, such as one that replaces the present one."""
-        modules = _modules(model, self._config)
-        self._modules.clear()
-        for layer in self._layers:
-            module, _ = modules[layer.name]
-            assert isinstance(module, (LinearLayer, VocabEmbedding)), "the model has the same shape"
-            self._modules.append(module)
+        by_name = _modules(model, self._config)
+        self._modules = tuple(_with_adapters(by_name[layer.names[0]][0]) for layer in self._layers)
+        for module, layer in zip(self._modules, self._layers, strict=True):
             module.adapters = layer.adapters
         assert isinstance(model, CausalLM), "it has modules with adapters"
         self.stacked, self.named = StackedParameters(model.stacked_parameters()), model.adapter_name
@@ -120,7 +114,7 @@ class AdapterTables:
                 b_OR = b_OR if place.output_part is None else place.output_part.of(b_OR)
                 packed = layer.adapters.table.pack(a_RI, b_OR, low_rank.scaling)
             pieces.setdefault(number, [None] * len(layer.places))[piece] = packed
-        return PackedModelAdapter(pieces, embedding_a, not self._head.isdisjoint(pieces))
+        return PackedModelAdapter(pieces, embedding_a, any(self._layers[number].is_head for number in pieces))
 
     def _check_finite(self, name: str, module: str, low_rank: LowRank) -> None:
         """Raise CheckpointError for matrices or a scaling beyond the dtypes in which they are kept and multiplied."""
@@ -135,39 +129,28 @@ class AdapterTables:
 
     def write(self, slot: int, adapter: PackedModelAdapter) -> None:
         """Put an adapter into a slot of every table."""
-        for number in self._written.get(slot, set()).union(adapter.pieces):
-            layer = self._layers[number]
-            layer.adapters.table.write(slot, adapter.pieces.get(number) or [None] * len(layer.places))
-        self._written[slot] = set(adapter.pieces)
+        for number, layer in enumerate(self._layers):
+            if number in adapter.pieces:
+                layer.adapters.table.write(slot, adapter.pieces[number])
+            else:
+                layer.adapters.table.clear(slot)
         if adapter.embedding_a is not None and self._embedding is not None:
             adapters = self._layers[self._embedding].adapters
             assert isinstance(adapters, EmbeddingAdapters), "it is the embedding's"
             rows_VR = adapters.rows_XR[slot * self.vocab_size : (slot + 1) * self.vocab_size]
             rows_VR[:, : adapter.embedding_a.shape[1]].copy_(adapter.embedding_a)
 
-    def _add(self, model: nn.Module, names: Mapping[str, str | None]) -> None:
-        """Add the layer of these module names, each with its shard."""
-        name = next(iter(names))
-        module, _ = _modules(model, self._config)[name]
-        if module is None:
-            self._places.update(dict.fromkeys(names))
-            return
-        number = len(self._layers)
+    def _layer(self, model: nn.Module, module: nn.Module, names: Mapping[str, str | None]) -> _Layer:
+        """A layer with empty tables. names: of its module, each with its shard."""
         if isinstance(module, VocabEmbedding):
             shape = module.hidden_size, module.vocab_size
-            layer = _Layer(name, (AdapterPlace(0, module.hidden_size, shape),), self._embedding_adapters(*shape))
-            self._embedding = number
-        else:
-            assert isinstance(module, LinearLayer), f"{name} is a {type(module).__name__}"
-            places = tuple(module.adapter_place(shard) for shard in names.values())
-            is_head = isinstance(model, CausalLM) and model.is_in_head(module)
-            if is_head:
-                self._head.add(number)
-            table = self._table(module.input_size, *places)
-            adapters = LinearAdapters(table, HEAD_SLOTS if is_head else ADAPTER_SLOTS)
-            layer = _Layer(name, places, adapters)
-        self._layers.append(layer)
-        self._places.update({name: (number, piece) for piece, name in enumerate(names)})
+            place = AdapterPlace(0, module.hidden_size, shape)
+            return _Layer(tuple(names), (place,), self._embedding_adapters(*shape))
+        assert isinstance(module, LinearLayer), f"{next(iter(names))} is a {type(module).__name__}"
+        places = tuple(module.adapter_place(shard) for shard in names.values())
+        is_head = isinstance(model, CausalLM) and model.is_in_head(module)
+        adapters = LinearAdapters(self._table(module.input_size, *places), HEAD_SLOTS if is_head else ADAPTER_SLOTS)
+        return _Layer(tuple(names), places, adapters, is_head)
 
     def _table(self, in_features: int | None, *places: AdapterPlace) -> AdapterTable:
         pieces = tuple(Piece(place.first_output, place.num_outputs) for place in places)
@@ -217,6 +200,19 @@ def _modules(model: nn.Module, config: LoRAConfig) -> Mapping[str, tuple[nn.Modu
             "checkpoint."
         )
     return modules
+
+
+def _with_adapters(module: nn.Module | None) -> LinearLayer | VocabEmbedding:
+    assert isinstance(module, (LinearLayer, VocabEmbedding)), "the model has the same shape"
+    return module
+
+
+def _places_of(
+    layers: Sequence[_Layer], by_module: Sequence[Mapping[str, str | None]]
+) -> Mapping[str, tuple[int, int] | None]:
+    """Number of the layer, and of the piece, by module name; None on another pipeline stage."""
+    here = {name: (number, piece) for number, one in enumerate(layers) for piece, name in enumerate(one.names)}
+    return {name: here.get(name) for names in by_module for name in names}
 
 
 def _by_module(model: nn.Module, config: LoRAConfig) -> list[dict[str, str | None]]:

@@ -31,8 +31,6 @@ class LoRAWorker(WorkerFeature):
         self._owners = adapter_owners(device, services.num_slots, self)
         self._max_rank = config.max_lora_rank
         self._cache: AdapterCache[Future[PackedModelAdapter]] = AdapterCache(config.num_on_host, config.max_loras)
-        # Weights that are to replace those of an adapter, by its key: their folder and its stamp, and they.
-        self._staged: dict[int, tuple[tuple[str, str], Future[PackedModelAdapter]]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
 
     def slot_owners(self) -> Sequence[SlotOwner]:
@@ -51,7 +49,7 @@ class LoRAWorker(WorkerFeature):
         if known is not None and not request.load_inplace:
             self._loaded(request.key, known)
             return False
-        source, staged = self._staged.pop(request.key, (None, None))
+        source, staged = self._cache.staged.pop(request.key, (None, None))
         is_staged = staged is not None and source == (request.lora_path, request.stamp)
         loaded = staged.result() if staged is not None and is_staged else self._load(request)
         slot = self._cache.slots.get(request.key)
@@ -69,14 +67,14 @@ class LoRAWorker(WorkerFeature):
         """
         if request.load_inplace:
             source = request.lora_path, request.stamp
-            self._staged[request.key] = source, self._reader.submit(self._load, request)
+            self._cache.staged[request.key] = source, self._reader.submit(self._load, request)
         elif self._cache.get(request.key) is None:
             self._cache.put(request.key, self._reader.submit(self._load, request))
 
     def loading_loras(self) -> set[int]:
         """Ids of the adapters that are being loaded, or whose new weights are."""
         cached = {lora_id for lora_id in self._cache.ids if not self._cache.peek(lora_id).done()}
-        return cached | {lora_id for lora_id, (_, staged) in self._staged.items() if not staged.done()}
+        return cached | {lora_id for lora_id, (_, staged) in self._cache.staged.items() if not staged.done()}
 
     def lora_status(self) -> dict[int, str | None]:
         """Adapters by id: None for loaded ones, "" for those that load, and the error of those that cannot be loaded.
@@ -97,7 +95,7 @@ class LoRAWorker(WorkerFeature):
 
     def remove_lora(self, lora_id: int) -> bool:
         """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
-        self._staged.pop(lora_id, None)
+        self._cache.staged.pop(lora_id, None)
         return self._cache.remove(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
