@@ -13,10 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.cli.batch_results import BatchFormat, Endpoint
+from penstock.cli.batch_results import BatchFormat
 from penstock.config import EngineConfig
+from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.completion import CompletionRequest
 from penstock.text.tokenizer import load_tokenizer
 from support.fake_engine import FakeCore, install_fake_core, scripted, write_model
 from support.servers import serving
@@ -24,6 +27,7 @@ from support.servers import serving
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
 MESSAGES = [{"role": "user", "content": "hi"}]
+ECHO = {"echo": True, "logprobs": None}
 
 
 class RememberedCore(FakeCore):
@@ -133,7 +137,7 @@ def test_a_completion_is_answered_as_a_server_would(answer: Answer, cores: list[
 
 def test_parameters_have_the_names_of_openai(answer: Answer, cores: list[FakeCore]) -> None:
     answer(
-        batch("a", messages=MESSAGES, max_completion_tokens=2, max_tokens=9, stop="zebra", logit_bias={"70": -3}),
+        batch("a", messages=MESSAGES, max_completion_tokens=2, stop="zebra", logit_bias={"70": -3}),
         batch("b", messages=MESSAGES, stop=["x", "y"], presence_penalty=1, frequency_penalty=0.5, top_p=0.9, user="u"),
         batch(
             "c", messages=MESSAGES, logprobs=True, top_logprobs=3, max_tokens=None, stream=False, metadata={"a": "b"}
@@ -177,14 +181,21 @@ def test_log_probabilities_are_those_of_the_tokens(answer: Answer, cores: list[F
     ]
 
 
-@pytest.mark.parametrize("url", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("url", "more"), [(CHAT, {}), (COMPLETION, {}), (COMPLETION, {"echo": True, "logprobs": None})]
+)
 def test_choices_and_usage_are_those_of_a_server(
-    answer: Answer, cores: list[FakeCore], model: Path, monkeypatch: pytest.MonkeyPatch, url: str
+    answer: Answer,
+    cores: list[FakeCore],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    more: dict[str, Any],
 ) -> None:
     token_ids = load_tokenizer(model).encode("a😀éb", add_special_tokens=False)
     monkeypatch.setattr(RememberedCore, "script", tuple(token_ids))
     asked = {"messages": MESSAGES, "logprobs": True} if url == CHAT else {"prompt": "hi", "logprobs": 0}
-    body = {**asked, "max_tokens": len(token_ids)}
+    body = {**asked, **more, "max_tokens": len(token_ids)}
     (line,), _ = answer(batch("a", url, **body))
     config = EngineConfig.create(str(model))
     core = FakeCore()
@@ -196,7 +207,7 @@ def test_choices_and_usage_are_those_of_a_server(
     assert line["response"]["body"]["usage"] == answered["usage"]
     if url == CHAT:
         assert b"".join(bytes(entry["bytes"]) for entry in own["logprobs"]["content"]).decode() == "a😀éb"
-    else:
+    elif not more:
         assert own["logprobs"]["text_offset"][-1] == len("a😀é")
 
 
@@ -212,10 +223,13 @@ def test_a_token_that_cannot_come_has_a_finite_log_probability(model: Path) -> N
         num_cached_tokens=0,
         metrics=RequestMetrics(arrival_time=0.0),
     )
-    for endpoint in Endpoint:
-        (line,) = BatchFormat("x", endpoint, "demo", num_logprobs=2).lines(
-            0, output, request_hash=None, tokenizer=load_tokenizer(model)
-        )
+    requests: tuple[ChatCompletionRequest | CompletionRequest, ...] = (
+        ChatCompletionRequest.model_validate({"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
+        CompletionRequest.model_validate({"prompt": "x", "logprobs": 2}),
+    )
+    for request in requests:
+        form = BatchFormat("x", CHAT, "demo", request, SamplingParams(logprobs=2))
+        (line,) = form.lines(0, output, request_hash=None, tokenizer=load_tokenizer(model))
         assert "Infinity" not in json.dumps(line)
         assert "-9999.0" in json.dumps(line)
 
@@ -225,29 +239,24 @@ def test_a_token_that_cannot_come_has_a_finite_log_probability(model: Path) -> N
     [
         (
             batch("x", messages=MESSAGES, temprature=1),
-            "There is no field temprature (given: 1). Did you mean temperature?",
+            "There is no field temprature. Did you mean temperature?",
         ),
-        (batch("x", messages=MESSAGES, temperature=-1), "temperature=-1 is not valid"),
-        (
-            batch("x", messages=MESSAGES, detokenize=False),
-            "There is no field detokenize (given: False). Allowed: model,",
-        ),
+        (batch("x", messages=MESSAGES, temperature=-1), "temperature=-1.0 is not valid"),
+        (batch("x", messages=MESSAGES, detokenize=False), "There is no field detokenize."),
+        (batch("x", messages=MESSAGES, timeout=3), "timeout=3 is not available. Allowed: none."),
+        (batch("x", messages=MESSAGES, add_special_tokens=True), "add_special_tokens=True is not available."),
         (batch("x", COMPLETION, prompt="a", messages=MESSAGES), "There is no field messages"),
         (batch("x", messages=MESSAGES, stream=True), "stream=True is not available. Allowed: False."),
         (batch("x", messages=MESSAGES, response_format={"type": "xml"}), "response_format="),
-        (batch("x", messages=MESSAGES, logprobs=3), "logprobs=3 is not valid. Allowed: True or False."),
-        (
-            batch("x", messages=MESSAGES, top_logprobs=3),
-            "top_logprobs=3 is not valid. Allowed: only with logprobs=true",
-        ),
+        (batch("x", messages=MESSAGES, logprobs=3), "logprobs=3 is not valid. Allowed: a valid boolean."),
+        (batch("x", messages=MESSAGES, top_logprobs=3), "top_logprobs is allowed only with logprobs=true."),
         (batch("x", messages=MESSAGES, logprobs=True, top_logprobs=50), "logprobs=50 is not valid"),
-        (batch("x", messages=[]), "has no messages"),
+        (batch("x", messages=[]), "messages=[] is not valid"),
         (batch("x", prompt="a"), "messages is missing"),
         (batch("x", messages=[{"role": "user", "content": "a " * 99}]), "The prompt has"),
         (batch("x", COMPLETION, prompt=["a", "b"]), "prompt has 2 prompts. Allowed: one prompt per line"),
-        (batch("x", COMPLETION), "prompt=None is not valid"),
+        (batch("x", COMPLETION), "prompt is missing"),
         (batch("x", COMPLETION, prompt="a", logprobs=True), "logprobs=True is not valid"),
-        (batch("x", COMPLETION, prompt="a", echo=True), "echo=True is not available"),
         (batch("x", COMPLETION, prompt=[400]), "token id 400"),
         (batch("x", "/v1/embeddings", input="a"), "url='/v1/embeddings' is not valid. Allowed: /v1/chat/completions,"),
         ({**batch("x", messages=MESSAGES), "method": "GET"}, "method='GET' is not valid"),

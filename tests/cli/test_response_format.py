@@ -33,9 +33,9 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a grammar": ({"type": "grammar", "grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another type": ({"response_format": {"type": "xml"}}, "response_format={'type': 'xml'} is not available"),
-    "a text": ({"response_format": "json_object"}, "response_format='json_object' is not available"),
-    "an empty object": ({"response_format": {}}, "response_format={} is not available"),
+    "another type": ({"response_format": {"type": "xml"}}, "response_format={'type': 'xml'} is not valid. Allowed: "),
+    "a text": ({"response_format": "json_object"}, "response_format='json_object' is not valid. Allowed: "),
+    "an empty object": ({"response_format": {}}, "response_format={} is not valid. Allowed: "),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing"),
     "an empty schema's place": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a schema of another type": (
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
-        "response_format has a field 'schema'",
+        "There is no field response_format.schema",
     ),
     "no dictionary": (
         {"response_format": {"type": "json_schema", "json_schema": [1]}},
@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two constraints, one of them by an older name": (
         {"response_format": {"type": "json_object"}, "guided_json": {}},
-        "structured_outputs is given by several names",
+        "There are response_format and structured_outputs",
     ),
     "an empty choice": ({"extra_body": {"guided_choice": []}}, "structured_outputs.choice=[] is not valid"),
     "an extra body that is none": ({"extra_body": 5}, "extra_body=5 is not valid"),

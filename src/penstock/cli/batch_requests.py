@@ -1,4 +1,4 @@
-"""Reader of OpenAI's batch format."""
+"""Reader of OpenAI's batch format: bodies as the server reads them."""
 
 from __future__ import annotations
 
@@ -6,58 +6,35 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
+from pydantic import ValidationError
 
-from penstock.cli.batch_results import BatchFormat, Endpoint
-from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, unknown_field, with_parameters
+from penstock.cli.batch_results import BatchFormat
+from penstock.cli.results import BATCH_FIELDS
+from penstock.cli.work import Messages, Work, unknown_field
+from penstock.config import vllm
 from penstock.contract import SamplingParams
-from penstock.contract import param_checks as check
 from penstock.engine.inputs.input_processor import located
+from penstock.engine.inputs.prompts import PromptDict
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.server.http.errors import ApiError
+from penstock.server.http.validation import validation_error
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.completion import CompletionRequest
+from penstock.server.requests.sampling import sampling_params
+from penstock.server.routes.completions import completion_params, prompt_of
 
 logger = logging.getLogger(__name__)
 
-_LINE_FIELDS = ("custom_id", "method", "url", "body")
 # A request in Penstock's own format has one of these.
 _OWN_FIELDS = ("prompt", "prompt_token_ids", "messages")
-_URLS = {endpoint.value: endpoint for endpoint in Endpoint}
-# Sampling parameters with the same meaning in a body. The others have other names or meanings there, or none.
-_SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {
-    "logprobs",
-    "prompt_logprobs",
-    "detokenize",
-    "output_kind",
-    "bad_words_token_ids",
-    "all_stop_token_ids",
+_CHAT = "/v1/chat/completions"
+_REQUESTS: dict[str, type[ChatCompletionRequest | CompletionRequest]] = {
+    _CHAT: ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
 }
-_CHAT_FIELDS = ("messages", *TEMPLATE_FIELDS, "max_completion_tokens", "top_logprobs")
-_FIELDS = {
-    endpoint: ("model", *own, "logprobs", "response_format", "cache_salt", "priority", *sorted(_SAMPLING_FIELDS))
-    for endpoint, own in ((Endpoint.CHAT, _CHAT_FIELDS), (Endpoint.COMPLETION, ("prompt",)))
-}
-# Fields without an effect on the answer.
-_WITHOUT_EFFECT = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
-)
-# Fields with a single supported behaviour, and the values that ask for it.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tool_choice": ("auto", "none"),
-    "modalities": (["text"],),
-}
-
-_RESPONSE_FORMAT = "response_format"
-# Required fields of response_format, by type. None: a structural tag, whose fields are checked with it.
-_FORMAT_FIELDS: dict[str, tuple[str, ...] | None] = {
-    "text": (),
-    "json_object": (),
-    "json_schema": ("json_schema",),
-    "grammar": ("grammar",),
-    "structural_tag": None,
-}
-_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+# Fields of which a server can do more, and the values that a file may have.
+_ONLY: dict[str, tuple[Any, ...]] = {"stream": (False,), "timeout": (), "tool_choice": ("auto", "none")}
+_ONLY_OF_CHATS: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
 
 
 def read_batch_lines(
@@ -74,8 +51,6 @@ def read_batch_lines(
 
     Returns the requests by place; errors are in their `Work.error`.
     """
-    if not names and not any(_is_batch_line(fields) for _, fields in lines):
-        return {}
     reader = _Reader(defaults, names, model, {_model_of(fields) for _, fields in lines} - {None})
     return {where: reader.read(where, fields) for where, fields in lines if _is_ours(fields)}
 
@@ -94,69 +69,82 @@ class _Reader:
 
     def read(self, where: str, fields: dict[str, Any] | InvalidRequest) -> Work:
         given = {} if isinstance(fields, InvalidRequest) else fields
-        name = given.get("custom_id", self._names.get(where))
-        form = BatchFormat(name, _URLS.get(_text(given.get("url"))) or Endpoint.CHAT, self._model)
+        name, url = given.get("custom_id", self._names.get(where)), _text(given.get("url"))
         try:
             with located(where):
                 if isinstance(fields, InvalidRequest):
                     raise fields
-                prompt, params, priority = self._read(where, fields)
+                self._check_line(where, fields)
+                request, prompt, params = self._read_body(_REQUESTS[url], fields["body"])
         except InvalidRequest as error:
-            return Work(None, self._defaults, where, form, error)
-        form = msgspec.structs.replace(form, num_logprobs=params.logprobs, skips_special=params.skip_special_tokens)
-        return Work(prompt, params, where, form, priority=priority)
+            return Work(None, self._defaults, where, BatchFormat(name, url, self._model), error)
+        form = BatchFormat(name, url, self._model, request, params)
+        return Work(prompt, params, where, form, priority=request.priority)
 
-    def _read(self, where: str, fields: dict[str, Any]) -> tuple[Any, SamplingParams, Any]:
-        endpoint = self._check_line(where, fields)
-        body = {key: value for key, value in _whole_body(fields["body"]).items() if value is not None}
-        self._check_model(body.pop("model", None))
-        choice = body.get("tool_choice")
-        _take_only(body)
-        cache_salt, priority = body.pop("cache_salt", None), body.pop("priority", 0)
-        if endpoint is Endpoint.CHAT:
-            prompt: Any = _take_messages(body, cache_salt, with_tools=choice != "none")
-            params = _chat_params(body)
-        else:
-            prompt = {**_take_prompt(body), "cache_salt": cache_salt}
-            params = {"logprobs": body.pop("logprobs", None)}
-        params |= _take_response_format(body)
-        known = _SAMPLING_FIELDS | params.keys()
-        return prompt, with_parameters(self._defaults, {**body, **params}, known, _FIELDS[endpoint]), priority
+    def _read_body(
+        self, kind: type[ChatCompletionRequest | CompletionRequest], given: dict[str, Any]
+    ) -> tuple[ChatCompletionRequest | CompletionRequest, Any, SamplingParams]:
+        body = vllm.parameters_as_ours(_whole_body(given), kind.model_fields)
+        only = _ONLY | _ONLY_OF_CHATS if kind is ChatCompletionRequest else _ONLY
+        for key in only.keys() & body.keys():
+            if body[key] is not None and body[key] not in only[key]:
+                allowed = " or ".join(map(repr, only[key])) or "none"
+                raise InvalidParameter(f"{key}={body[key]!r} is not available. Allowed: {allowed}.")
+        try:
+            request = kind.model_validate(body)
+            self._check_model(request.model)
+            defaults = self._defaults
+            if isinstance(request, ChatCompletionRequest):
+                prompt: Messages | PromptDict = _messages(request)
+                params = _chat_params(request, defaults)
+            else:
+                if len(request.prompt) > 1:
+                    raise InvalidRequest(
+                        f"prompt has {len(request.prompt)} prompts. Allowed: one prompt per line, text or token ids."
+                    )
+                prompt, params = prompt_of(request.prompt[0], request), completion_params(request, defaults)
+        except ValidationError as error:
+            errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+            raise InvalidParameter(validation_error(errors, body, kind.model_fields).message) from error
+        except ApiError as error:
+            raise InvalidParameter(error.message) from error
+        if request.response_format is None and request.structured_outputs is None:
+            params = params.clone(structured_outputs=defaults.structured_outputs)
+        return request, prompt, params
 
-    def _check_line(self, where: str, fields: dict[str, Any]) -> Endpoint:
+    def _check_line(self, where: str, fields: dict[str, Any]) -> None:
         for key, value in fields.items():
-            if key not in _LINE_FIELDS:
-                raise unknown_field(key, value, _LINE_FIELDS)
+            if key not in BATCH_FIELDS:
+                raise unknown_field(key, value, BATCH_FIELDS)
         name = fields.get("custom_id")
         if not isinstance(name, str):
             raise InvalidRequest(f"custom_id={name!r} is not valid. Allowed: text, which the answer is found by.")
         first = self._where_of.setdefault(name, where)
         if first != where:
             raise InvalidRequest(f"custom_id={name!r} is that of {first} too. Give each request one of its own.")
-        method, url = fields.get("method", "POST"), _text(fields.get("url"))
+        method, url = fields.get("method", "POST"), fields.get("url")
         if method != "POST":
             raise InvalidRequest(f"method={method!r} is not valid. Allowed: 'POST'.")
-        if url not in _URLS:
-            raise InvalidRequest(f"url={fields.get('url')!r} is not valid. Allowed: {', '.join(_URLS)}.")
+        if _text(url) not in _REQUESTS:
+            raise InvalidRequest(f"url={url!r} is not valid. Allowed: {', '.join(_REQUESTS)}.")
         if not isinstance(fields.get("body"), dict):
             raise InvalidRequest(f"body={fields.get('body')!r} is not valid. Allowed: an object with the request.")
-        return _URLS[url]
 
-    def _check_model(self, named: Any) -> None:
-        if named is None or named == self._model or (self._answers_any and isinstance(named, str)):
-            return
-        raise InvalidRequest(
-            f"model={named!r} is not the one that runs. Allowed: {self._model!r}, none, or the same in all requests."
-        )
-
-
-def _is_batch_line(fields: dict[str, Any] | InvalidRequest) -> bool:
-    return not isinstance(fields, InvalidRequest) and not fields.keys().isdisjoint(_LINE_FIELDS)
+    def _check_model(self, named: str | None) -> None:
+        if named is not None and named != self._model and not self._answers_any:
+            raise InvalidRequest(
+                f"model={named!r} is not the one that runs. Allowed: {self._model!r}, none, or the same in all "
+                "requests."
+            )
 
 
 def _is_ours(fields: dict[str, Any] | InvalidRequest) -> bool:
     """Whether a line is answered in the batch format: all but requests in Penstock's own format."""
-    return isinstance(fields, InvalidRequest) or _is_batch_line(fields) or fields.keys().isdisjoint(_OWN_FIELDS)
+    return (
+        isinstance(fields, InvalidRequest)
+        or not fields.keys().isdisjoint(BATCH_FIELDS)
+        or fields.keys().isdisjoint(_OWN_FIELDS)
+    )
 
 
 def _model_of(fields: dict[str, Any] | InvalidRequest) -> str | None:
@@ -178,95 +166,23 @@ def _whole_body(body: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in body.items() if key != "extra_body"}, **extra}
 
 
-def _take_only(body: dict[str, Any]) -> None:
-    """Remove fields without an effect. Raises InvalidParameter for unsupported values."""
-    for key in _WITHOUT_EFFECT & body.keys():
-        del body[key]
-    for key in _ONLY.keys() & body.keys():
-        value = body.pop(key)
-        if value not in _ONLY[key]:
-            raise InvalidParameter(f"{key}={value!r} is not available. Allowed: {' or '.join(map(repr, _ONLY[key]))}.")
+def _messages(request: ChatCompletionRequest) -> Messages:
+    variables = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
+    given = {name: value for name, value in variables.items() if value is not None}
+    options = {
+        "tools": None if request.tool_choice == "none" else request.tools or None,
+        "chat_template": request.chat_template,
+        "chat_template_kwargs": {**given, **(request.chat_template_kwargs or {})},
+        "add_generation_prompt": request.begins_message,
+        "continue_final_message": request.continue_final_message,
+    }
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    return Messages(messages, options, request.cache_salt)
 
 
-def _take_messages(body: dict[str, Any], cache_salt: Any, *, with_tools: bool) -> Messages:
-    if "messages" not in body:
-        raise InvalidRequest("messages is missing. Give the conversation.")
-    options = take_template_fields(body)
-    if not with_tools:
-        options.pop("tools", None)
-    return Messages(body.pop("messages"), options, cache_salt)
-
-
-def _take_prompt(body: dict[str, Any]) -> dict[str, Any]:
-    """Take the prompt, text or token ids, or a list of one."""
-    prompt = body.pop("prompt", None)
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        (prompt,) = prompt
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if isinstance(prompt, list) and not any(isinstance(part, (str, list)) for part in prompt):
-        return {"prompt_token_ids": prompt}
-    several = isinstance(prompt, list)
-    given = f"prompt has {len(prompt)} prompts" if several else f"prompt={prompt!r} is not valid"
-    raise InvalidRequest(f"{given}. Allowed: one prompt per line, text or token ids.")
-
-
-def _chat_params(body: dict[str, Any]) -> dict[str, Any]:
-    """Take the fields that are named differently in a chat, as sampling parameters."""
-    params: dict[str, Any] = {}
-    if "max_completion_tokens" in body:
-        params["max_tokens"] = body.pop("max_completion_tokens")
-        body.pop("max_tokens", None)
-    wants, most = body.pop("logprobs", False), body.pop("top_logprobs", None)
-    check.check_flag("logprobs", wants)
-    if most is not None:
-        check.check_integer("top_logprobs", most, 0, None, "0 or more")
-        if not wants:
-            raise check.invalid("top_logprobs", most, "only with logprobs=true")
-    params["logprobs"] = (most or 0) if wants else None
-    return params
-
-
-def _take_response_format(body: dict[str, Any]) -> dict[str, Any]:
-    """Take `response_format` out of a body, as sampling parameters; empty if it has none.
-
-    The type "text" removes the command line's constraint. Raises InvalidParameter.
-    """
-    if _RESPONSE_FORMAT not in body:
-        return {}
-    given = body.pop(_RESPONSE_FORMAT)
-    if "structured_outputs" in body:
-        raise InvalidParameter(f"There are {_RESPONSE_FORMAT} and structured_outputs. Give one of them.")
-    return {"structured_outputs": _constraint(given)}
-
-
-def _constraint(given: Any) -> dict[str, Any] | None:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
-        types = ", ".join(map(repr, _FORMAT_FIELDS))
-        raise InvalidParameter(
-            f"{_RESPONSE_FORMAT}={given!r} is not available. Allowed: an object whose type is one of {types}."
-        )
-    fields = _FORMAT_FIELDS[kind]
-    if fields is not None:
-        _check_fields(_RESPONSE_FORMAT, given, ("type", *fields), fields)
-    if kind == "json_schema":
-        schema = given["json_schema"]
-        _check_fields(f"{_RESPONSE_FORMAT}.json_schema", schema, _SCHEMA_FIELDS, ("schema",))
-        return {"json": schema["schema"]}
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "grammar":
-        return {"grammar": given["grammar"]}
-    return {"structural_tag": given} if kind == "structural_tag" else None
-
-
-def _check_fields(name: str, given: Any, allowed: tuple[str, ...], needed: tuple[str, ...]) -> None:
-    if not isinstance(given, dict):
-        raise InvalidParameter(f"{name}={given!r} is not valid. Allowed: an object with {', '.join(allowed)}.")
-    for field in given:
-        if field not in allowed:
-            raise InvalidParameter(f"{name} has a field {field!r}. Allowed: {', '.join(allowed)}.")
-    for field in needed:
-        if given.get(field) is None:
-            raise InvalidParameter(f"{name}.{field} is missing. Give it, beside {', '.join(allowed)}.")
+def _chat_params(request: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return sampling_params(
+        request, defaults, max_tokens=defaults.max_tokens if asked is None else asked, logprobs=logprobs
+    )

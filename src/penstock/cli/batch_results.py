@@ -1,45 +1,46 @@
-"""Writer of OpenAI's batch format."""
+"""Writer of OpenAI's batch format: answers as the server writes them."""
 
 from __future__ import annotations
 
-import time
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-import msgspec
-
-from penstock.engine.output.outputs import CompletionOutput, RequestOutput
-from penstock.server.requests.logprobs import CompletionLogprobs, LogprobsFormat
-from penstock.server.requests.samples import Usage
-from penstock.text.detokenizer import SpecialTokens
+from penstock.cli.results import BATCH_ID_PREFIX
+from penstock.contract import SamplingParams
+from penstock.engine.output.outputs import RequestOutput
+from penstock.server.http.errors import ApiError
+from penstock.server.options import ServerOptions
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.completion import CompletionRequest
+from penstock.server.requests.answer import PlainAnswer
+from penstock.server.routes.chat import ChatChoices
+from penstock.server.routes.completions import CompletionChoices
 from penstock.text.tokenizer import Tokenizer
 
-_BAD_REQUEST = 400
-_SERVER_ERROR = 500
-# Prefix of an answer's id, before the hash of its request.
-ID_PREFIX = "batch_req_"
+
+@dataclass
+class _Model:
+    """The model of an answer, served with default options."""
+
+    name: str
+    tokenizer: Tokenizer
+    options: ServerOptions
 
 
-class Endpoint(Enum):
-    """Endpoint of a request, by its url."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETION = "/v1/completions"
-
-
-class BatchFormat(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class BatchFormat:
     """One line per request, with all its outputs as choices.
 
-    custom_id: name of the request. model: that answered. num_logprobs: top log-probabilities per token.
-    skips_special: whether the text is without special tokens.
+    custom_id: name of the request. url: of its endpoint. model: that answered. request, params: None for one that is
+    refused.
     """
 
     custom_id: Any
-    endpoint: Endpoint
+    url: str
     model: str
-    num_logprobs: int | None = None
-    skips_special: bool = True
+    request: ChatCompletionRequest | CompletionRequest | None = None
+    params: SamplingParams | None = None
 
     def lines(
         self, index: int, output: RequestOutput, *, request_hash: str | None, tokenizer: Tokenizer | None
@@ -48,58 +49,24 @@ class BatchFormat(msgspec.Struct, frozen=True):
         if output.error is None and tokenizer is not None:
             status, body, error = 200, self._body(name, output, tokenizer), None
         else:
-            was_refused = tokenizer is None
-            status = _BAD_REQUEST if was_refused else _SERVER_ERROR
-            kind = "invalid_request_error" if was_refused else "server_error"
-            body = {"error": {"message": output.error, "type": kind, "param": None, "code": status}}
-            error = {"code": kind, "message": output.error}
+            failure = ApiError(400 if tokenizer is None else 500, output.error or "")
+            status, body = failure.status_code, failure.body
+            error = {"code": body["error"]["type"], "message": body["error"]["message"]}
         response = {"status_code": status, "request_id": f"req_{name}", "body": body}
-        id = f"{ID_PREFIX}{request_hash or name}"
+        id = f"{BATCH_ID_PREFIX}{request_hash or name}"
         return [{"id": id, "custom_id": self.custom_id, "response": response, "error": error}]
 
     def num_lines(self, num_outputs: int) -> int:
         return 1
 
     def identity(self, index: int) -> Any:
-        return [self.custom_id, self.endpoint.value]
+        return [self.custom_id, self.url]
 
     def _body(self, name: str, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-        is_chat = self.endpoint is Endpoint.CHAT
-        choices = [self._choice(output, completion, tokenizer) for completion in output.outputs]
-        usage = Usage()
-        usage.note(0, output)
-        # Answers are not parsed for reasoning.
-        details = {"completion_tokens_details": {"reasoning_tokens": 0}} if is_chat else {}
-        return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
-            "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": choices,
-            "usage": {**usage.data(), **details},
-        }
-
-    def _choice(self, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-        is_chat = self.endpoint is Endpoint.CHAT
-        message = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        text = {"text": completion.text, "prompt_logprobs": None}
-        return {
-            "index": completion.index,
-            **(message if is_chat else text),
-            "logprobs": self._logprobs(output, completion, tokenizer),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
-
-    def _logprobs(
-        self, output: RequestOutput, completion: CompletionOutput, tokenizer: Tokenizer
-    ) -> dict[str, Any] | None:
-        """Log-probabilities as the server writes them."""
-        if completion.logprobs is None:
-            return None
-        form = LogprobsFormat(tokenizer, self.num_logprobs or 0, names_ids=False)
-        if self.endpoint is Endpoint.CHAT:
-            return form.chat(completion.token_ids, completion.logprobs)
-        special = SpecialTokens(are_shown=not self.skips_special, are_spaced=True)
-        detokenizer = tokenizer.start_detokenizer(output.prompt_token_ids, special)
-        return CompletionLogprobs(form, detokenizer).part(completion.token_ids, completion.logprobs)
+        model = _Model(self.model, tokenizer, ServerOptions(served_model_name=(self.model,)))
+        assert self.params is not None, "a request that is answered was read"
+        if isinstance(self.request, ChatCompletionRequest):
+            # Answers are not parsed for tool calls and reasoning.
+            return ChatChoices(model, self.request, PlainAnswer(), self.params, f"chatcmpl-{name}").body(output)
+        assert self.request is not None, "a request that is answered was read"
+        return CompletionChoices(model, self.request, self.params, f"cmpl-{name}").body([output])

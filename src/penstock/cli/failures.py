@@ -138,6 +138,18 @@ def check_writable(option: str, path: Path) -> None:
         path.resolve().unlink()
 
 
+def check_server_packages(needed_by: str) -> None:
+    """Raise ConfigError without the packages of the server. needed_by: subject of the error."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{needed_by} needs the package {error.name}. Install the extra: pip install 'penstock[server]'."
+        ) from error
+
+
 def _fail(error: BaseException, flags: Flags | None, *, show_traceback: bool) -> NoReturn:
     if show_traceback:
         traceback.print_exception(error)

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.batch_requests import read_batch_lines
-from penstock.cli.failures import read_file
-from penstock.cli.results import OwnFormat
+from penstock.cli.failures import check_server_packages, read_file
+from penstock.cli.results import BATCH_FIELDS, OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
@@ -49,7 +48,8 @@ def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
     parameters, and with messages template options. defaults: of sampling parameters that a line does not have.
     model: the running model, as on the command line.
 
-    Errors of a line are in its `Work.error`. Raises ConfigError if the file cannot be opened.
+    Errors of a line are in its `Work.error`. Raises ConfigError if the file cannot be opened, or for OpenAI's format
+    without the packages of the server.
     """
     is_standard_input = str(path) == STANDARD_INPUT
     name = "standard input" if is_standard_input else str(path)
@@ -62,7 +62,12 @@ def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
         for (where, fields), (_, line) in zip(lines, numbered, strict=True)
         if isinstance(fields, InvalidRequest) and (custom_id := _custom_id_in(line)) is not None
     }
-    works = read_batch_lines(lines, names, defaults, model)
+    works: dict[str, Work] = {}
+    if names or any(isinstance(fields, dict) and not fields.keys().isdisjoint(BATCH_FIELDS) for _, fields in lines):
+        check_server_packages("A file of requests in OpenAI's batch format")
+        from penstock.cli.batch_requests import read_batch_lines
+
+        works = read_batch_lines(lines, names, defaults, model)
     return [works.get(where) or _read_line(where, fields, defaults) for where, fields in lines]
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.cli.batch_results import ID_PREFIX
 from penstock.cli.output_file import PartialFile, partial_files
+from penstock.cli.results import BATCH_ID_PREFIX
 from penstock.cli.work import Work
 from penstock.config import EngineConfig
 from penstock.contract.lora import LoRARequest
@@ -119,8 +119,8 @@ def _answers(source: Path) -> Iterable[tuple[str, int, _Place]]:
 def _hash_of(fields: _Line) -> str | None:
     if isinstance(fields.request_hash, str):
         return fields.request_hash
-    if isinstance(fields.id, str) and fields.id.startswith(ID_PREFIX):
-        return fields.id.removeprefix(ID_PREFIX)
+    if isinstance(fields.id, str) and fields.id.startswith(BATCH_ID_PREFIX):
+        return fields.id.removeprefix(BATCH_ID_PREFIX)
     return None
 
 

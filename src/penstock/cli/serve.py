@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli import options
+from penstock.cli.failures import check_server_packages
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.queue import QueueLimits
 from penstock.config.recording import RecordingConfig
@@ -44,7 +45,7 @@ def serve(
     # The engine's constraints begin after the reasoning, and the server's parser splits it off.
     engine.update({name: server[name] for name in _REASONING if name in server})
     server_options = ServerOptions(**{"served_model_name": (name,), **server}, api_keys=keys)
-    _check_packages()
+    check_server_packages("penstock serve")
     if server_options.otlp_traces_endpoint is not None:
         from penstock.server.tracing import check_packages
 
@@ -58,14 +59,3 @@ def serve(
     for adapter in server_options.adapters:
         PeftConfig.read(adapter.lora_name, read_fields(adapter.lora_name, Path(adapter.lora_path).expanduser()))
     Launcher(config, server_options, network, queue, began=began).run()
-
-
-def _check_packages() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"penstock serve needs the package {error.name}. Install the extra: pip install 'penstock[server]'."
-        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from penstock.contract import SamplingParams
 from penstock.contract.lora import LoRARequest
@@ -21,6 +21,17 @@ from penstock.server.tracing import NoTracing, Tracing, otlp_tracing
 from penstock.text.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
+
+
+class AnsweringModel(Protocol):
+    """What an answer says of its model, and is written with."""
+
+    options: ServerOptions
+    tokenizer: Tokenizer
+
+    @property
+    def name(self) -> str:
+        """Name in responses."""
 
 
 class ServedModel:

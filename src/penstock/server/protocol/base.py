@@ -101,6 +101,13 @@ class JsonSchemaResponseFormat(StrictModel):
     json_schema: JsonSchemaFormat
 
 
+class GrammarFormat(StrictModel):
+    """Text of a context-free grammar, in Lark's notation or GBNF."""
+
+    type: Literal["grammar"]
+    grammar: str
+
+
 class StructuralTagFormat(BaseModel):
     """Text with parts that follow schemas; its fields are checked with the structural tag."""
 
@@ -109,7 +116,8 @@ class StructuralTagFormat(BaseModel):
 
 
 ResponseFormat: TypeAlias = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | StructuralTagFormat, Field(discriminator="type")
+    TextFormat | JsonObjectFormat | JsonSchemaResponseFormat | GrammarFormat | StructuralTagFormat,
+    Field(discriminator="type"),
 ]
 
 

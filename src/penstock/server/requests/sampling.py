@@ -10,6 +10,7 @@ from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.contract.structured_outputs import structured_outputs_from
 from penstock.server.http.errors import ApiError
 from penstock.server.protocol.base import (
+    GrammarFormat,
     JsonObjectFormat,
     JsonSchemaResponseFormat,
     SamplingFields,
@@ -72,6 +73,8 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | Non
                 param = "response_format.json_schema.schema"
                 raise ApiError(400, f"{param} is missing.", param=param)
             return StructuredOutputsParams(json=given.schema_)  # type: ignore[arg-type]
+        case GrammarFormat(grammar=text):
+            return StructuredOutputsParams(grammar=text)
         case StructuralTagFormat() as tag:
             return StructuredOutputsParams(structural_tag=tag.model_dump())  # type: ignore[arg-type]
     return structured_outputs_from(request.structured_outputs)

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.contract import SamplingParams
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
@@ -16,17 +17,18 @@ from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.responses import CHAT_RESPONSES
 from penstock.server.requests.answer import (
     AnswerEvent,
+    AnswerFormat,
     ContentDelta,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallStart,
 )
-from penstock.server.requests.chat_task import ChatTask, chat_client_names, prepare_chat
+from penstock.server.requests.chat_task import chat_client_names, prepare_chat
 from penstock.server.requests.generation import Generation
 from penstock.server.requests.logprobs import prompt_logprobs
 from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import AnsweringModel
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -38,7 +40,7 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
     id = response_id("chatcmpl", request)
     with refusals(type(request).model_fields, chat_client_names(request)):
         task = await prepare_chat(model, request, id)
-        choices = _Choices(model, request, task, id)
+        choices = ChatChoices(model, request, task.form, task.submission.params, id)
         return await answer(
             http,
             model,
@@ -50,13 +52,19 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
         )
 
 
-class _Choices:
+class ChatChoices:
     """Choices of one request, as a whole or in chunks."""
 
-    def __init__(self, model: ServedModel, request: ChatCompletionRequest, task: ChatTask, id: str) -> None:
-        params = task.submission.params
+    def __init__(
+        self,
+        model: AnsweringModel,
+        request: ChatCompletionRequest,
+        form: AnswerFormat,
+        params: SamplingParams,
+        id: str,
+    ) -> None:
         self._request = request
-        self._samples = AnswerSamples(task.form, params.n)
+        self._samples = AnswerSamples(form, params.n)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._base = response_base(id, kind, model)
         self._logprobs_form = logprobs_format(model, request, params.logprobs)
@@ -66,8 +74,12 @@ class _Choices:
         self._echoed = last.text if request.echo and not request.begins_message else None
 
     async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Body of a response, from the last output."""
+        """Body of a response, from the last outputs."""
         (output,) = outputs
+        return self.body(output)
+
+    def body(self, output: RequestOutput) -> dict[str, Any]:
+        """Body of a response, from the last output."""
         choices = [self._whole_choice(part) for part in self._samples.push(output)]
         body = {**self._base, "choices": choices, "usage": self._samples.usage_data()}
         if self._request.prompt_logprobs is not None:

@@ -22,7 +22,7 @@ from penstock.server.protocol.base import SamplingFields
 from penstock.server.protocol.pooling import PoolingFields
 from penstock.server.requests.generation import Generation, PoolingSubmission, Submission
 from penstock.server.requests.logprobs import LogprobsFormat
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import AnsweringModel, ServedModel
 
 logger = logging.getLogger(__name__)
 # Prompts of one request that are submitted together, so that a large one does not fill the queue by itself.
@@ -39,12 +39,12 @@ def response_id(prefix: str, request: SamplingFields | PoolingFields) -> str:
     return f"{prefix}-{request.request_id or uuid.uuid4().hex}"
 
 
-def response_base(id: str, kind: str, model: ServedModel) -> dict[str, Any]:
+def response_base(id: str, kind: str, model: AnsweringModel) -> dict[str, Any]:
     """First fields of a response or of its chunks. kind: its `object`."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
 
 
-def logprobs_format(model: ServedModel, request: SamplingFields, most: int | None) -> LogprobsFormat | None:
+def logprobs_format(model: AnsweringModel, request: SamplingFields, most: int | None) -> LogprobsFormat | None:
     """Format of a request's log-probabilities. most: top ones per token; None if they are not requested."""
     if most is None:
         return None

@@ -23,7 +23,7 @@ from penstock.server.requests.logprobs import CompletionLogprobs, Row, prompt_lo
 from penstock.server.requests.samples import Usage
 from penstock.server.requests.sampling import client_names, sampling_params
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import AnsweringModel
 from penstock.text.detokenizer import SpecialTokens
 
 router = APIRouter(route_class=BodyRoute)
@@ -38,7 +38,7 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
         params = await _params(request, model.default_params)
         submissions = [
             Submission(
-                _prompt(given, request),
+                prompt_of(given, request),
                 params,
                 _name(id, index, request),
                 request.priority,
@@ -46,7 +46,7 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
             )
             for index, given in enumerate(request.prompt)
         ]
-        choices = _Choices(model, request, params, id)
+        choices = CompletionChoices(model, request, params, id)
         return await answer(
             http,
             model,
@@ -59,6 +59,14 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
 
 
 async def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    if request.response_format is None and request.structured_outputs is None:
+        return completion_params(request, defaults)
+    # A schema may be long.
+    return await asyncio.to_thread(completion_params, request, defaults)
+
+
+def completion_params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """Parameters of a request. Raises InvalidParameter."""
     changes: dict[str, Any] = {"logprobs": request.logprobs}
     if request.echo and request.logprobs is not None:
         asked = (request.logprobs, request.prompt_logprobs or 0)
@@ -66,13 +74,11 @@ async def _params(request: CompletionRequest, defaults: SamplingParams) -> Sampl
     if request.max_tokens == 0:
         # The engine generates one token at least, which is not returned.
         changes |= {"max_tokens": 1, "min_tokens": 0}
-    if request.response_format is None and request.structured_outputs is None:
-        return sampling_params(request, defaults, **changes)
-    # A schema may be long.
-    return await asyncio.to_thread(lambda: sampling_params(request, defaults, **changes))
+    return sampling_params(request, defaults, **changes)
 
 
-def _prompt(given: str | list[int], request: CompletionRequest) -> PromptDict:
+def prompt_of(given: str | list[int], request: CompletionRequest) -> PromptDict:
+    """One prompt of a request."""
     prompt: PromptDict = {"cache_salt": request.cache_salt}
     if isinstance(given, str):
         prompt["prompt"] = given if request.add_special_tokens else RenderedText(given)
@@ -85,10 +91,10 @@ def _name(id: str, index: int, request: CompletionRequest) -> str:
     return id if len(request.prompt) == 1 else f"{id}-{index}"
 
 
-class _Choices:
+class CompletionChoices:
     """Choices of one request, as a whole or in chunks. A prompt's choices have the indices from prompt * n on."""
 
-    def __init__(self, model: ServedModel, request: CompletionRequest, params: SamplingParams, id: str) -> None:
+    def __init__(self, model: AnsweringModel, request: CompletionRequest, params: SamplingParams, id: str) -> None:
         self._model = model
         self._request = request
         self._n = params.n
@@ -99,6 +105,10 @@ class _Choices:
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
     async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Body of a response, from the prompts' last outputs."""
+        return self.body(outputs)
+
+    def body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of a response, from the prompts' last outputs."""
         choices = []
         for index, output in enumerate(outputs):
