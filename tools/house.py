@@ -129,10 +129,12 @@ def count_files_of_step(_: House) -> Iterator[Count]:
 
 # Names by which the code speaks of repeated steps, kept frames, and calls that take a shorter way for plain steps.
 _FAST_PACKAGES = ("contract/", "engine/", "executor/", "features/", "runner/", "scheduler/", "step/", "worker/")
-_FAST_NAMES = re.compile(
-    r"_?(is_repeated|repeats|repeats_step_id|repeated_id|(may|can)_(be_)?repeat(ed)?|is_plain_greedy|keeps_frames"
-    r"|has_one_token_each|is_all_decodes|go_on_after|execute_unconstrained|ReadyOutput)"
+_DECISIONS = (
+    r"is_repeated|repeats|repeats_step_id|repeated_id|(may|can)_(be_)?repeat(ed)?|is_plain_greedy|keeps_frames"
+    r"|go_on_after|execute_unconstrained|ReadyOutput"
 )
+_FAST_NAMES = re.compile(rf"_?({_DECISIONS}|has_one_token_each|is_all_decodes)")
+_DECIDING = re.compile(rf"_?({_DECISIONS})")
 
 
 def count_decisions(house: House) -> Iterator[Count]:
@@ -140,9 +142,11 @@ def count_decisions(house: House) -> Iterator[Count]:
 
     A function decides if it bears one of the names above and computes its answer (more than one expression that reads
     an attribute), or if it has a condition that joins such a name with something else: `and`, `or`, a comparison with
-    another value than None, a call. A condition on the bare name (`if frame.is_repeated:`) follows a decision that was
-    made elsewhere, and is not counted. Names are the only way to see them, so a decision under a new name is seen once
-    the name is in the list.
+    another value than None, a call. A condition on the bare name (`if frame.is_repeated:`), or on a call of the
+    function that decides (`if self._can_be_repeated(step):`), follows a decision that was made elsewhere, and is not
+    counted. Nor is a function that tells the shape of a step (`is_all_decodes`): only a condition that joins the shape
+    with something else decides. Names are the only way to see them, so a decision under a new name is seen once the
+    name is in the list.
     """
     places = []
     for file, place, function in house.functions:
@@ -150,7 +154,7 @@ def count_decisions(house: House) -> Iterator[Count]:
             continue
         own = [node for node in own_nodes(function) if isinstance(node, ast.expr)]
         conditions = [*_conditions(function), *(node for node in own if isinstance(node, ast.IfExp))]
-        is_named = _FAST_NAMES.fullmatch(function.name) and any(
+        is_named = _DECIDING.fullmatch(function.name) and any(
             isinstance(node, ast.BoolOp | ast.Compare) for node in own
         )
         if is_named or any(_decides(condition) for condition in conditions):
@@ -175,6 +179,8 @@ def _decides(condition: ast.expr) -> bool:
         return _decides(condition.test) or any(map(_FAST_NAMES.fullmatch, arms))
     if isinstance(condition, ast.UnaryOp):
         return _decides(condition.operand)
+    if isinstance(condition, ast.Call) and any(map(_DECIDING.fullmatch, names_of(condition.func))):
+        return any(map(_decides, condition.args))
     if isinstance(condition, ast.Compare) and all(_is_none(one) for one in condition.comparators):
         return False
     return not isinstance(condition, ast.Name | ast.Attribute) and any(map(_FAST_NAMES.fullmatch, names(condition)))

@@ -25,7 +25,7 @@ BOUNDS = {
     "files in knots of imports in all of `src`": 0,
     "files of `runner/`, `step/` and features that a repeated decode step calls": 10,
     "files that it calls from `EngineCore.step` to the token and back": 37,
-    "places that decide whether a step repeats, keeps its frame or takes a fast path": 15,
+    "places that decide whether a step repeats, keeps its frame or takes a fast path": 7,
     "registries of LoRA's state": 4,
     "files that name LoRA or adapters outside of its folders": 59,
     "files with types of the tracer outside of native kernels and executions": 0,
@@ -129,15 +129,19 @@ def test_hidden_state_is_seen_in_each_form(tmp_path: Path) -> None:
 def test_a_condition_that_joins_the_repetition_with_something_else_decides(tmp_path: Path) -> None:
     files = {
         "runner/follows.py": "def f(frame, message):\n    if frame.is_repeated:\n        return 1\n"
-        "    return 2 if message.repeats_step_id is None else 3\n",
+        "    return 2 if message.repeats_step_id is None else 3\n"
+        "def g(self, step):\n    if self._can_be_repeated(step):\n        return 1\n    return 2\n"
+        "def is_all_decodes(self):\n    return self.a == self.b\n",
         "runner/decides.py": "def f(frame, is_on):\n    if frame.is_repeated and is_on:\n        return 1\n"
         "def g(executor, is_on):\n    (executor.execute if is_on else executor.execute_unconstrained)()\n"
         "def may_repeat(self):\n    return self.a or self.b\n"
-        "def h(self, step):\n    while step.id == self.repeats_step_id:\n        pass\n",
+        "def h(self, step):\n    while step.id == self.repeats_step_id:\n        pass\n"
+        "def k(self, step):\n    if self.a and self._can_be_repeated(step):\n        pass\n"
+        "def m(self, step):\n    if self.a and step.is_all_decodes:\n        pass\n",
         "loader/other.py": "def f(repeats, is_on):\n    return 1 if repeats and is_on else 2\n",
     }
     (found,) = house.count_decisions(_house_of(tmp_path / "package", files))
-    assert [place.rpartition(" ")[2] for place in found.places] == ["f", "g", "may_repeat", "h"]
+    assert [place.rpartition(" ")[2] for place in found.places] == ["f", "g", "may_repeat", "h", "k", "m"]
     assert all(place.startswith("runner/decides.py") for place in found.places)
 
 

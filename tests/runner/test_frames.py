@@ -44,5 +44,6 @@ def test_a_step_that_asks_for_log_probabilities_of_a_prompt_is_not_kept() -> Non
     driver = Driver(make_runner())
     params = new_request("a", [5]).sampling_params
     asking = new_request("a", [5, 6, 7], params=type(params)(temperature=0.0, seed=0, prompt_logprobs=0))
-    driver.launch({"a": 1}, [asking])
-    assert driver.runner.frames._buffer_sets[0].kept is None
+    driver.step({"a": 1}, [asking])
+    output = driver.launch({"a": 1}, repeats=True)
+    assert not driver.runner.steps._waiting[output.step_id].is_repeated

@@ -49,8 +49,8 @@ class _Repetition:
 class CheckedStep(NamedTuple):
     """Result of a step's checks.
 
-    may_repeat: whether the step may reuse the batch of the step that it repeats. errors: reasons by request that cannot
-    run.
+    may_repeat: whether the step is what its message claims, a repetition of the step that it names. errors: reasons by
+    request that cannot run.
     """
 
     may_repeat: bool
@@ -76,22 +76,22 @@ class StepChecks:
     max_drafts: int
     _requests: dict[str, _Request] = field(default_factory=dict)
     # By the id of the last step.
-    _repetitions: dict[int, _Repetition] = field(default_factory=dict)
+    _repetitions: dict[int | None, _Repetition] = field(default_factory=dict)
 
     def check(self, step: SchedulerOutput) -> CheckedStep:
         """Check a step, and follow its requests. An error of a request is not one of the others.
 
         Raises InvalidMessage, and changes nothing then, for a step that contradicts itself or exceeds the limits.
         """
-        repeated_id = step.repeats_step_id
-        repetition = None if repeated_id is None else self._repetitions.get(repeated_id)
-        if repeated_id is None or repetition is None or not _is_repetition(step, repetition):
+        claimed = step.repeats_step_id
+        repetition = self._repetitions.get(claimed)
+        if repetition is None or not _is_repetition(step, repetition):
             return CheckedStep(may_repeat=False, errors=self._check_whole(step))
         if step.scheduled_cached_reqs.new_block_ids or repetition.num_left <= repetition.num_run:
             errors = self._check_whole(step)
             return CheckedStep(may_repeat=not errors, errors=errors)
         repetition.num_run += 1
-        self._repetitions[step.step_id] = self._repetitions.pop(repeated_id)
+        self._repetitions[step.step_id] = self._repetitions.pop(claimed)
         return _REPEATED
 
     def hold(self, requests: Iterable[NewRequestData]) -> dict[str, str]:

@@ -8,7 +8,6 @@ from penstock.config import EngineConfig
 from penstock.contract import GrammarOutput, ModelRunnerOutput, RpcCall, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
 from penstock.parallel import ParallelState
-from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerWrapperBase
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class UniProcExecutor(Executor):
             handle: Any = (self._worker or self._wrapper.worker).sample_tokens(grammar)
         except Exception as error:
             self._wrapper.report("sample_tokens", error)
-        return handle if isinstance(handle, ReadyOutput) else _ReportingHandle(self._wrapper, handle)
+        return _ReportingHandle(self._wrapper, handle)
 
     def check_health(self) -> None:
         self._wrapper.check_device()

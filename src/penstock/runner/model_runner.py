@@ -181,7 +181,7 @@ class ModelRunner:
         if has_others:
             self.head.settle(output, buffer_set)
         frame = self.frames.begin(output, buffer_set, may_repeat=may_repeat)
-        frame.errors = self.owners.apply(output, errors, repeats=frame.is_repeated)
+        frame.errors = self.owners.extend(output) if frame.is_repeated else self.owners.apply(output, errors)
         if frame.errors:
             self._checks.forget(req_id for req_id in frame.errors if req_id not in self.requests.slot_of)
         if output.clears_blocks:
@@ -228,7 +228,7 @@ class ModelRunner:
     def begin_anew(self) -> None:
         """Forget the steps that have run, so that the next one may have any id. The runner is idle."""
         self.steps = StepOrder()
-        self.frames.forget_kept()
+        self.frames.forget_frames()
 
     def forget_programs(self) -> None:
         """Drop recorded programs: the model or its weights have changed."""

@@ -17,8 +17,6 @@ from penstock.step.inputs import StepInput
 logger = logging.getLogger(__name__)
 
 _Owner = TypeVar("_Owner", bound=SlotOwner)
-_NONE_REFUSED: Mapping[str, str] = {}
-
 # Names of `ModelInputs`, which programs know as step inputs, too.
 MODEL_INPUT_NAMES = frozenset({"token_ids", "positions", "inputs_embeds", "hidden_states"})
 
@@ -56,21 +54,13 @@ class SlotOwners:
             raise ValueError(f"Step inputs with names of the model's own inputs: {', '.join(reserved)}. Choose others.")
         return inputs
 
-    def apply(
-        self, output: SchedulerOutput, refused: Mapping[str, str] = _NONE_REFUSED, *, repeats: bool = False
-    ) -> dict[str, str]:
+    def apply(self, output: SchedulerOutput, refused: Mapping[str, str]) -> dict[str, str]:
         """Apply a step's message to the state: free slots first, then add, then extend, then one flush.
 
         refused: reasons by request whose message is not valid; it is neither added nor extended.
-        repeats: the step repeats a kept frame, and names no other request. Returns reasons by request that cannot run.
+        Returns reasons by request that cannot run.
         """
-        if output.parts is not None:
-            for owner in self._all:
-                owner.begin(output)
-        cached = output.scheduled_cached_reqs
-        self._requests.note_computed(cached)
-        if repeats and not cached.new_block_ids:
-            return {}
+        self._begin(output)
         for req_id in output.finished_req_ids:
             self.remove(req_id)
         for req_id in output.preempted_req_ids:
@@ -85,8 +75,19 @@ class SlotOwners:
         self._extend(output, errors)
         if output.scheduled_spec_decode_tokens:
             self._take_drafts(output, errors)
-        for owner in self._flushing:
-            owner.flush()
+        self._flush()
+        return errors
+
+    def extend(self, output: SchedulerOutput) -> dict[str, str]:
+        """Apply the message of a step that repeats a kept frame: its requests run on, with new blocks at most.
+
+        Returns reasons by request that cannot run.
+        """
+        self._begin(output)
+        errors: dict[str, str] = {}
+        if output.scheduled_cached_reqs.new_block_ids:
+            self._extend(output, errors)
+            self._flush()
         return errors
 
     def remove(self, req_id: str) -> None:
@@ -127,6 +128,16 @@ class SlotOwners:
         """Call `dummy` of all owners."""
         for owner in self._all:
             owner.dummy(frame)
+
+    def _begin(self, output: SchedulerOutput) -> None:
+        if output.parts is not None:
+            for owner in self._all:
+                owner.begin(output)
+        self._requests.note_computed(output.scheduled_cached_reqs)
+
+    def _flush(self) -> None:
+        for owner in self._flushing:
+            owner.flush()
 
     def _add(self, request: NewRequestData) -> str | None:
         slot = self._requests.take_slot(request.req_id)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from penstock.config import SchedulerConfig
-from penstock.contract import CachedRequestData
+from penstock.contract import CachedRequestData, Parts
 from penstock.scheduler.draft_budget import DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request
@@ -75,7 +75,7 @@ class RepeatedSteps:
     def note(self, step: Step) -> Step:
         """Note a step with its parts before its launch; return it without a step to repeat if its parts forbid that."""
         message = step.message
-        if message.parts is not None and not message.parts.may_repeat:
+        if not _allow_repetition(message.parts):
             self.end()
             return replace(step, message=replace(message, repeats_step_id=None))
         if self._decodes and step.requests is self._decodes[0].step.requests:
@@ -111,7 +111,7 @@ class RepeatedSteps:
         num_running = len(self._requests.running)
         runs_all = len(step.requests) == num_running or self._num_microbatches > 1
         can_admit = num_running < self._max_num_seqs and self._requests.waiting.peek() is not None
-        return runs_all and not can_admit and all(request.may_repeat for request in step.requests)
+        return runs_all and not can_admit and all(_allow_repetition(request.parts) for request in step.requests)
 
     def _begin(self, step: Step) -> None:
         """Add a new step to the round; it replaces earlier ones with any of its requests."""
@@ -139,6 +139,10 @@ class RepeatedSteps:
                     self._in_flight.rewind_between_steps(step.requests[named])
                 return None
         return new_block_ids
+
+
+def _allow_repetition(parts: Parts | None) -> bool:
+    return parts is None or parts.may_repeat
 
 
 class _Decodes:

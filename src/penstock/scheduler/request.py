@@ -114,11 +114,6 @@ class Request:
         return len(self.all_token_ids) - len(self.prompt_token_ids)
 
     @property
-    def may_repeat(self) -> bool:
-        """Whether the request's parts allow repeated steps."""
-        return self.parts is None or self.parts.may_repeat
-
-    @property
     def needs_all_of_prompt(self) -> bool:
         """Whether the whole prompt must be computed, without prefix-cache hits."""
         if self.pools:

@@ -18,12 +18,14 @@ import torch
 from benchmarks.replayed_load import DRAFTS, KINDS
 
 from penstock.config import EngineConfig
-from penstock.contract import RpcCall, SamplingParams
+from penstock.contract import RpcCall, SamplingParams, SchedulerOutput
 from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.engine.replay import ReplayReport, replay
 from penstock.errors import ConfigError, InvalidRecording
 from penstock.executor.recording.entries import Called, Entry, Executed, RecordingFile, read_recording
 from penstock.kernels.native import describe_kernels
+from penstock.runner.build.frames import Frames
+from penstock.step.frame import Frame
 from support.adapted_models import OPTIONS, adapted
 from support.adapted_models import run as run_adapted
 from support.adapters import VARIANTS
@@ -73,6 +75,25 @@ def test_a_recording_gives_the_same_tokens(tmp_path: Path) -> None:
     assert report.num_filled_tokens > 0
     assert set(report.recorded_s) == set(report.replayed_s) == {"execute", "sample", "wait"}
     assert not report.end
+
+
+@pytest.mark.one_path(reason="repeated steps belong to the fast paths")
+def test_steps_repeat_each_other_as_in_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[bool] = []
+    begin = Frames.begin
+
+    def note(self: Frames, output: SchedulerOutput, buffer_set: int | None, *, may_repeat: bool) -> Frame:
+        frame = begin(self, output, buffer_set, may_repeat=may_repeat)
+        frames.append(frame.is_repeated)
+        return frame
+
+    monkeypatch.setattr(Frames, "begin", note)
+    file = recorded(tmp_path, rounds=1, enable_prefix_caching=False)
+    of_recording = frames.copy()
+    frames.clear()
+    replay(file)
+    assert frames == of_recording
+    assert frames.count(True) > 3
 
 
 @pytest.mark.parametrize(

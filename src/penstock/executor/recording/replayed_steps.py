@@ -66,8 +66,8 @@ class ReplayedSteps:
         self._held_before = {request.req_id: request for request in start.requests}
         self._scratch = self._scratch_blocks(start)
         self._num_steps = 0
-        # Ids of the replayed steps that recorded steps may repeat, by recorded id.
-        self._repeatable: dict[int, int] = {}
+        # Ids of the replayed steps that added no request, by recorded id, until another one repeats them.
+        self._replayed: dict[int | None, int] = {}
         self.num_filled_tokens = 0
 
     def fillings(self, step: SchedulerOutput) -> Iterator[SchedulerOutput]:
@@ -89,11 +89,9 @@ class ReplayedSteps:
             kept = [index for index, req_id in enumerate(cached.req_ids) if req_id not in added]
             cached = _at(cached, kept)
         step_id = self._next_id()
-        base = step.step_id if step.repeats_step_id is None else step.repeats_step_id
-        repeats = self._repeatable.get(base)
-        if repeats is None and not earlier:
-            # Steps that repeat the same one may repeat this step instead.
-            self._repeatable[base] = step_id
+        repeats = self._replayed.pop(step.repeats_step_id, None)
+        if not added:
+            self._replayed[step.step_id] = step_id
         return replace(
             step,
             step_id=step_id,

@@ -22,25 +22,25 @@ from penstock.step.frame import Frame, WantedOutputs
 class BufferSet:
     """Input buffers of one step in flight. The next step that takes the set overwrites them.
 
-    named: tensor of each declared step input by name, of the largest size. kept: a decode frame, for the step that
-    repeats it. owners: slot owners with step inputs in the last frame.
+    named: tensor of each declared step input by name, of the largest size. last: the last step's frame, for the step
+    that repeats it. owners: slot owners with step inputs in that frame.
     """
 
-    __slots__ = ("batcher", "kept", "named", "owners")
+    __slots__ = ("batcher", "last", "named", "owners")
 
     def __init__(self, batcher: BatchBuilder, named: Mapping[str, Tensor]) -> None:
         self.batcher = batcher
         self.named = named
-        self.kept: Frame | None = None
+        self.last: Frame | None = None
         self.owners: Sequence[SlotOwner] = ()
 
 
 class Frames:
     """Builds the frame of each step, in one buffer set per step in flight.
 
-    A decode frame is kept in its buffer set, with everything that a repeated step shares with it. The scheduler
-    announces a repeated step by `SchedulerOutput.repeats_step_id`; the frame is reused if that step was the last one in
-    its buffer set and served all its requests.
+    A step's frame stays in its buffer set, with everything that a repeated step shares with it. The scheduler
+    announces a repeated step by `SchedulerOutput.repeats_step_id`; the frame is kept (`begin`) if that step was the
+    last one in its buffer set and served all its requests.
     wants: outputs that a built frame wants, set by the runner's output head. keeps_frames: False builds every step
     anew.
     """
@@ -88,15 +88,16 @@ class Frames:
         if buffer_set is None:
             return Frame(output, self.model)
         buffers = self._buffer_sets[buffer_set]
-        frame = buffers.kept
-        if may_repeat and frame is not None and frame.output.step_id == output.repeats_step_id:
+        frame = buffers.last
+        may_repeat = may_repeat and self._keeps_frames
+        if may_repeat and frame is not None and not frame.errors and frame.output.step_id == output.repeats_step_id:
             frame.output = output
             if not frame.is_repeated:
                 # From the first repetition on it pays to bind a program to this frame alone.
                 frame.is_repeated, frame.way = True, None
             return frame
-        buffers.kept = None
-        return Frame(output, self.model, buffer_set)
+        frame = buffers.last = Frame(output, self.model, buffer_set)
+        return frame
 
     def fill(self, frame: Frame) -> bool:
         """Build the step's inputs; False where the step runs no token."""
@@ -118,9 +119,6 @@ class Frames:
             self._stage.expect_hidden(plan.num_tokens_padded)
             frame.batch = buffers.batcher.build(scheduled, plan, output.scheduled_spec_decode_tokens)
             self._complete(frame, buffers)
-            is_whole = not frame.errors and frame.wants.prompt_rows is None
-            if self._keeps_frames and is_whole and frame.batch.layout.is_all_decodes:
-                buffers.kept = frame
         for owner in buffers.owners:
             owner.fill(frame)
         return True
@@ -129,7 +127,7 @@ class Frames:
         """Build a frame of padding only, which wants all rows and the head's auxiliary hidden states."""
         number = self._take(0)
         buffers = self._buffer_sets[number]
-        buffers.kept = None
+        buffers.last = None
         frame = Frame(SchedulerOutput(step_id=-1), self.model, number)
         plan = BatchPlan(num_tokens=0, num_reqs=0, num_tokens_padded=num_tokens, num_reqs_padded=num_reqs)
         frame.batch = buffers.batcher.build({}, plan)
@@ -143,18 +141,18 @@ class Frames:
     def replace_model(self, model: LanguageModel) -> None:
         """Run another model from the next step on."""
         self.model = model
-        self.forget_kept()
+        self.forget_frames()
 
-    def forget_kept(self) -> None:
+    def forget_frames(self) -> None:
         """Build the next step's frame anew."""
         for buffers in self._buffer_sets:
-            buffers.kept = None
+            buffers.last = None
 
     def forget_ways(self) -> None:
-        """Choose the ways of kept frames anew: the model or its weights have changed."""
+        """Choose the ways of frames anew: the model or its weights have changed."""
         for buffers in self._buffer_sets:
-            if buffers.kept is not None:
-                buffers.kept.way = None
+            if buffers.last is not None:
+                buffers.last.way = None
 
     def _take(self, place: int) -> int:
         """Make the buffer set at this place in the order the last one; returns its number."""
@@ -162,10 +160,10 @@ class Frames:
         return self._order[-1]
 
     def _places_of(self, step_id: int | None) -> Iterator[int]:
-        """Yield the place in the order of the buffer set that keeps this step's frame."""
+        """Yield the place in the order of the buffer set that has this step's frame."""
         for place, number in enumerate(self._order):
-            kept = self._buffer_sets[number].kept
-            if kept is not None and kept.output.step_id == step_id:
+            last = self._buffer_sets[number].last
+            if last is not None and last.output.step_id == step_id:
                 yield place
 
     def _complete(self, frame: Frame, buffers: BufferSet) -> None:
