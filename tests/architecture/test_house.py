@@ -26,7 +26,7 @@ BOUNDS = {
     "files of `runner/`, `step/` and features that a repeated decode step calls": 10,
     "files that it calls from `EngineCore.step` to the token and back": 37,
     "places that decide whether a step repeats, keeps its frame or takes a fast path": 7,
-    "registries of LoRA's state": 4,
+    "registries of LoRA's state": 3,
     "files that name LoRA or adapters outside of its folders": 59,
     "files with types of the tracer outside of native kernels and executions": 0,
     "members of the interface of executions": 5,

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.contract.parts import Part, register_part
+from penstock.contract.recorded_call import RecordedCall
 from penstock.errors import ConfigError
 
 # Makes a side of a feature, or None where this engine needs none.
@@ -41,6 +42,8 @@ class Feature:
     there. model_state: (WorkerServices) -> ModelState, which builds the model's inputs. output_heads: (HeadParts) ->
     OutputHead by name, for the option `output_head`.
 
+    recorded_call: type of the calls of worker methods that recordings keep.
+
     memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run leaves out then.
     deployment_methods, worker_methods: methods of these sides that `collective_rpc` reaches by their names.
     """
@@ -54,6 +57,7 @@ class Feature:
     model_state: Side = None
     output_heads: Mapping[str, Side] = field(default_factory=dict)
     memory: Side = None
+    recorded_call: type[RecordedCall] | None = None
     deployment_methods: Sequence[str] = ()
     worker_methods: Sequence[str] = ()
     how_to_turn_on: str = ""
@@ -83,8 +87,9 @@ def register_feature(feature: Feature) -> None:
     known = _registered.get(feature.name, feature)
     if _paths(known) != _paths(feature):
         raise ConfigError(f"Two features are named {feature.name!r}: {_paths(known)} and {_paths(feature)}.")
-    for part in feature.parts:
-        register_part(part)
+    for part in (*feature.parts, feature.recorded_call):
+        if part is not None:
+            register_part(part)
     _registered[feature.name] = feature
 
 
@@ -93,10 +98,23 @@ def features_of(config: EngineConfig, of_model: Iterable[str] = ()) -> list[Feat
 
     of_model: modules of features that the model asks for, such as "penstock.features.encoder_inputs".
     """
-    for module in (*_BUILT_IN, *of_model):
+    register_built_in_features()
+    for module in of_model:
         register_feature(importlib.import_module(module).FEATURE)
     asked = {importlib.import_module(module).FEATURE.name for module in of_model}
     return [feature for feature in _registered.values() if feature.name in asked or feature.is_on(config)]
+
+
+def register_built_in_features() -> None:
+    """Let messages be read whose parts are of the features that come with the engine."""
+    for module in _BUILT_IN:
+        register_feature(importlib.import_module(module).FEATURE)
+
+
+def recorded_calls(config: EngineConfig) -> dict[str, type[RecordedCall]]:
+    """Types of recorded calls of an engine's features, by worker method."""
+    types = [feature.recorded_call for feature in features_of(config)]
+    return {method: one for one in types if one is not None for method in one.methods}
 
 
 def make_side(side: Side, *arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.contract.parts import Part, register_part
+from penstock.contract.parts import Part
 from penstock.errors import InvalidParameter
 
 # Highest `lora_int_id`.
@@ -95,7 +95,6 @@ def stamp_of(folder: str) -> str:
         return ""
 
 
-@register_part
 class AdapterPart(Part, frozen=True, kw_only=True):
     """The adapter of a request.
 
@@ -132,6 +131,10 @@ class AdapterPart(Part, frozen=True, kw_only=True):
 
     def anon_repr(self) -> str:
         return f"AdapterPart({self.lora_int_id}, {self.identity})"
+
+    def replayed(self) -> AdapterPart:
+        """The part without a stamp: copies of files have other times of change."""
+        return msgspec.structs.replace(self, stamp="")
 
     def block_keys(self) -> tuple[str, ...]:
         return (f"{self.key}.{self.version}",)

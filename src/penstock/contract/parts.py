@@ -40,6 +40,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         """Return extra keys of block hashes: only requests with equal keys share cached prefixes."""
         return ()
 
+    def replayed(self) -> Part:
+        """Return the part for a replay of its message, which may be on another machine."""
+        return self
+
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         """Return extra keys of the block of the tokens from start to stop, such as of an image among them.
 

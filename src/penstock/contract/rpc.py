@@ -26,22 +26,19 @@ class RpcEffects:
     """Effects of a worker method on the engine that calls it; a method without an entry in `EFFECTS` has none.
 
     weights: change of the weights. on_first_engine: whether engine 0 alone runs it, since the others would write the
-    same files. is_profile: whether it starts or ends a profile. is_recorded: whether a recording of steps has an entry
-    of it.
+    same files. is_profile: whether it starts or ends a profile.
     """
 
     weights: WeightChange | None = None
     on_first_engine: bool = False
     is_profile: bool = False
-    is_recorded: bool = False
 
 
 EFFECTS: Mapping[str, RpcEffects] = {
-    "update_config": RpcEffects(weights=WeightChange.NEXT_LOAD, is_recorded=True),
-    "reload_weights": RpcEffects(weights=WeightChange.NOW, is_recorded=True),
+    "update_config": RpcEffects(weights=WeightChange.NEXT_LOAD),
+    "reload_weights": RpcEffects(weights=WeightChange.NOW),
     "save_sharded_state": RpcEffects(on_first_engine=True),
     "profile": RpcEffects(is_profile=True),
-    **dict.fromkeys(("add_lora", "prefetch_lora", "remove_lora"), RpcEffects(is_recorded=True)),
 }
 _NO_EFFECTS = RpcEffects()
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCachePool, ModelRunnerOutput, RpcCall, SchedulerOutput
-from penstock.contract.lora import LoRARequest
+from penstock.contract import GrammarOutput, KVCacheConfig, KVCachePool, ModelRunnerOutput, Parts, SchedulerOutput
 from penstock.contract.param_checks import shown
+from penstock.contract.recorded_call import RecordedCall
 from penstock.contract.runner_output import SampledOutput
 from penstock.contract.step_checks import StepChecks
 from penstock.engine.planning.kv_cache_size import specs_of_all, whole_kv_cache_bytes
@@ -229,7 +229,7 @@ def check_replayable(recording: Recording, path: Path) -> None:
             "`penstock replay FILE --show` lists its steps."
         )
     for entry in recording.entries:
-        if isinstance(entry, Called) and entry.adapter is None and entry.adapter_id is None:
+        if isinstance(entry, Called) and entry.call is None:
             raise InvalidRecording(
                 f"{path} holds a call of {entry.method}, whose weights are not recorded, so it cannot be replayed. "
                 "`penstock replay FILE --show` lists its steps."
@@ -290,16 +290,16 @@ class _Replay:
     def run(self) -> ReplayReport:
         """Run all steps. Raises what the workers raise."""
         executed: tuple[Executed, SchedulerOutput] | None = None
-        for adapter in self._recording.start.adapters:
-            self._add(adapter)
+        for call in self._recording.start.calls:
+            self._call(call)
         for entry in self._recording.entries:
             if isinstance(entry, Executed):
                 executed = (entry, self._execute(entry))
             elif isinstance(entry, Sampled) and executed is not None:
                 self._sample(*executed, entry)
                 executed = None
-            elif isinstance(entry, Called):
-                self._call(entry)
+            elif isinstance(entry, Called) and entry.call is not None:
+                self._call(entry.call)
             elif isinstance(entry, Failed):
                 self._report.end = f"The recorded workers failed: {entry.reason}"
         if self._recording.is_cut and not self._report.end:
@@ -346,15 +346,10 @@ class _Replay:
             if len(report.differences) < _MOST_DIFFERENCES:
                 report.differences.append(Difference(recorded.step_id, req_id, expected, found.get(req_id, "nothing")))
 
-    def _call(self, entry: Called) -> None:
-        if entry.adapter is not None:
-            self._add(entry.adapter)
-        else:
-            self._executor.collective_rpc(RpcCall("remove_lora", (entry.adapter_id,)))
-
-    def _add(self, adapter: LoRARequest) -> None:
-        """Load an adapter from its folder as it is now, of which this machine may have a copy."""
-        self._executor.collective_rpc(RpcCall("add_lora", (msgspec.structs.replace(adapter, stamp=""),)))
+    def _call(self, call: Parts) -> None:
+        for part in call.values():
+            if isinstance(part, RecordedCall):
+                self._executor.collective_rpc(part.repetition())
 
 
 def _with_id(grammar: GrammarOutput, step_id: int) -> GrammarOutput:

@@ -16,13 +16,18 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.replayed_load import DRAFTS, KINDS
+from msgspec.structs import replace
 
 from penstock.config import EngineConfig
-from penstock.contract import RpcCall, SamplingParams, SchedulerOutput
+from penstock.contract import KVCacheConfig, RpcCall, SamplingParams, SchedulerOutput, feature, part_of, parts
+from penstock.contract.feature import Feature, register_feature
+from penstock.contract.recorded_call import RecordedCall
 from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.engine.replay import ReplayReport, replay
 from penstock.errors import ConfigError, InvalidRecording
 from penstock.executor.recording.entries import Called, Entry, Executed, RecordingFile, read_recording
+from penstock.executor.recording.recorder import Recorder
+from penstock.features.lora.recording import RecordedAdapter
 from penstock.kernels.native import describe_kernels
 from penstock.runner.build.frames import Frames
 from penstock.step.frame import Frame
@@ -412,9 +417,74 @@ def test_recordings_with_adapters_are_replayed_with_copies_of_their_folders(tmp_
     assert (report.num_compared, report.differences) == (60, [])
 
 
+def test_windows_begin_with_the_adapters_of_their_requests(tmp_path: Path) -> None:
+    file = recorded_adapters(tmp_path, record_prompts=True, record_window_s=0.01)
+    files = [file.with_name("steps.rec.previous"), file]
+    assert any(read_recording(one).start.calls for one in files)
+    for one in files:
+        assert replay(one).differences == []
+
+
+class DialCall(RecordedCall, frozen=True, kw_only=True):
+    """Call that turns a dial of the worker, to 0 to let it go."""
+
+    feature = "dial_call"
+    methods = ("turn",)
+    dial: str
+    value: int
+
+    @classmethod
+    def of(cls, call: RpcCall) -> DialCall:
+        return cls(method=call.name, dial=call.args[0], value=call.args[1])
+
+    @property
+    def place(self) -> str:
+        return self.dial
+
+    @property
+    def empties_place(self) -> bool:
+        return self.value == 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.value < 100
+
+    def redacted(self) -> DialCall:
+        return replace(self, dial="?")
+
+    def repetition(self) -> RpcCall:
+        return RpcCall(self.method, (self.dial, self.value))
+
+
+@pytest.mark.parametrize("record_prompts", [True, False])
+def test_calls_of_a_feature_are_recorded_and_the_last_ones_begin_the_next_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_prompts: bool
+) -> None:
+    monkeypatch.setattr(feature, "_registered", dict(feature._registered))
+    monkeypatch.setattr(parts, "_types", dict(parts._types))
+    register_feature(Feature(name="dials", recorded_call=DialCall))
+    file = tmp_path / "steps.rec"
+    options = {"record": str(file), "record_prompts": record_prompts, "record_window_s": 1e-9}
+    recorder = Recorder(EngineConfig.create("demo", **options), KVCacheConfig(pools=(), groups=()), 64)
+    for call in (("a", 1), ("b", 2), ("c", 3), ("d", 100), ("a", 4), ("b", 0)):
+        recorder.called(RpcCall("turn", call))
+    recorder.called(RpcCall("check_health"))
+    entries = [entry.call for entry in read_recording(file).entries if isinstance(entry, Called)]
+    assert [entry is None for entry in entries] == [False, False, False, True, False, False]
+    recorder.executed(SchedulerOutput(step_id=1), False)
+    recorder.close()
+    begun = [part_of(call, DialCall) for call in read_recording(file).start.calls]
+    name = "{}" if record_prompts else "?"
+    expected = [(name.format("c"), 3), (name.format("a"), 4)]
+    assert [(call.dial, call.value) for call in begun if call is not None] == expected
+
+
 def test_recordings_without_prompts_do_not_name_adapters(tmp_path: Path) -> None:
     file = recorded_adapters(tmp_path)
-    assert [one.adapter.identity for one in read_recording(file).entries if isinstance(one, Called) and one.adapter]
+    calls = [one.call for one in read_recording(file).entries if isinstance(one, Called) and one.call is not None]
+    adapters = [call.adapter for call in (part_of(one, RecordedAdapter) for one in calls) if call is not None]
+    assert all(adapter is None or adapter.identity for adapter in adapters)
+    assert any(adapters)
     data = file.read_bytes()
     assert b"adapter1" not in data
     assert str(tmp_path / "adapted" / "adapter").encode() not in data

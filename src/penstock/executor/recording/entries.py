@@ -20,13 +20,13 @@ import msgspec
 from penstock.checkpoints.json_file import check_regular_file
 from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from penstock.contract.codec import CONTRACT_VERSION
-from penstock.contract.lora import LoRARequest
-from penstock.contract.parts import read_custom
+from penstock.contract.feature import register_built_in_features
+from penstock.contract.parts import Parts, read_custom
 from penstock.errors import InvalidParameter, InvalidRecording
 from penstock.system.file_lock import is_locked, lock_while_open
 
 # Version of the entries below; messages inside them have `CONTRACT_VERSION`.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _HEAD = struct.Struct("<II")
 _KIND = "penstock recording"
 
@@ -35,8 +35,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """Engine and its state when the recording begins. Times of entries are of one clock, in seconds.
 
     options: engine options that differ from the defaults. kv_cache_config: of each worker.
-    requests: requests that the workers hold, with their tokens so far. adapters: LoRA adapters that they hold.
-    created_at: seconds since 1970. arithmetic: of the workers, `describe_arithmetic`; empty where it is not known.
+    requests: requests that the workers hold, with their tokens so far. calls: earlier calls that gave
+    features their state. created_at: seconds since 1970. arithmetic: of the workers, `describe_arithmetic`; empty where
+    it is not known.
     """
 
     model: str
@@ -46,7 +47,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     vocab_size: int
     is_redacted: bool
     requests: list[NewRequestData] = []
-    adapters: list[LoRARequest] = []
+    calls: list[Parts] = []
     created_at: float = 0.0
     arithmetic: str = ""
 
@@ -79,13 +80,11 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
 class Called(msgspec.Struct, frozen=True, kw_only=True, tag="called"):
     """Call that changes the workers between two steps.
 
-    adapter: adapter that the call loads; adapter_id: adapter that it removes. Neither for a call that cannot be
-    replayed.
+    call: it, as its feature's part; None for a call that cannot be replayed.
     """
 
     method: str
-    adapter: LoRARequest | None = None
-    adapter_id: int | None = None
+    call: Parts | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -147,6 +146,7 @@ def read_recording(path: Path) -> Recording:
         data = path.read_bytes()
     except OSError as error:
         raise InvalidRecording(f"{path} cannot be read: {error.strerror}.") from error
+    register_built_in_features()
     line, found, _ = data.partition(b"\n")
     _check_versions(path, line if found else b"")
     decoder = msgspec.msgpack.Decoder(Entry, dec_hook=read_custom)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, RpcCall, SchedulerOutput
-from penstock.contract.lora import LoRARequest
+from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, Parts, RpcCall, SchedulerOutput
+from penstock.contract.feature import recorded_calls
+from penstock.contract.recorded_call import RecordedCall
 from penstock.errors import ConfigError, LifecycleError
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle
 from penstock.executor.recording.entries import (
@@ -31,7 +32,6 @@ from penstock.executor.recording.entries import (
 )
 from penstock.executor.recording.held_requests import HeldRequests
 from penstock.executor.recording.redaction import (
-    redacted_adapter,
     redacted_grammar,
     redacted_request,
     redacted_result,
@@ -86,7 +86,9 @@ class Recorder:
         )
         self._held = HeldRequests()
         self._steps: dict[int, SchedulerOutput] = {}
-        self._adapters: dict[int, LoRARequest] = {}
+        self._recorded_calls = recorded_calls(config)
+        # Last call of each place of a feature's state in the workers.
+        self._calls: dict[tuple[str, Hashable], RecordedCall] = {}
         self._next: _Window | None = None
         self._file: RecordingFile | None = None
         with self._or_end():
@@ -125,24 +127,21 @@ class Recorder:
             self._begin_if_exact()
 
     def called(self, call: RpcCall) -> None:
-        """Record a call that changed the workers' weights or adapters; others leave no entry."""
-        if not call.effects.is_recorded:
+        """Record a call that changed the workers' weights or the state of a feature; others leave no entry."""
+        recorded_type = self._recorded_calls.get(call.method_name)
+        if recorded_type is None:
+            if call.effects.weights is not None:
+                self._write(Called(method=call.name))
             return
-        # Recorded calls that leave the weights as they are have an adapter, or its number, as their argument.
-        (adapter,) = call.args if call.effects.weights is None else (None,)
-        if isinstance(adapter, LoRARequest):
-            self._adapters[adapter.key] = msgspec.structs.replace(adapter, load_inplace=True)
-            self._write(Called(method=call.name, adapter=self._shown(adapter)))
-            return
-        if adapter is not None:
-            self._adapters.pop(adapter, None)
-        self._write(Called(method=call.name, adapter_id=adapter))
+        recorded = recorded_type.of(call)
+        place = recorded.feature, recorded.place
+        self._calls.pop(place, None)
+        if not recorded.empties_place:
+            self._calls[place] = recorded
+        self._write(Called(method=call.name, call=self._shown(recorded) if recorded.is_whole else None))
 
-    def _shown(self, request: LoRARequest) -> LoRARequest | None:
-        """Return the adapter of a folder; None for one in memory, which is too large for a recording."""
-        if request.tensors is not None:
-            return None
-        return redacted_adapter(request) if self._is_redacted else request
+    def _shown(self, call: RecordedCall) -> Parts:
+        return Parts.of([call.redacted() if self._is_redacted else call])
 
     def failed(self, error: BaseException) -> None:
         """Record the failure of a call to the workers."""
@@ -182,7 +181,7 @@ class Recorder:
         self._start = msgspec.structs.replace(
             self._start,
             requests=[redacted_request(request) for request in requests] if self._is_redacted else requests,
-            adapters=[one for one in map(self._shown, self._adapters.values()) if one is not None],
+            calls=[self._shown(call) for call in self._calls.values() if call.is_whole],
         )
         self.close()
         with self._or_end():

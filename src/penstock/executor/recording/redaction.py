@@ -5,7 +5,6 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from penstock.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SamplingParams, SchedulerOutput
-from penstock.contract.lora import LoRARequest
 from penstock.contract.runner_output import SampledOutput
 
 # Sampling parameters without a user's tokens or texts.
@@ -29,12 +28,6 @@ def redacted_request(request: NewRequestData) -> NewRequestData:
         sampling_params=SamplingParams(**{name: getattr(given, name) for name in _KEPT}),
         parts=None,
     )
-
-
-def redacted_adapter(adapter: LoRARequest) -> LoRARequest:
-    """Return the adapter by its numbers alone, without its name and folder."""
-    number = adapter.lora_int_id
-    return LoRARequest(str(number), number, load_inplace=adapter.load_inplace, identity=adapter.identity)
 
 
 def redacted_grammar(grammar: GrammarOutput) -> GrammarOutput:

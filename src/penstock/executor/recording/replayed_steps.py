@@ -17,9 +17,7 @@ from penstock.contract import (
     RecurrentStateSpec,
     SamplingParams,
     SchedulerOutput,
-    part_of,
 )
-from penstock.contract.lora import AdapterPart
 from penstock.contract.runner_output import SampledOutput
 from penstock.executor.recording.entries import Start
 
@@ -109,7 +107,7 @@ class ReplayedSteps:
             for req_id, blocks in _with_new_blocks(cached)
             if req_id in self._held_before
         ]
-        return [_of_any_files(request) for request in (*step.scheduled_new_reqs, *earlier)]
+        return [_replayed(request) for request in (*step.scheduled_new_reqs, *earlier)]
 
     def _fill(self, request: NewRequestData) -> Iterator[SchedulerOutput]:
         end = request.num_computed_tokens
@@ -202,12 +200,11 @@ def _with_blocks(request: NewRequestData, new_blocks: tuple[list[int], ...] | No
     return replace(request, block_ids=tuple([*old, *new] for old, new in pairs))
 
 
-def _of_any_files(request: NewRequestData) -> NewRequestData:
-    """The request, whose adapter is read from its folder as it is now: copies of files have other times of change."""
-    part = part_of(request.parts, AdapterPart)
-    if request.parts is None or part is None:
+def _replayed(request: NewRequestData) -> NewRequestData:
+    """The request with its parts as a replay needs them."""
+    if request.parts is None:
         return request
-    return replace(request, parts=Parts({**request.parts, part.feature: replace(part, stamp="")}))
+    return replace(request, parts=Parts.of(part.replayed() for part in request.parts.values()))
 
 
 def _at(cached: CachedRequestData, indices: Sequence[int]) -> CachedRequestData:

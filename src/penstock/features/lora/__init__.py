@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
 from penstock.contract.lora import AdapterPart
+from penstock.features.lora.recording import RecordedAdapter
 
 
 def _is_enabled(config: EngineConfig) -> bool:
@@ -16,6 +17,7 @@ FEATURE = Feature(
     is_on=_is_enabled,
     how_to_turn_on="Start the engine with enable_lora=True.",
     parts=(AdapterPart,),
+    recorded_call=RecordedAdapter,
     deployment_side="penstock.features.lora.adapter_list:AdapterList",
     scheduler_side="penstock.features.lora.scheduling:LoRAScheduling",
     worker_side="penstock.features.lora.worker:LoRAWorker",
