@@ -426,11 +426,6 @@ def test_what_was_said_before_is_drafted_to_others(folder: Path, recording: Reco
     assert num_steps[1] - num_steps[0] < num_steps[0] / 2
 
 
-def test_an_engine_that_pools_has_no_use_for_drafts(folder: Path, speculative: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedFeature, match=r"speculative_config.*pools"):
-        make_speculating_core(folder, speculative, output_head="mean")
-
-
 def test_a_state_that_cannot_be_rolled_back_is_no_place_for_drafts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, speculative: dict[str, Any]
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.config.parallel import ParallelConfig
-from penstock.errors import RanksDisagree, WaitTimeout
+from penstock.errors import RanksDisagree, UnsupportedFeature, WaitTimeout
 from penstock.parallel.local_ranks import join_local_ranks, share_memory
 from penstock.parallel.shared_memory_group import SLOT_BYTES, SharedMemoryGroup, waits_in_channels
 from support.ranks import run_ranks, shared_memory_groups
@@ -157,6 +157,12 @@ def test_ranks_in_different_calls_are_told(other: Callable[[SharedMemoryGroup], 
     for rank, error in enumerate(together(2, run)):
         assert isinstance(error, RanksDisagree)
         assert f"while rank {1 - rank} makes another call" in str(error)
+
+
+def test_ranks_without_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.parallel.shared_memory_group.collectives_library", lambda: None)
+    with pytest.raises(UnsupportedFeature, match=r"C\+\+ kernels, which were not built"):
+        shared_memory_groups(2)
 
 
 def test_ranks_of_a_machine_have_a_group_and_one_alone_has_none() -> None:

@@ -141,22 +141,26 @@ def eagle3_weights(
     return weights
 
 
-def mtp_weights(seed: int = 1) -> dict[str, Tensor]:
+def mtp_weights(seed: int = 1, *, sizes: HeadSizes = _TINY) -> dict[str, Tensor]:
     prefix = "model.mtp_layers.0."
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
-    sizes = {
+    shapes = {
         f"{prefix}input_proj.weight": (HIDDEN, 2 * HIDDEN),
         **{f"{prefix}{name}.weight": (HIDDEN,) for name in norms},
-        **layer_sizes(prefix, bias=True),
+        **layer_sizes(prefix, sizes=sizes, bias=True),
     }
-    return random_weights(sizes, seed)
+    return random_weights(shapes, seed)
 
 
-def write_mimo(folder: Path) -> Path:
+def write_mimo(folder: Path, *, num_key_value_heads: int = KV_HEADS, **overrides: Any) -> Path:
     """Write a tiny MiMo: Transformers' Qwen2 with an MTP layer."""
-    tiny_checkpoint(folder, "qwen2")
+    tiny_checkpoint(folder, "qwen2", num_key_value_heads=num_key_value_heads, **overrides)
     weights = load_file(folder / "model.safetensors")
-    save_file({**weights, **mtp_weights()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**weights, **mtp_weights(sizes=HeadSizes(kv_heads=num_key_value_heads))},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     edit_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
     return folder
 

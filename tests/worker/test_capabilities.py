@@ -8,25 +8,34 @@ import os
 import pickle
 import statistics
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock import AsyncEngine
+from penstock.checkpoints.quantized_checkpoint import QUANTIZED_CHECKPOINTS, quantization_of_checkpoint
 from penstock.config import EngineConfig
+from penstock.config.speculative import METHODS
 from penstock.contract import RpcCall
+from penstock.contract.lora import LoRARequest
 from penstock.engine.dispatcher import start_core
 from penstock.errors import UnsupportedArgument
 from penstock.worker.capabilities import ASYNC_REFUSALS, REFUSALS, Refusal, check_options
+from support.adapters import VARIANTS, make_adapters
 from support.arrangements import PROMPTS
-from support.checkpoints import edit_config, tiny_checkpoint
-from support.draft_heads import eagle3_weights, eagle_weights, write_head
+from support.checkpoints import edit_config, tiny_checkpoint, tiny_model
+from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import greedy
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
+from support.gguf_files import write_gguf
+from support.mxfp4_checkpoints import write_mxfp4
 from support.quantized_checkpoints import (
     awq_layer,
     gptq_layer,
@@ -91,13 +100,41 @@ SIZES = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "head_dim": 16, 
 # How options of refusals are asked for that are not in `ARRANGED` or `WAYS`.
 OTHERS = {
     "core process": "core",
+    "output heads that pool": "pooling",
+    "speculative decoding": "n-gram drafts",
 }
+
+
+def continuations(engine: Engine, adapters: Sequence[LoRARequest | None] = (None,) * 4) -> Any:
+    """Tokens of requests of each kind, twice, for prefix-cache hits; and log-probabilities of prompts."""
+    params = [greedy(12), sampled(1, presence_penalty=0.5), greedy(12, logprobs=1), sampled(2, top_k=9)]
+    tokens = [engine.tokens(PROMPTS[:4], params, lora_request=adapters) for _ in range(2)]
+    outputs = engine.generate(PROMPTS[1:4], greedy(1, prompt_logprobs=0), lora_request=adapters[1:])
+    return tokens, [logprob_of(entry) for out in outputs for entry in (out.prompt_logprobs or [])[1:]]
+
+
+def with_adapters(engine: Engine) -> Any:
+    """As `continuations`, of adapters that take turns and of the model itself."""
+    folders = sorted(engine.folder.glob("adapter*"))
+    adapters = [None, *(LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders, 1))]
+    found = continuations(engine, adapters)
+    assert len(set(map(tuple, engine.tokens([PROMPTS[0]] * 4, greedy(12), lora_request=adapters)))) > 1
+    return found
+
+
+def pooled(engine: Engine) -> Any:
+    """Embeddings, twice."""
+    given: Any = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    first, again = ([out.outputs.embedding for out in engine.llm.embed(given, use_tqdm=False)] for _ in range(2))
+    assert first == again
+    return ((), ()), [float(value) for embedding in first for value in embedding]
 
 
 @dataclass(frozen=True)
 class Way:
     """Options and model of a feature that needs an engine of its own.
 
+    attempt: returns results twice, and numbers. of: other features that the model has.
     off_by: how far log-probabilities with TP may be from those of one worker, in the mean, since each worker rounds its
     own share of weights or inputs, or sums that were added in another order; tokens may differ then. One worker is as
     far from unrounded ones; those of another text are off by 2. On any number of workers a request has the same tokens
@@ -107,6 +144,8 @@ class Way:
     options: Callable[[Path], dict[str, Any]] = field(default=lambda folder: {})
     model: Callable[[Path], Path] = write_model
     off_by: float = 0.0
+    attempt: Callable[[Engine], Any] = continuations
+    of: tuple[str, ...] = ()
 
 
 def always(**options: Any) -> Callable[[Path], dict[str, Any]]:
@@ -155,6 +194,45 @@ def with_latents(folder: Path) -> Path:
     return tiny_checkpoint(folder, "deepseek_v3", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
 
 
+def with_mtp_layer(folder: Path) -> Path:
+    return write_mimo(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS, num_key_value_heads=1)
+
+
+def for_adapters(folder: Path) -> dict[str, Any]:
+    """Adapters of some modules, of all, and of the embedding."""
+    if not (folder / "adapter0").exists():
+        make_adapters(tiny_model("llama", **SIZES), folder, [VARIANTS[0], VARIANTS[1], VARIANTS[4]])
+    return {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8}
+
+
+def of_whole_texts(folder: Path) -> Path:
+    write_model(folder)
+    return edit_config(folder, is_causal=False).folder
+
+
+def gguf_file(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    model = tiny_model("llama", **{**SIZES, "hidden_size": 64, "intermediate_size": 128})
+    return write_gguf(model, "llama", folder / "model.gguf", Type.Q8_0)
+
+
+def mxfp4(folder: Path) -> Path:
+    return write_mxfp4(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS)[0].folder
+
+
+def float8(folder: Path) -> Path:
+    """A checkpoint whose projections have FP8 weights with one scale each."""
+    tiny_checkpoint(folder, **SIZES, tie_word_embeddings=False)
+    stored = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            scale = stored[f"{name}_scale"] = weight.abs().amax() / 448
+            weight = (weight / scale).to(torch.float8_e4m3fn)
+        stored[name] = weight
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return edit_config(folder, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}).folder
+
+
 def gpt_oss(folder: Path) -> Path:
     return tiny_checkpoint(folder, "gpt_oss", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
 
@@ -169,6 +247,7 @@ def quantized(quantize: Any, config: dict[str, Any]) -> Way:
     return Way(model=lambda folder: write_quantized(folder, quantize, config, **sizes).config.folder, off_by=0.1)
 
 
+POOLING = {"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 INT8_OF_TORCHAO = torchao_config("Int8WeightOnlyConfig", group_size=None)
@@ -187,6 +266,9 @@ WAYS = {
     "AWQ checkpoints": quantized(awq_layer(32), AWQ),
     "compressed-tensors checkpoints": quantized(packed_layer(32, symmetric=True), w4a16()),
     "torchao checkpoints": quantized(torchao_int8_layer, INT8_OF_TORCHAO),
+    "GGUF checkpoints": Way(model=gguf_file, off_by=0.1),
+    "MXFP4 checkpoints": Way(model=mxfp4, of=("attention sinks",), off_by=0.1),
+    "FP8 checkpoints": Way(model=float8),
     "int8 KV cache": Way(always(kv_cache_dtype="int8"), off_by=0.01),
     "KV cache of another dtype than the model's": Way(always(kv_cache_dtype="bfloat16"), off_by=0.01),
     "FP8 KV cache": Way(always(kv_cache_dtype="fp8"), off_by=0.1),
@@ -195,9 +277,18 @@ WAYS = {
     "n-gram drafts": Way(drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=2)),
     "suffix decoding": Way(drafting("suffix")),
     "draft model": Way(with_draft_model),
+    "MTP": Way(drafting("mtp"), with_mtp_layer),
     "EAGLE": Way(with_head, of_vocabulary_of_heads),
     "EAGLE-3": Way(with_head_on_layers, of_vocabulary_of_heads),
     "adaptive draft lengths": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
+    "LoRA adapters": Way(for_adapters, attempt=with_adapters),
+    "pooling": Way(always(**POOLING), attempt=pooled),
+    "pooling of whole texts": Way(
+        always(**POOLING, enable_chunked_prefill=False, max_num_batched_tokens=256),
+        of_whole_texts,
+        attempt=pooled,
+        of=("pooling",),
+    ),
 }
 # Options of those that no CPU has.
 WAYS_ON_GPUS: dict[str, dict[str, Any]] = {
@@ -216,17 +307,22 @@ SETS = (
     ("attention sinks",),
     ("Transformers models",),
     ("latent attention",),
+    ("MTP",),
     ("EAGLE",),
     ("EAGLE-3",),
+    ("LoRA adapters",),
+    ("pooling",),
+    ("pooling of whole texts",),
 )
 
 
 def refused_on_cpus(name: str, options: dict[str, Any]) -> bool:
-    """Whether a refusal names the feature, beside options that are given."""
+    """Whether a refusal names the feature, or one that its model has, beside options that are given."""
     config = EngineConfig.create("demo", device="cpu", **options)
+    names = {name, *(WAYS[name].of if name in WAYS else ())}
     return any(
-        name in [option.name for option in refusal.options]
-        and all(option.name == name or option.given(config) for option in refusal.options)
+        not names.isdisjoint(option.name for option in refusal.options)
+        and all(option.name in names or option.given(config) for option in refusal.options)
         for refusal in (*ASYNC_REFUSALS, *REFUSALS)
         if refusal.device != "cuda"
     )
@@ -240,14 +336,6 @@ def allowed(names: Iterable[str], options: dict[str, Any]) -> tuple[str, ...]:
 # Each set as far as an arrangement allows it, and the models that TP does not allow.
 ALONE = [(allowed(names, ARRANGED[arrangement]), arrangement) for names in SETS for arrangement in STARTED_HERE]
 ALONE += [(names, "mp") for names in SETS if not allowed(names, TENSOR)]
-
-
-def continuations(engine: Engine) -> Any:
-    """Tokens of requests of each kind, twice, for prefix-cache hits; and log-probabilities of prompts."""
-    params = [greedy(12), sampled(1, presence_penalty=0.5), greedy(12, logprobs=1), sampled(2, top_k=9)]
-    tokens = [engine.tokens(PROMPTS[:4], params) for _ in range(2)]
-    outputs = engine.generate(PROMPTS[1:4], greedy(1, prompt_logprobs=0))
-    return tokens, [logprob_of(entry) for out in outputs for entry in (out.prompt_logprobs or [])[1:]]
 
 
 def logprob_of(entry: Any) -> float:
@@ -306,13 +394,15 @@ def try_alone(names: tuple[str, ...], folder: Path, arrangement: dict[str, Any])
     folder.mkdir(exist_ok=True)
     path = folder / "model"
     model = path if path.exists() else WAYS[names[0]].model(path)
-    model = next(iter(sorted(path.glob("quantized"))), model)
-    write_tokenizer(model, byte_level_tokenizer())
+    model = next((path / name for name in ("quantized", "mxfp4", "model.gguf") if (path / name).exists()), model)
+    if model.is_dir():
+        write_tokenizer(model, byte_level_tokenizer())
     options = {name: value for one in names for name, value in WAYS[one].options(folder).items()}
     with started(model, folder, {**arranged(arrangement), "kv_cache_memory_bytes": "2MiB", **options}) as engine:
         if "speculative_config" in options:
             assert max(engine.core.collective_rpc(RpcCall(drafts_of))) > 0
-        return continuations(engine)
+        (attempt,) = {WAYS[name].attempt for name in names} - {continuations} or {continuations}
+        return attempt(engine)
 
 
 def assert_as_of_one_worker(found: Any, names: tuple[str, ...], arrangement: dict[str, Any], folder: Path) -> None:
@@ -476,10 +566,23 @@ def test_each_refusal_is_raised_at_start_with_its_text(refusal: Refusal, tmp_pat
     assert all(str(option.given(config)) in str(caught.value) for option in refusal.options)
 
 
-def test_nothing_else_is_refused_on_cpus(tmp_path: Path) -> None:
-    for number, (name, way) in enumerate(WAYS.items()):
-        options = way.options(tmp_path)
-        folder = way.model(tmp_path / str(number))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Model and options of each way."""
+    folder = tmp_path_factory.mktemp("written")
+    return {
+        name: (way.model(folder / str(number)), way.options(folder)) for number, (name, way) in enumerate(WAYS.items())
+    }
+
+
+def test_every_drafter_and_every_format_of_weights_is_tried(written: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    configs = [EngineConfig.create(str(model), **options) for model, options in written.values()]
+    assert {config.speculative.method for config in configs} == {None, *METHODS}
+    assert {quantization_of_checkpoint(config.model.hf_config) for config in configs} == {None, *QUANTIZED_CHECKPOINTS}
+
+
+def test_nothing_else_is_refused_on_cpus(written: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    for name, (folder, options) in written.items():
         for arrangement, given in ARRANGED.items():
             if " x " in arrangement and arrangement.startswith("torchrun"):
                 continue

@@ -82,7 +82,6 @@ class EngineConfig:
                 "beyond the token budget of a step. Leave it out, and set max_num_batched_tokens to the length of the "
                 "longest prompt instead."
             )
-        self._check_pooling()
         self._check_recording()
         self._check_live_view()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
@@ -112,22 +111,6 @@ class EngineConfig:
         return min(
             self.parallel.pipeline_parallel_size, _CHANNEL_PIECES // self._message_pieces(self.scheduler.max_num_seqs)
         )
-
-    def _check_pooling(self) -> None:
-        """Refuse what pooling models do not have."""
-        pooling, parallel = self.model.pooling, self.parallel
-        if pooling is None:
-            return
-        for name, is_refused in (
-            ("pipeline_parallel_size", True),
-            ("decode_context_parallel_size", not pooling.is_pooled_in_chunks),
-        ):
-            size = getattr(parallel, name)
-            if is_refused and size > 1:
-                raise ConfigError(
-                    f"{name}={size} is not valid for {self.model.model}, which pools (runner='pooling'). Leave it out; "
-                    "tensor_parallel_size and data_parallel_size work."
-                )
 
     def _check_recording(self) -> None:
         """Refuse recordings that could not be replayed, or that several processes would write."""

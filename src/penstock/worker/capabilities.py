@@ -78,6 +78,25 @@ def _latents(config: EngineConfig) -> str | None:
     return architecture if is_native else None
 
 
+def _pooling(config: EngineConfig) -> str | None:
+    return None if config.model.pooling is None else f"runner='pooling' ({config.model.architecture})"
+
+
+def _head_that_pools(config: EngineConfig) -> str | None:
+    return f"output_head={config.model.output_head!r}" if config.model.pools else None
+
+
+def _whole_texts(config: EngineConfig) -> str | None:
+    pooling = config.model.pooling
+    is_whole = pooling is not None and not pooling.is_pooled_in_chunks
+    return f"{config.model.architecture} (attention over whole texts)" if is_whole else None
+
+
+def _drafts(config: EngineConfig) -> str | None:
+    method = config.speculative.method
+    return None if method is None else f"speculative_config={{'method': {method!r}}}"
+
+
 def _int8_cache(config: EngineConfig) -> str | None:
     return "kv_cache_dtype='int8'" if config.cache.kv_cache_dtype == "int8" else None
 
@@ -133,11 +152,17 @@ MOE_BACKEND = Option(
     "torch's products of experts",
     lambda config: None if config.model.moe_backend == "auto" else f"moe_backend={config.model.moe_backend!r}",
 )
+POOLING = Option("pooling", _pooling)
+POOLS = Option("output heads that pool", _head_that_pools)
+WHOLE_TEXTS = Option("pooling of whole texts", _whole_texts)
+DRAFTS = Option("speculative decoding", _drafts)
 SUFFIX = _method("suffix decoding", "suffix")
+EAGLE = _method("EAGLE", "eagle")
 EAGLE3 = _method("EAGLE-3", "eagle3")
 ADAPTIVE = Option("adaptive draft lengths", _adaptive)
 
 _NO_NCCL = "workers of one model exchange tensors in the memory of CPUs so far"
+_NO_HIDDEN_STATES = "the drafter reads hidden states of its layers, which it does not give"
 _BETWEEN_STEPS = "requests would reach the ranks' engines between different steps"
 
 # Checked when an `AsyncEngine` is created.
@@ -178,6 +203,28 @@ REFUSALS = (
     ),
     Refusal((SP, GPT2), "its residual stream is not split by tokens yet", "Leave enable_sp out."),
     Refusal((SP, EAGLE3), "it reads auxiliary hidden states of all tokens", "Leave enable_sp out."),
+    *(
+        Refusal((target, drafter), _NO_HIDDEN_STATES, "Use the method 'draft_model', 'ngram' or 'suffix'.")
+        for drafter in (EAGLE, EAGLE3)
+        for target in (TRANSFORMERS, GPT2)
+    ),
+    Refusal((POOLS, DRAFTS), "it generates no tokens that could be drafted", "Leave speculative_config out."),
+    Refusal(
+        (PP, POOLING),
+        "a text's vector is made on the rank that has all of its layers",
+        "Use tensor_parallel_size, or data_parallel_size.",
+    ),
+    Refusal(
+        (DCP, WHOLE_TEXTS),
+        "its attention reads no KV cache, which the workers would share",
+        "Use tensor_parallel_size alone, or data_parallel_size.",
+    ),
+    Refusal(
+        (POOLING, BATCH_INVARIANT),
+        "its attention over whole texts is torch's",
+        "Leave batch_invariant out, or use device='cpu', where it always holds.",
+        "cuda",
+    ),
     Refusal(
         (PP, CALIBRATED),
         "calibration runs all layers, and a pipeline stage has some of them",

@@ -15,7 +15,7 @@ from penstock.config import EngineConfig
 from penstock.config.model import GENERATE
 from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
-from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature
+from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels, why_no_tiles
 from penstock.loader.loader import find_stored_dtype
 from penstock.models.interface import LanguageModel
@@ -81,11 +81,6 @@ class Worker(WorkerBase):
         place = config.place(ranks.rank) if ranks.local_rank is None else ranks.place_on_machine
         self._device = create_device(self.config.device, *place, batch_invariant=self.config.model.batch_invariant)
         model = self.config.model
-        if model.batch_invariant and self._device.kind == "cuda" and model.pooling is not None:
-            raise UnsupportedFeature(
-                "batch_invariant=True is not supported for pooling on a GPU, whose attention over whole texts is "
-                "torch's. Leave it out, or use device='cpu', where it always holds."
-            )
         stored = find_stored_dtype(model.folder, self.config.load, self.parallel)
         self._dtype = self._device.choose_dtype(model.dtype, model.checkpoint_dtype, stored)
         self._device.return_unused_memory()

@@ -129,11 +129,14 @@ def test_what_is_no_path_of_a_socket_is_refused(given: Any, named: str) -> None:
 
 
 def test_a_server_and_an_engine_of_torchrun_refuse_the_option(tmp_path: Path) -> None:
+    """And an engine of torchrun refuses the recording of steps, too."""
     path = tmp_path / "live.sock"
     with pytest.raises(ConfigError, match="is an option of LLM. Leave it out: a server has the route /live"):
         AsyncEngine("demo", live_view=path)
     with pytest.raises(ConfigError, match="each rank would listen there"):
         EngineConfig.create("demo", live_view=path, distributed_executor_backend="external_launcher")
+    with pytest.raises(ConfigError, match="each rank would write it"):
+        EngineConfig.create("demo", record=path, distributed_executor_backend="external_launcher")
 
 
 def test_a_wrong_request_and_a_silent_client_leave_it_working(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         specs_by_rank = executor.get_kv_cache_specs()
         specs = specs_of_all(specs_by_rank)
         if executor.num_speculative_tokens:
-            _check_can_speculate(config, specs)
+            _check_can_speculate(specs)
         plans = executor.determine_available_memory()
         plan = min(plans, key=lambda plan: plan.kv_cache_bytes)
         available = whole_kv_cache_bytes(specs_by_rank, plans)
@@ -114,12 +114,8 @@ def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig
     logger.info("%s in %.1f s: %s, other %.1f s", what, whole, phases, other)
 
 
-def _check_can_speculate(config: EngineConfig, specs: Mapping[str, KVCacheSpec]) -> None:
+def _check_can_speculate(specs: Mapping[str, KVCacheSpec]) -> None:
     """Raise UnsupportedFeature for an engine that cannot verify draft tokens."""
-    if config.model.pools:
-        raise UnsupportedFeature(
-            "speculative_config: an engine that pools has no tokens that could be drafted. Leave it out."
-        )
     states = [name for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec) and not spec.rolls_back]
     if states:
         raise UnsupportedFeature(
