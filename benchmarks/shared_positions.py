@@ -40,7 +40,7 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "TP 2, DCP 2 in torch": {
         "decode_context_parallel_size": 2,
         "cp_kv_cache_interleave_size": 16,
-        "attention_backend": "cpu_context",
+        "attention_backend": "cpu_paged",
     },
 }
 

@@ -21,8 +21,8 @@ from penstock.attention import (
     Projection,
     StepGeometry,
 )
-from penstock.attention.cpu_context import CpuContextBackend
 from penstock.attention.cpu_native import CpuNativeBackend
+from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.select import select_backend
 from penstock.contract import FullAttentionSpec
 from penstock.errors import UnsupportedFeature, WaitTimeout
@@ -34,7 +34,7 @@ from support.ranks import SilentGroup, run_ranks, shared_memory_groups
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C++ kernels were not built")
 
-BACKENDS = (CpuNativeBackend, CpuContextBackend)
+BACKENDS = (CpuNativeBackend, CpuPagedBackend)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Of each request, the first token of a step and the one after the last.
 Step = Sequence[tuple[int, int, int]]
@@ -109,7 +109,7 @@ class Ranks:
         self.caches: list[Tensor] = []
         self.backends: list[AttentionBackend] = []
         self.layers: list[LayerAttention] = []
-        stale = 7.0 if self.backend is CpuContextBackend else float("nan")
+        stale = 7.0 if self.backend is CpuPagedBackend else float("nan")
         for group in shared_memory_groups(self.size, timeout_s=20.0):
             is_chunk = self.window is not None and self.window < 0
             layer = LayerAttention(
@@ -341,10 +341,10 @@ def test_which_backend_shares_positions() -> None:
 
     group = shared_memory_groups(2)[0]
     assert chosen(group, torch.int8) == "cpu_native"
-    assert chosen(group, torch.float32, "cpu_context") == "cpu_context"
+    assert chosen(group, torch.float32, "cpu_paged") == "cpu_paged"
     # Ranks without shared memory in common.
-    assert chosen(SilentGroup(0, 2), torch.float32) == "cpu_context"
-    with pytest.raises(UnsupportedFeature, match="cpu_paged: it does not support decode_context_parallel_size=2"):
-        chosen(group, torch.float32, "cpu_paged")
-    with pytest.raises(UnsupportedFeature, match="no shared memory in common; cpu_context: it does not"):
+    assert chosen(SilentGroup(0, 2), torch.float32) == "cpu_paged"
+    with pytest.raises(UnsupportedFeature, match="reference: it does not support decode_context_parallel_size=2"):
+        chosen(group, torch.float32, "reference")
+    with pytest.raises(UnsupportedFeature, match="no shared memory in common; cpu_paged: it does not"):
         chosen(SilentGroup(0, 2), torch.int8)

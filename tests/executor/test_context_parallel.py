@@ -30,7 +30,7 @@ def make(folder: Path, size: int, context: int, **options: Any) -> EngineCore:
         ("llama", 4, 4, {"async_scheduling": True}),
         ("gemma3", 2, 8, {}),
         ("qwen3", 2, 2, {"kv_cache_dtype": "int8"}),
-        ("llama", 2, 2, {"attention_backend": "cpu_context"}),
+        ("llama", 2, 2, {"attention_backend": "cpu_paged"}),
     ],
 )
 @pytest.mark.one_case_quick

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from penstock.attention.base import AttentionBackend, BringsBackend, CacheBackend, CacheLayer
-from penstock.attention.cpu_context import CpuContextBackend
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.attention.reference import ReferenceBackend
@@ -24,7 +23,6 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     for backend in (
         CpuNativeBackend,
         CpuPagedBackend,
-        CpuContextBackend,
         TritonPagedBackend,
         TritonInvariantBackend,
         TorchVarlenBackend,
@@ -48,8 +46,6 @@ def select_backend(
     if requested is not None and requested not in BACKENDS:
         raise ConfigError(f"attention_backend={requested!r} is not valid. Allowed: {', '.join(BACKENDS)}.")
     # Checked once for layers that differ only in their names.
-    if layers[0].context is not None and device.type == "cpu":
-        candidates = (CpuNativeBackend.name, CpuContextBackend.name)
     distinct = {replace(layer, name=""): layer for layer in reversed(layers)}.values()
     refusals: dict[str, str] = {}
     for name in candidates if requested is None else (requested,):

@@ -159,13 +159,6 @@ class DecodeBlocks:
     index_N: Tensor
 
 
-def list_decode_blocks(
-    block_table_RB: np.ndarray, seq_lens_R: np.ndarray, block_size: int, window: int | None
-) -> DecodeBlocks:
-    """List the visible blocks of each request's last position."""
-    return list_blocks_between(block_table_RB, first_visible(seq_lens_R - 1, window), seq_lens_R, block_size)
-
-
 def list_blocks_between(
     block_table_RB: np.ndarray, first_visible_R: np.ndarray, seq_lens_R: np.ndarray, block_size: int
 ) -> DecodeBlocks:
@@ -199,26 +192,6 @@ def list_blocks_between(
     )
 
 
-def decode_attention_cpu(
-    query_RHD: Tensor,
-    key_BKPD: Tensor,
-    value_BKPD: Tensor,
-    blocks: DecodeBlocks,
-    scale: float,
-    workspace: tuple[Tensor, Tensor],
-    soft_cap: float | None = None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Attention of one query per request over a head-major cache [num_blocks, K, P, D]; returns [R, H, D].
-
-    workspace: for gathered keys and values, [N or more, K, P, D] each; new allocations would double the cost.
-    """
-    output_RHD, lse_RH = decode_attention_part(query_RHD, key_BKPD, value_BKPD, blocks, scale, workspace, soft_cap)
-    if sinks_H is not None:
-        output_RHD *= torch.sigmoid(lse_RH - sinks_H.float()).unsqueeze(-1)
-    return output_RHD.to(query_RHD.dtype)
-
-
 def decode_attention_part(
     query_RHD: Tensor,
     key_BKPD: Tensor,
@@ -228,10 +201,14 @@ def decode_attention_part(
     workspace: tuple[Tensor, Tensor],
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Partial attention, over these blocks only: float32 [R, H, D], and the log-sum-exp of the scores [R, H].
+    """Attention of one query per request over a head-major cache [num_blocks, K, P, D], of these blocks only.
+
+    Returns float32 [R, H, D], and the log-sum-exp of the scores [R, H].
 
     Every block is a partial attention of its own, merged per request by rescaling (split-KV, as in Flash-Decoding: Dao,
     Haziza, Massa and Sizov, 2023), so a batch of any lengths takes the same few operators.
+
+    workspace: for gathered keys and values, [N or more, K, P, D] each; new allocations would double the cost.
     """
     num_reqs, num_heads, head_size = query_RHD.shape
     num_kv_heads = key_BKPD.shape[1]
@@ -341,10 +318,6 @@ def _capped_queries(num_heads: int, num_positions: int) -> int:
     return max(1, min(_CAPPED_QUERIES, _MAX_SCORES // (num_heads * num_positions)))
 
 
-# Maximum number of scores in memory at once, but at least those of one query.
-_MAX_SCORES = 1 << 20
-
-
 def prefill_attention_part(
     query_QHD: Tensor,
     key_LKD: Tensor,
@@ -371,9 +344,7 @@ def prefill_attention_part(
         visible_QL = (position_L >= first_Q[rows, None]) & (position_L < end_Q[rows, None])
         query_QKGD = (query_QHD[rows].float() * scale).unflatten(1, (num_kv_heads, -1))
         query_KXD = query_QKGD.transpose(0, 1).reshape(num_kv_heads, -1, head_size)
-        scores_KXL = torch.matmul(query_KXD, key_KDL)
-        if soft_cap is not None:
-            scores_KXL.div_(soft_cap).tanh_().mul_(soft_cap)
+        scores_KXL = _cap(torch.matmul(query_KXD, key_KDL), soft_cap)
         per_query = (num_kv_heads, visible_QL.shape[0], -1)
         scores_KXL.view(*per_query, num_positions).masked_fill_(~visible_QL[:, None], float("-inf"))
         lse_KX1 = scores_KXL.logsumexp(dim=-1, keepdim=True)
@@ -391,3 +362,8 @@ def weigh_part(output_THD: Tensor, lse_TH: Tensor, lse_NTH: Tensor) -> Tensor:
     Every token must have a visible position in some part. Overwrites the output.
     """
     return output_THD.mul_((lse_TH - lse_NTH.logsumexp(dim=0)).exp_().unsqueeze(-1))
+
+
+def weigh_sinks(output_RHD: Tensor, lse_RH: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Scale attention by its softmax weight beside the sinks. Overwrites the output."""
+    return output_RHD if sinks_H is None else output_RHD.mul_(torch.sigmoid(lse_RH - sinks_H.float()).unsqueeze(-1))
