@@ -24,7 +24,7 @@ from penstock.config import EngineConfig
 from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.session import Session
-from penstock.kernels.native.program_step import BoundChoices
+from penstock.kernels.native.program import BoundChoices
 from penstock.runner.model_runner import ModelRunner
 
 # Prefills, and a few steps for caches to settle.

@@ -16,7 +16,7 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.contract import SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.program_step import BoundChoices
+from penstock.kernels.native.program import BoundChoices
 from penstock.kernels.sampling import draw_tokens_reference
 from penstock.loader.loader import load_model
 from penstock.models.decoder import DecoderForCausalLM

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.program_step import BoundChoices
+from penstock.kernels.native.program import BoundChoices
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run, run_layer_by_layer
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native import NativeKernels
-from penstock.kernels.native.program import NativeProgram
-from penstock.kernels.native.program_step import BoundChoices, StepTokens
+from penstock.kernels.native.program import BoundChoices, NativeProgram
+from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.quantized import native_quantized_products
 from penstock.kernels.native.tracing import TracedTensor
 from penstock.kernels.quantized import QuantizedShape, QuantizedWeight, minimums_of

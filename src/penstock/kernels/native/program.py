@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.native import NativeKernels
 from penstock.kernels.native.library import StoredArguments
 from penstock.kernels.native.planning import Kind, plan_buffers
-from penstock.kernels.native.program_step import BoundChoices, StepTokens
+from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.tracing import Cell, Opaque, Operation, Trace
 from penstock.kernels.sampling import ChosenTokens
 
@@ -37,7 +37,7 @@ class NativeProgram:
         self._program = module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
         # Takes the address of `_arguments`, and the range of operations to run.
         self._start: Callable[[int, int, int], tuple[int, int, int] | None]
-        self._start = partial(module.program_run, self._program)
+        self._start = partial(module.bind("program_run"), self._program)
         self.inputs = trace.inputs
         self._names = list(trace.inputs)
         given = {found.cell: found.number for found in trace.inputs.values() if found.cell is not None}
@@ -144,6 +144,26 @@ class NativeProgram:
         choices = [0, 0] if chosen is None else [tensor.data_ptr() for tensor in chosen]
         tensors = outputs.data_ptr(), workspace.data_ptr(), *choices
         return StoredArguments([*tensors, *step.arguments(self._names, torch.get_num_threads())])
+
+
+class BoundChoices:
+    """A program to greedy tokens, bound to all its inputs and outputs.
+
+    Every run overwrites the choices, and `states`, further outputs: float32 [T, width].
+    """
+
+    def __init__(
+        self, run: Callable[[], None], chosen: ChosenTokens, states: Sequence[Tensor], keeps_alive: tuple[object, ...]
+    ) -> None:
+        self._run = run
+        self._chosen = chosen
+        self.states = states
+        self._keeps_alive = keeps_alive
+
+    def run(self) -> ChosenTokens:
+        """Run one step on the tensors' present values. The next step overwrites the result."""
+        self._run()
+        return self._chosen
 
 
 def _call_opaque(function: Callable[..., Any], context: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:

@@ -1,14 +1,13 @@
-"""Inputs and outputs of a recorded program in one step. Suffixes: T tokens of the step, R requests."""
+"""Inputs of a recorded program in one step. Suffix: R requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kernels.native.attention import StepRequests
-from penstock.kernels.sampling import ChosenTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +43,3 @@ class StepTokens:
             len(self.groups),
             *[argument for requests in self.groups for argument in requests.arguments],
         ]
-
-
-class BoundChoices:
-    """A program to greedy tokens, bound to all its inputs and outputs.
-
-    Every run overwrites the choices, and `states`, further outputs: float32 [T, width].
-    """
-
-    def __init__(
-        self, run: Callable[[], None], chosen: ChosenTokens, states: Sequence[Tensor], keeps_alive: tuple[object, ...]
-    ) -> None:
-        self._run = run
-        self._chosen = chosen
-        self.states = states
-        self._keeps_alive = keeps_alive
-
-    def run(self) -> ChosenTokens:
-        """Run one step on the tensors' present values. The next step overwrites the result."""
-        self._run()
-        return self._chosen

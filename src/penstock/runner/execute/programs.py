@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from penstock.attention import ForwardContext
-from penstock.kernels.native.program_step import BoundChoices
+from penstock.kernels.native.program import BoundChoices
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.runner.execute.execution import Description, Execution, run_forward
 from penstock.runner.execute.recorded_programs import RecordedPrograms

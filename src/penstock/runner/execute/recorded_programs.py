@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from penstock.attention import AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import NO_REQUESTS
-from penstock.kernels.native.program import NativeProgram
-from penstock.kernels.native.program_step import BoundChoices, StepTokens
+from penstock.kernels.native.program import BoundChoices, NativeProgram
+from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel, ModelInputs
