@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.scheduler.block_pool import BlockPool, KVCacheBlock
+from penstock.scheduler.block_pool import BlockPool, KVCacheBlock, StepIds
 
 
 def key(number: int) -> tuple[int, bytes]:
@@ -14,14 +14,14 @@ def ids(blocks: list[KVCacheBlock]) -> list[int]:
 
 
 def test_the_null_block_is_never_given_out() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, StepIds())
 
     assert ids(pool.get_new_blocks(3)) == [1, 2, 3]
     assert (pool.num_free_blocks, pool.num_used_blocks) == (0, 3)
 
 
 def test_cached_blocks_are_reused_least_recently_freed_first() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(5, StepIds())
     blocks = pool.get_new_blocks(4)
     pool.cache_full_blocks(blocks, [key(number) for number in range(4)])
 
@@ -33,7 +33,7 @@ def test_cached_blocks_are_reused_least_recently_freed_first() -> None:
 
 
 def test_blocks_without_content_are_reused_before_cached_ones() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, StepIds())
     cached, plain, _ = pool.get_new_blocks(3)
     pool.cache_full_blocks([cached], [key(1)])
 
@@ -45,7 +45,7 @@ def test_blocks_without_content_are_reused_before_cached_ones() -> None:
 
 
 def test_a_touched_block_leaves_the_middle_of_the_free_queue() -> None:
-    pool = BlockPool(5)
+    pool = BlockPool(5, StepIds())
     blocks = pool.get_new_blocks(4)
     pool.cache_full_blocks(blocks, [key(number) for number in range(4)])
     pool.free_blocks(blocks)
@@ -58,7 +58,7 @@ def test_a_touched_block_leaves_the_middle_of_the_free_queue() -> None:
 
 
 def test_a_block_stays_held_until_its_last_holder_lets_go() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, StepIds())
     [block] = pool.get_new_blocks(1)
     pool.touch([block])
 
@@ -69,7 +69,7 @@ def test_a_block_stays_held_until_its_last_holder_lets_go() -> None:
 
 
 def test_reuse_makes_a_block_forget_its_content() -> None:
-    pool = BlockPool(2)
+    pool = BlockPool(2, StepIds())
     [block] = pool.get_new_blocks(1)
     pool.cache_full_blocks([block], [key(1)])
     pool.free_blocks([block])
@@ -82,7 +82,7 @@ def test_reuse_makes_a_block_forget_its_content() -> None:
 
 
 def test_equal_content_in_two_blocks_is_found_as_long_as_one_is_left() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, StepIds())
     first, second = pool.get_new_blocks(2)
     pool.cache_full_blocks([first, second], [key(1), key(1)])
     pool.free_blocks([first])
@@ -95,7 +95,7 @@ def test_equal_content_in_two_blocks_is_found_as_long_as_one_is_left() -> None:
 
 
 def test_a_cached_block_keeps_its_key_and_null_blocks_get_none() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, StepIds())
     [block] = pool.get_new_blocks(1)
     pool.cache_full_blocks([block], [key(1)])
 
@@ -107,7 +107,7 @@ def test_a_cached_block_keeps_its_key_and_null_blocks_get_none() -> None:
 
 
 def test_the_prefix_cache_is_reset_only_when_no_block_is_held() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, StepIds())
     [block] = pool.get_new_blocks(1)
     pool.cache_full_blocks([block], [key(1)])
 

@@ -28,6 +28,15 @@ class KVCacheBlock:
         return f"KVCacheBlock(block_id={self.block_id}, ref_count={self.ref_count}, cached={self.key is not None})"
 
 
+class StepIds:
+    """Ids of the last step that was launched, which may access all held blocks, and of the last one that is done."""
+
+    __slots__ = ("last_done", "last_launched")
+
+    def __init__(self) -> None:
+        self.last_launched = self.last_done = -1
+
+
 class BlockPool:
     """Block ids of one KV cache, shared by its groups.
 
@@ -37,33 +46,28 @@ class BlockPool:
     is in none of these states.
     Several blocks may have equal content, computed by requests side by side.
 
+    steps: of the scheduler. pending: blocks by the step that must be done before they are free, ascending.
     num_cached_blocks: cached blocks that are not held.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, steps: StepIds) -> None:
         self.num_blocks = num_blocks
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
         # In order of reuse.
         self._free = OrderedDict.fromkeys(self.blocks[1:])
-        # By the step that must be done before they are free, ascending.
-        self._pending: OrderedDict[KVCacheBlock, int] = OrderedDict()
-        self._last_launched_step_id = self._last_done_step_id = -1
+        self.pending: OrderedDict[KVCacheBlock, int] = OrderedDict()
+        self._steps = steps
         self._cached: dict[BlockKey, dict[int, KVCacheBlock]] = {}
         self.num_cached_blocks = 0
 
-    def note_launched(self, step_id: int) -> None:
-        """Note the launch of a step, which may access all held blocks."""
-        self._last_launched_step_id = step_id
-
-    def note_done(self, step_id: int) -> None:
-        """Note that steps up to this one are done; pending blocks of theirs become free."""
-        self._last_done_step_id = step_id
-        while self._pending:
-            block, last_step_id = next(iter(self._pending.items()))
-            if last_step_id > step_id:
+    def free_pending(self) -> None:
+        """Make the pending blocks free of which all steps are done."""
+        while self.pending:
+            block, last_step_id = next(iter(self.pending.items()))
+            if last_step_id > self._steps.last_done:
                 return
-            del self._pending[block]
+            del self.pending[block]
             self._make_free(block)
 
     @property
@@ -74,12 +78,12 @@ class BlockPool:
     @property
     def num_pending_blocks(self) -> int:
         """Blocks that become free with the steps in flight, unless a prefix-cache hit takes them before."""
-        return len(self._pending)
+        return len(self.pending)
 
     @property
     def num_used_blocks(self) -> int:
         """Held blocks, without the null block."""
-        return self.num_blocks - 1 - len(self._free) - len(self._pending)
+        return self.num_blocks - 1 - len(self._free) - len(self.pending)
 
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks, in order of reuse; linear in their number."""
@@ -112,7 +116,7 @@ class BlockPool:
             if block is self.null_block:
                 continue
             if block.ref_count == 0:
-                del (self._free if block in self._free else self._pending)[block]
+                del (self._free if block in self._free else self.pending)[block]
                 self.num_cached_blocks -= block.key is not None
             block.ref_count += 1
 
@@ -122,8 +126,8 @@ class BlockPool:
         Pass a request's last block first: a prefix is useful without its tail, a tail never without its prefix.
         Uncached blocks are reused before any cached one.
         """
-        last_step_id = self._last_launched_step_id
-        is_in_flight = last_step_id > self._last_done_step_id
+        last_step_id = self._steps.last_launched
+        is_in_flight = last_step_id > self._steps.last_done
         for block in blocks:
             if block is self.null_block:
                 continue
@@ -133,7 +137,7 @@ class BlockPool:
                 continue
             self.num_cached_blocks += block.key is not None
             if is_in_flight:
-                self._pending[block] = last_step_id
+                self.pending[block] = last_step_id
             else:
                 self._make_free(block)
 
@@ -172,8 +176,8 @@ class BlockPool:
 
     def start_over(self) -> None:
         """Reset for new KV cache memory: no step is in flight, and no block has content."""
-        self._last_done_step_id = self._last_launched_step_id
-        self._pending.clear()
+        self._steps.last_done = self._steps.last_launched
+        self.pending.clear()
         self._forget_all()
 
     def check_integrity(self, num_holders: Mapping[KVCacheBlock, int]) -> None:
@@ -181,11 +185,11 @@ class BlockPool:
         null_block = self.null_block
         assert null_block not in num_holders
         assert (null_block.ref_count, null_block.key) == (0, None)
-        states = [*self._free, *self._pending, *num_holders]
+        states = [*self._free, *self.pending, *num_holders]
         assert sorted(block.block_id for block in states) == list(range(1, self.num_blocks))
         assert all(block.ref_count == num_holders.get(block, 0) for block in self.blocks)
-        assert not self._pending or self._last_done_step_id < self._last_launched_step_id
-        assert self.num_cached_blocks == sum(block.key is not None for block in [*self._free, *self._pending])
+        assert not self.pending or self._steps.last_done < self._steps.last_launched
+        assert self.num_cached_blocks == sum(block.key is not None for block in [*self._free, *self.pending])
         findable = {block_id: key for key, blocks in self._cached.items() for block_id in blocks}
         assert findable == {block.block_id: block.key for block in self.blocks if block.key is not None}
 
@@ -201,7 +205,7 @@ class BlockPool:
             block.key = None
         # Without content all are equal; the lowest ids have memory that is mapped already.
         self._free = OrderedDict.fromkeys(
-            block for block in self.blocks[1:] if block.ref_count == 0 and block not in self._pending
+            block for block in self.blocks[1:] if block.ref_count == 0 and block not in self.pending
         )
 
     def _forget(self, block: KVCacheBlock) -> None:

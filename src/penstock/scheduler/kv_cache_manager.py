@@ -12,7 +12,7 @@ from itertools import cycle, zip_longest
 from penstock.contract import KVCacheConfig
 from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
-from penstock.scheduler.block_pool import BlockPool, KVCacheBlock
+from penstock.scheduler.block_pool import BlockPool, KVCacheBlock, StepIds
 from penstock.scheduler.kv_cache_groups import KVCacheGroup, make_group
 from penstock.scheduler.request import Request
 
@@ -70,7 +70,8 @@ class KVCacheManager:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._blocks_need_next_token = blocks_need_next_token
-        self.pools = [BlockPool(pool.num_blocks) for pool in kv_cache_config.pools]
+        self.steps = StepIds()
+        self.pools = [BlockPool(pool.num_blocks, self.steps) for pool in kv_cache_config.pools]
         hash_block_size = math.gcd(*(group.spec.block_size for group in kv_cache_config.groups)) or 1
         self._hasher = BlockHasher(hash_block_size)
         self.groups: list[KVCacheGroup] = [
@@ -100,16 +101,6 @@ class KVCacheManager:
         """Return the maximum number of blocks of each pool that a request needs at this length."""
         max_new_tokens = self._max_num_batched_tokens + self._num_lookahead_tokens
         return self._by_pool([group.num_blocks_at_once(num_tokens, max_new_tokens) for group in self.groups])
-
-    def note_launched(self, step_id: int) -> None:
-        """Note the launch of a step, which may access all held blocks."""
-        for pool in self.pools:
-            pool.note_launched(step_id)
-
-    def note_done(self, step_id: int) -> None:
-        """Note that steps up to this one are done; blocks that only they may access become free."""
-        for pool in self.pools:
-            pool.note_done(step_id)
 
     def holds(self, request: Request) -> bool:
         """Whether the request has blocks: it runs, or waits with reserved ones."""

@@ -49,7 +49,7 @@ class StepsInFlight:
         """Advance the requests of a step; its sampled tokens are placeholders until the results."""
         step_id = step.message.step_id
         self.steps[step_id] = step
-        self._kv_cache.note_launched(step_id)
+        self._kv_cache.steps.last_launched = step_id
         for request, num_computed_tokens, max_new_tokens in zip(  # noqa: B905, as in `settle`
             step.requests, step.num_computed_tokens, step.max_new_tokens
         ):
@@ -191,7 +191,10 @@ class StepsInFlight:
                 f"The results of {_named(step_id, message.num_scheduled_tokens)} came out of turn: {is_due}. Results "
                 "must come in the order of their steps, each once."
             )
-        self._kv_cache.note_done(step_id)
+        self._kv_cache.steps.last_done = step_id
+        for pool in self._kv_cache.pools:
+            if pool.pending:
+                pool.free_pending()
         return self.steps.pop(step_id)
 
     def _void_lost_blocks(self, step: Step, results: ModelRunnerOutput) -> None:
