@@ -79,7 +79,7 @@ def recording(config: EngineConfig) -> FakeCore:
 
     def record(step: int) -> None:
         time.sleep(0.02)
-        core.step_log.note(output)
+        core.step_log.launched = output
 
     core.on_step = record
     return core

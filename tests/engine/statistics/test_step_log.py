@@ -59,7 +59,7 @@ class Clock:
         monkeypatch.setattr(step_log.time, "monotonic", lambda: self.now)
 
     def run(self, seconds: float, *, is_last: bool = False) -> list[StepRecord]:
-        self.log.note(step({"a": 1}))
+        self.log.launched = step({"a": 1})
         self.now += seconds
         return self.log.take(seconds, is_last=is_last)
 

@@ -269,7 +269,7 @@ class EngineCore:
         if not output.num_scheduled_tokens and output.is_empty:
             return None, ()
         self._launched = output
-        self.step_log.note(output)
+        self.step_log.launched = output
         constrained = self._constrained.among(output.num_scheduled_tokens.keys())
         try:
             executor = self._executor
@@ -328,7 +328,8 @@ class EngineCore:
         result = handle.get_output(self._step_timeout_s)
         self.phases.end(StepPhase.WAIT)
         outputs = self.scheduler.update_from_output(output, result)
-        self._recovery.note_results(output.num_scheduled_tokens)
+        if self._recovery.has_failures:
+            self._recovery.note_results(output.num_scheduled_tokens)
         self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
             self._spec_decode_log.note_step()

@@ -24,6 +24,7 @@ class Recovery:
     identified by the `Quarantine` and ended with an error.
 
     tell_ends: called with the last outputs of requests that end so.
+    has_failures: whether there were failures that no results have cleared; otherwise results need not be noted.
     is_recovering: whether workers are being replaced, which takes as long as starting them. num_restarts: replacements
         of the workers so far.
     """
@@ -31,6 +32,7 @@ class Recovery:
     def __init__(
         self, scheduler: Scheduler, max_restarts: int, tell_ends: Callable[[list[EngineCoreOutput]], None]
     ) -> None:
+        self.has_failures = False
         self.is_recovering = False
         self.num_restarts = 0
         self._tell_ends = tell_ends
@@ -49,6 +51,7 @@ class Recovery:
         """Note that workers returned results of these requests."""
         self._failures.note_result()
         self._quarantine.note_results(req_ids)
+        self.has_failures = self._quarantine.has_suspicions
 
     def note_ends(self, req_ids: Collection[str]) -> None:
         """Note that these requests ended without a result, which ends their trials."""
@@ -59,13 +62,14 @@ class Recovery:
         if not self._scheduler.has_unfinished_requests():
             self._failures.note_idle()
         self._failures.note(error)
+        self.has_failures = True
 
     def replace_workers(self, engine: StartedEngine, error: Exception, req_ids: Collection[str]) -> None:
         """Start new workers, with exponential backoff after consecutive failures.
 
         error: cause. req_ids: requests of the steps in flight. Raises EngineDead when restarts are exhausted.
         """
-        self.is_recovering = True
+        self.has_failures = self.is_recovering = True
         why_not = engine.executor.why_not_restart()
         if why_not is not None:
             raise NeedsNewProcess(f"{error}. {why_not}") from error

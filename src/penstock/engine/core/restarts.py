@@ -105,6 +105,11 @@ class Quarantine:
         self._suspects += new
         return None
 
+    @property
+    def has_suspicions(self) -> bool:
+        """Whether any request ran at a failure and had no result since."""
+        return bool(self._num_failures)
+
     def note_results(self, req_ids: Collection[str]) -> None:
         """Clear requests that had results, or have ended."""
         if not self._num_failures:

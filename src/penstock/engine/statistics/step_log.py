@@ -31,30 +31,27 @@ class StepLog:
     """Records steps until the end of the last watch.
 
     A watch ends by itself, so that a core which was replaced, or whose viewer is gone, needs no message about it.
+    launched: the last launched step, set by the core; it is counted at its end only, and only while a view watches.
     """
 
-    __slots__ = ("_due_at", "_output", "_records", "_watched_until")
+    __slots__ = ("_due_at", "_records", "_watched_until", "launched")
 
     def __init__(self) -> None:
         self._watched_until = 0.0
         self._due_at = 0.0
-        self._output: SchedulerOutput | None = None
+        self.launched: SchedulerOutput | None = None
         self._records: list[StepRecord] = []
 
     def watch(self, seconds: float) -> None:
         """Record the steps of the next seconds."""
         self._watched_until = max(self._watched_until, time.monotonic() + seconds)
 
-    def note(self, output: SchedulerOutput) -> None:
-        """Note the step that is launched; it is counted at its end only, and only while a view watches."""
-        self._output = output
-
     def take(self, step_s: float, *, is_last: bool) -> list[StepRecord]:
-        """End the step that was noted. Returns the records since the last delivery, twice a second at most.
+        """End the launched step. Returns the records since the last delivery, twice a second at most.
 
         is_last: whether no step follows for now, so that all are returned.
         """
-        output, self._output = self._output, None
+        output, self.launched = self.launched, None
         if not self._watched_until:
             return []
         now = time.monotonic()
