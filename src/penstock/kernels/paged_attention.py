@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Limits the memory of capped scores: to this many queries at once, or 4 MiB, but at least one query.
-_CAPPED_QUERIES = 16
+# Maximum number of scores in memory at once, but at least those of one query.
 _MAX_SCORES = 1 << 20
 
 _NEG_INF = float("-inf")
@@ -258,18 +257,18 @@ def prefill_attention_cpu(
 ) -> Tensor:
     """Causal attention of one request's last Q positions to L positions, from `first_position` on; returns [Q, H, D].
 
-    Queries are processed in tiles, which bounds the mask's size; in smaller ones with a soft cap or sinks, for which
-    torch has no fused attention.
+    Queries are processed in tiles, which bounds the mask's size.
     """
     num_queries, context = query_QHD.shape[0], key_LKD.shape[0]
+    position_Q = torch.arange(context - num_queries, context)
+    first_Q = first_visible(position_Q + first_position, window) - first_position
+    if soft_cap is not None or sinks_H is not None:  # torch has no fused attention for these
+        part = prefill_attention_part(query_QHD, key_LKD, value_LKD, first_Q, position_Q + 1, scale, soft_cap)
+        return weigh_sinks(*part, sinks_H).to(query_QHD.dtype)
     query_1HQD = query_QHD.transpose(0, 1).unsqueeze(0)
     key_1KLD = key_LKD.transpose(0, 1).unsqueeze(0)
     value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
-    within_window = first_position == 0 and (window is None or context <= abs(window))
-    is_fused = soft_cap is None and sinks_H is None
-    if not is_fused:
-        tile = _capped_queries(query_QHD.shape[1], context)
-    elif num_queries == context and within_window:
+    if num_queries == context and first_position == 0 and (window is None or context <= abs(window)):
         output = F.scaled_dot_product_attention(
             query_1HQD, key_1KLD, value_1KLD, is_causal=True, scale=scale, enable_gqa=True
         )
@@ -277,45 +276,14 @@ def prefill_attention_cpu(
 
     tiles = []
     for start in range(0, num_queries, tile):
-        stop = min(start + tile, num_queries)
-        first, end = context - num_queries + start, context - num_queries + stop
-        position_Q1 = torch.arange(first, end)[:, None]
-        begin = max(0, int(first_visible(np.array(first_position + first), window)) - first_position)
-        first_Q1 = first_visible(position_Q1 + first_position, window) - first_position
-        position_L = torch.arange(begin, end)
-        visible_QL = (position_L <= position_Q1) & (position_L >= first_Q1)
-        seen = query_1HQD[:, :, start:stop], key_1KLD[:, :, begin:end], value_1KLD[:, :, begin:end]
-        if is_fused:
-            output = F.scaled_dot_product_attention(*seen, attn_mask=visible_QL, scale=scale, enable_gqa=True)
-        else:
-            output = _unfused_attention(*seen, visible_QL, scale, soft_cap, sinks_H)
+        rows = slice(start, min(start + tile, num_queries))
+        begin, end = max(0, int(first_Q[start])), context - num_queries + rows.stop
+        position_L, position_Q1 = torch.arange(begin, end), position_Q[rows, None]
+        visible_QL = (position_L <= position_Q1) & (position_L >= first_Q[rows, None])
+        seen = query_1HQD[:, :, rows], key_1KLD[:, :, begin:end], value_1KLD[:, :, begin:end]
+        output = F.scaled_dot_product_attention(*seen, attn_mask=visible_QL, scale=scale, enable_gqa=True)
         tiles.append(output.squeeze(0).transpose(0, 1))
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-
-
-def _unfused_attention(
-    query_1HQD: Tensor,
-    key_1KLD: Tensor,
-    value_1KLD: Tensor,
-    visible_QL: Tensor,
-    scale: float,
-    soft_cap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """scaled_dot_product_attention with grouped heads, capped scores and sinks: [1, H, Q, D]."""
-    _, num_heads, num_queries, head_size = query_1HQD.shape
-    num_kv_heads = key_1KLD.shape[1]
-    # A group's queries are rows of one matrix, so that its keys and values are not copied per query head.
-    query_KXD = (query_1HQD * scale).reshape(num_kv_heads, -1, head_size)
-    scores_KXL = _cap(torch.matmul(query_KXD, key_1KLD[0].transpose(1, 2)).float(), soft_cap)
-    scores_KGQL = scores_KXL.view(num_kv_heads, -1, *visible_QL.shape).masked_fill_(~visible_QL, _NEG_INF)
-    weights_KXL = softmax_with_sinks(scores_KGQL, sinks_H).view(scores_KXL.shape).to(value_1KLD.dtype)
-    return torch.matmul(weights_KXL, value_1KLD[0]).view(1, num_heads, num_queries, head_size)
-
-
-def _capped_queries(num_heads: int, num_positions: int) -> int:
-    """Number of queries whose scores are in memory at once."""
-    return max(1, min(_CAPPED_QUERIES, _MAX_SCORES // (num_heads * num_positions)))
 
 
 def prefill_attention_part(
@@ -333,25 +301,26 @@ def prefill_attention_part(
     zeros, and -inf.
     """
     num_queries, num_heads, head_size = query_QHD.shape
-    num_positions, num_kv_heads = key_LKD.shape[:2]
+    num_kv_heads = key_LKD.shape[1]
     key_KDL, value_KLD = key_LKD.float().permute(1, 2, 0), value_LKD.float().transpose(0, 1)
     output_QHD = query_QHD.new_empty(query_QHD.shape, dtype=torch.float32)
     lse_QH = query_QHD.new_empty((num_queries, num_heads), dtype=torch.float32)
-    position_L = torch.arange(num_positions)
-    tile = max(1, _MAX_SCORES // (num_heads * max(num_positions, 1)))
+    tile = max(1, _MAX_SCORES // (num_heads * max(key_LKD.shape[0], 1)))
     for start in range(0, num_queries, tile):
         rows = slice(start, min(start + tile, num_queries))
+        # Positions that some query of the tile sees; later queries see later ones.
+        seen = slice(max(0, int(first_Q[start])), int(end_Q[rows.stop - 1]))
+        position_L = torch.arange(seen.start, max(seen.start, seen.stop))
         visible_QL = (position_L >= first_Q[rows, None]) & (position_L < end_Q[rows, None])
         query_QKGD = (query_QHD[rows].float() * scale).unflatten(1, (num_kv_heads, -1))
         query_KXD = query_QKGD.transpose(0, 1).reshape(num_kv_heads, -1, head_size)
-        scores_KXL = _cap(torch.matmul(query_KXD, key_KDL), soft_cap)
-        per_query = (num_kv_heads, visible_QL.shape[0], -1)
-        scores_KXL.view(*per_query, num_positions).masked_fill_(~visible_QL[:, None], float("-inf"))
+        scores_KXL = _cap(torch.matmul(query_KXD, key_KDL[..., seen]), soft_cap)
+        per_query = (num_kv_heads, visible_QL.shape[0], num_heads // num_kv_heads)
+        scores_KXL.view(*per_query, len(position_L)).masked_fill_(~visible_QL[:, None], _NEG_INF)
         lse_KX1 = scores_KXL.logsumexp(dim=-1, keepdim=True)
         weights_KXL = (scores_KXL - lse_KX1.clamp(min=torch.finfo(torch.float32).min)).exp_()
-        output_QHD[rows] = (
-            torch.matmul(weights_KXL, value_KLD).view(*per_query, head_size).transpose(0, 1).flatten(1, 2)
-        )
+        mixed_KXD = torch.matmul(weights_KXL, value_KLD[:, seen])
+        output_QHD[rows] = mixed_KXD.view(*per_query, head_size).transpose(0, 1).flatten(1, 2)
         lse_QH[rows] = lse_KX1.view(per_query).transpose(0, 1).flatten(1)
     return output_QHD, lse_QH
 
