@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -17,16 +16,15 @@ from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam
 from penstock.engine.inputs.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.pooling_prompts import refuse_generation
-from penstock.engine.inputs.prompts import Prompts, as_list, list_of_prompts
+from penstock.engine.inputs.prompts import Prompts, list_of_params, list_of_priorities, list_of_prompts
 from penstock.engine.offline_pooling import PoolingMethods
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.engine.statistics.expert_load import sum_of_workers
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.worker_calls import WorkerCalls
-from penstock.errors import InvalidRequest, UnsupportedFeature
+from penstock.errors import UnsupportedFeature
 from penstock.observability.logging import configure_logging
-from penstock.observability.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -154,8 +152,8 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         prompt_list = list_of_prompts(prompts)
         if sampling_params is None:
             sampling_params = self._session.default_sampling_params
-        params_list = _list_of_params(sampling_params, len(prompt_list))
-        priorities = _list_of_priorities(priority, len(prompt_list))
+        params_list = list_of_params("sampling_params", sampling_params, len(prompt_list))
+        priorities = list_of_priorities(priority, len(prompt_list))
         adapters = list_of_adapters(lora_request, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
         each = zip(prompt_list, params_list, names, priorities, adapters, strict=True)
@@ -164,13 +162,7 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
             for prompt, params, name, number, adapter in each
         ]
         self._add_adapters(adapters)
-        outputs: dict[str, RequestOutput] = {}
-        with progress_bar(len(requests), is_wanted=use_tqdm) as bar, closing(self._session.run(requests)) as steps:
-            for progress in steps:
-                if progress.finished:
-                    outputs[progress.req_id] = progress.output()
-                    bar.update()
-        return [outputs[accepted.request.req_id] for accepted in requests]
+        return self._session.finish(requests, shows_bar=use_tqdm)
 
     @also_from_vllm
     def chat(
@@ -322,23 +314,3 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _list_of_params(params: Any, num_prompts: int) -> list[Any]:
-    listed = as_list(params)
-    if listed is None:
-        return [params] * num_prompts
-    if len(listed) != num_prompts:
-        raise InvalidRequest(
-            f"There are {num_prompts} prompts but {len(listed)} sampling_params. Give one for all, or one per prompt."
-        )
-    return listed
-
-
-def _list_of_priorities(priority: Any, num_prompts: int) -> list[Any]:
-    if priority is None or isinstance(priority, int):
-        return [priority or 0] * num_prompts
-    listed = as_list(priority)
-    if listed is None or len(listed) != num_prompts:
-        raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or a list of {num_prompts}.")
-    return listed

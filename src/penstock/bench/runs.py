@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -72,16 +71,12 @@ def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
     requests = [session.accept({"prompt_token_ids": prompt}, params) for prompt in prompts]
-    outputs: dict[str, RequestOutput] = {}
-    with closing(session.run(requests)) as steps:
-        for progress in steps:
-            if progress.finished:
-                outputs[progress.req_id] = progress.output()
+    outputs = session.finish(requests)
     seconds = time.perf_counter() - begin
-    for output in outputs.values():
+    for output in outputs:
         if output.error is not None:
             raise PenstockError(f"A request of the benchmark failed: {output.error}")
-    return Run(seconds, [outputs[accepted.request.req_id] for accepted in requests])
+    return Run(seconds, outputs)
 
 
 def repeat(settings: Settings, tick: Tick, measure: Callable[[], _Measured]) -> list[_Measured]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -29,6 +31,27 @@ class NamedParameters(msgspec.StructMeta):
                 if given.keys() <= set(self.__struct_fields__):
                     raise
             return super().__call__(*args, **_own_parameters(given, self.__struct_fields__))
+
+
+class Parameters(msgspec.Struct, metaclass=NamedParameters, kw_only=True, forbid_unknown_fields=True):
+    """Base of the parameters of a request. A field that is set later is checked as in the constructor."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        checked = self.clone(**{name: value})
+        self._set(name, getattr(checked, name))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+        """Create parameters from a dictionary, such as a line of JSON."""
+        return cls(**fields)
+
+    def clone(self, **changes: Any) -> Self:
+        """Return a deep copy with changed fields. Raises InvalidParameter as `from_dict`."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return self.from_dict(copy.deepcopy(fields) | changes)
+
+    def _set(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
 
 
 def _own_parameters(given: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:

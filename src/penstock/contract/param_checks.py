@@ -91,6 +91,15 @@ def check_integer(name: str, value: Any, low: int, high: int | None, allowed: st
         raise invalid(name, value, allowed)
 
 
+def check_num_kept(value: Any) -> None:
+    """Raise InvalidParameter unless `value` is one of truncate_prompt_tokens."""
+    if value is not None:
+        allowed = "at least 1, -1 (as many as fit), or None"
+        check_integer("truncate_prompt_tokens", value, -1, None, allowed)
+        if value == 0:
+            raise invalid("truncate_prompt_tokens", value, allowed)
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raise InvalidParameter unless `value` is True or False."""
     if not isinstance(value, bool):

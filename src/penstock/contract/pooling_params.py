@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
-
-import msgspec
+from collections.abc import Sequence
 
 from penstock.contract import param_checks as check
-from penstock.contract.named_parameters import NamedParameters
+from penstock.contract.named_parameters import Parameters
 
 POOLING_TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 
 
-class PoolingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, forbid_unknown_fields=True):
+class PoolingParams(Parameters, kw_only=True, forbid_unknown_fields=True):
     """Pooling parameters of one request, with vLLM's names.
 
     task: "embed", "classify", "score", "token_embed" or "token_classify"; None takes the model's first.
@@ -55,12 +51,7 @@ class PoolingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, for
                 check.check_flag(name, getattr(self, name))
         if self.max_length is not None:
             check.check_integer("max_length", self.max_length, 1, None, "at least 1, or None")
-        kept = self.truncate_prompt_tokens
-        if kept is not None:
-            allowed = "at least 1, -1 (as many as fit), or None"
-            check.check_integer("truncate_prompt_tokens", kept, -1, None, allowed)
-            if kept == 0:
-                raise check.invalid("truncate_prompt_tokens", kept, allowed)
+        check.check_num_kept(self.truncate_prompt_tokens)
         if self.truncation_side not in (None, "left", "right"):
             raise check.invalid("truncation_side", self.truncation_side, "left, right, or None")
         for name in ("step_tag_id", "second_text_start"):
@@ -68,20 +59,3 @@ class PoolingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, for
                 check.check_integer(name, getattr(self, name), 0, None, "0 or more, or None")
         if self.returned_token_ids is not None:
             self._set("returned_token_ids", check.token_ids("returned_token_ids", self.returned_token_ids))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        checked = self.clone(**{name: value})
-        self._set(name, getattr(checked, name))
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Create parameters from a dictionary, such as a line of JSON."""
-        return cls(**fields)
-
-    def clone(self, **changes: Any) -> Self:
-        """Return a deep copy with changed fields. Raises InvalidParameter as `from_dict`."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return self.from_dict(copy.deepcopy(fields) | changes)
-
-    def _set(self, name: str, value: Any) -> None:
-        msgspec.structs.force_setattr(self, name, value)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Self
 
-import msgspec
-
 from penstock.contract import param_checks as check
-from penstock.contract.named_parameters import NamedParameters
+from penstock.contract.named_parameters import Parameters
 from penstock.contract.structured_outputs import StructuredOutputsParams, structured_outputs_from
 
 MAX_SEED = 2**63 - 1
@@ -32,7 +30,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(Parameters, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one request, with the names and defaults that users of vLLM know.
 
     A field can be set later, with the same checks; running requests are not affected.
@@ -119,15 +117,6 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
         self._check_returned()
         self._check_together()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        checked = self.clone(**{name: value})
-        self._set(name, getattr(checked, name))
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Create parameters from a dictionary, such as a line of JSON."""
-        return cls(**fields)
-
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
         """Create parameters with the default for each None, except for max_tokens.
@@ -137,14 +126,6 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
         defaults = dict(zip(cls.__struct_fields__, cls.__struct_defaults__, strict=True))
         is_default = {name: value is None and name != "max_tokens" for name, value in fields.items()}
         return cls.from_dict({name: defaults.get(name) if is_default[name] else fields[name] for name in fields})
-
-    def clone(self, **changes: Any) -> Self:
-        """Return a deep copy with changed fields.
-
-        Raises InvalidParameter as `from_dict`.
-        """
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return self.from_dict(copy.deepcopy(fields) | changes)
 
     def with_fields(self, **changes: Any) -> Self:
         """Return a copy with fields of the engine's own, which are not checked again; it shares the other values."""
@@ -206,12 +187,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
         for name in ("detokenize", "skip_special_tokens", "spaces_between_special_tokens"):
             check.check_flag(name, getattr(self, name))
         check.check_member("output_kind", self.output_kind, RequestOutputKind)
-        kept = self.truncate_prompt_tokens
-        if kept is not None:
-            allowed = "at least 1, -1 (as many as fit), or None"
-            check.check_integer("truncate_prompt_tokens", kept, -1, None, allowed)
-            if kept == 0:
-                raise check.invalid("truncate_prompt_tokens", kept, allowed)
+        check.check_num_kept(self.truncate_prompt_tokens)
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -222,6 +198,3 @@ class SamplingParams(msgspec.Struct, metaclass=NamedParameters, kw_only=True, fo
             )
         if self.stop and not self.detokenize:
             raise check.invalid("stop", self.stop, "none with detokenize=False, since stop texts are found in the text")
-
-    def _set(self, name: str, value: Any) -> None:
-        msgspec.structs.force_setattr(self, name, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +18,11 @@ from penstock.engine.inputs.pooling_prompts import (
     score_prompts,
     texts_of,
 )
-from penstock.engine.inputs.prompts import Prompt, Prompts, as_list, list_of_prompts
+from penstock.engine.inputs.prompts import Prompt, Prompts, list_of_params, list_of_priorities, list_of_prompts
 from penstock.engine.output import pooling_outputs as outputs
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.pair_scores import PairScores
 from penstock.errors import InvalidParameter, InvalidRequest
-from penstock.observability.progress_bar import progress_bar
 
 _Result = TypeVar("_Result")
 
@@ -169,36 +167,13 @@ class PoolingMethods(AdapterMethods):
         self, prompts: Sequence[Prompt], params: Any, task: str | None, use_tqdm: bool, priority: Any
     ) -> list[RequestOutput]:
         """Run one request per prompt; finished outputs in the prompts' order."""
-        params_list = _params_for(params, len(prompts), task)
-        priorities = as_list(priority) or [priority or 0] * len(prompts)
-        if len(priorities) != len(prompts):
-            raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or {len(prompts)} of them.")
+        params_list = [_with_task(one, task) for one in list_of_params("pooling_params", params, len(prompts))]
+        priorities = list_of_priorities(priority, len(prompts))
         items = [
             PooledPrompt(prompt, one, f"prompts[{index}]" if len(prompts) > 1 else "", priority=number)
             for index, (prompt, one, number) in enumerate(zip(prompts, params_list, priorities, strict=True))
         ]
-        finished: dict[str, RequestOutput] = {}
-        requests = self._session.accept_pooled(items)
-        with (
-            progress_bar(len(items), is_wanted=use_tqdm) as bar,
-            closing(self._session.run(requests)) as steps,
-        ):
-            for progress in steps:
-                if progress.finished:
-                    finished[progress.req_id] = progress.output()
-                    bar.update()
-        return [finished[accepted.request.req_id] for accepted in requests]
-
-
-def _params_for(params: Any, count: int, task: str | None) -> list[PoolingParams]:
-    listed = as_list(params)
-    if listed is None:
-        listed = [params] * count
-    if len(listed) != count:
-        raise InvalidRequest(
-            f"There are {count} prompts but {len(listed)} pooling_params. Give one, or one per prompt."
-        )
-    return [_with_task(one, task) for one in listed]
+        return self._session.finish(self._session.accept_pooled(items), shows_bar=use_tqdm)
 
 
 def _with_task(params: Any, task: str | None) -> PoolingParams:

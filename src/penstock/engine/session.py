@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 from penstock.config import EngineConfig
@@ -19,10 +20,12 @@ from penstock.engine.inputs.input_processor import AcceptedRequest, PooledPrompt
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.interrupts import InterruptAfterwards, InterruptsBetweenSteps
 from penstock.engine.live.live_session import live_session
+from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.progress import Progress
 from penstock.engine.statistics.metrics import Metric
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, WaitTimeout
 from penstock.executor.processes import refuse_at_exit
+from penstock.observability.progress_bar import progress_bar
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -125,6 +128,16 @@ class Session:
         finally:
             if unfinished:
                 self._abandon(unfinished)
+
+    def finish(self, requests: Sequence[AcceptedRequest], *, shows_bar: bool = False) -> list[RequestOutput]:
+        """Run requests to their end; return final outputs in order. shows_bar: in a terminal. Raises as `run`."""
+        outputs: dict[str, RequestOutput] = {}
+        with progress_bar(len(requests), is_wanted=shows_bar) as bar, closing(self.run(requests)) as steps:
+            for progress in steps:
+                if progress.finished:
+                    outputs[progress.req_id] = progress.output()
+                    bar.update()
+        return [outputs[accepted.request.req_id] for accepted in requests]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.

@@ -87,6 +87,28 @@ def list_of_prompts(prompts: Any) -> list[Any]:
     return [listed] if is_one_prompt else listed
 
 
+def list_of_params(name: str, params: Any, num_prompts: int) -> list[Any]:
+    """Return parameters for each prompt, from one for all or one per prompt. name: of the argument, in errors."""
+    listed = as_list(params)
+    if listed is None:
+        return [params] * num_prompts
+    if len(listed) != num_prompts:
+        raise InvalidRequest(
+            f"There are {num_prompts} prompts but {len(listed)} {name}. Give one for all, or one per prompt."
+        )
+    return listed
+
+
+def list_of_priorities(priority: Any, num_prompts: int) -> list[Any]:
+    """Return the priority of each prompt, from one for all or one per prompt; None is 0."""
+    if priority is None or isinstance(priority, int):
+        return [priority or 0] * num_prompts
+    listed = as_list(priority)
+    if listed is None or len(listed) != num_prompts:
+        raise InvalidRequest(f"priority={priority!r} is not valid. Allowed: an integer, or a list of {num_prompts}.")
+    return listed
+
+
 def list_of_ids(token_ids: Any) -> list[int]:
     """Copy one prompt's token ids to a list. Raises InvalidRequest for anything but integers."""
     ids = as_list(token_ids)
