@@ -32,9 +32,9 @@ from benchmarks.peers.process import EngineFailure, EngineProcess
 from benchmarks.ranks import CONFIGS
 from penstock.config import EngineConfig
 from penstock.contract import Parts, SamplingParams
-from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
+from penstock.features.lora.request import LoRARequest
 
 _NUM_REQUESTS, _PROMPT_LENGTH = 32, 16
 _WITHOUT, _UNUSED, _IN_USE = "without", "enabled, none in use", "in use"

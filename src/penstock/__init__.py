@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.config.engine import EngineArgs
     from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
-    from penstock.contract.lora import LoRARequest
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.inputs.prompts import PromptDict
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
+    from penstock.features.lora.request import LoRARequest
     from penstock.llm import LLM
 
 __all__ = [
@@ -72,7 +72,7 @@ _HOMES = {
     "EmbeddingRequestOutput": "penstock.engine.output.pooling_outputs",
     "EngineArgs": "penstock.config.engine",
     "EngineConfig": "penstock.config",
-    "LoRARequest": "penstock.contract.lora",
+    "LoRARequest": "penstock.features.lora.request",
     "PoolingOutput": "penstock.engine.output.pooling_outputs",
     "PoolingParams": "penstock.contract",
     "PoolingRequestOutput": "penstock.engine.output.pooling_outputs",

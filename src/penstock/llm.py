@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from penstock.config import EngineConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import RpcCall, SamplingParams
-from penstock.contract.lora import LoRARequest
-from penstock.engine.adapter_methods import list_of_adapters
 from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from penstock.engine.inputs.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.pooling_prompts import refuse_generation
 from penstock.engine.inputs.prompts import Prompts, list_of_params, list_of_priorities, list_of_prompts
-from penstock.engine.offline_pooling import PoolingMethods
+from penstock.engine.offline_pooling import PoolingMethods, with_adapters
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
 from penstock.engine.statistics.expert_load import sum_of_workers
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import UnsupportedFeature
+from penstock.features.lora.request import LoRARequest
 from penstock.observability.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -154,12 +153,11 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
             sampling_params = self._session.default_sampling_params
         params_list = list_of_params("sampling_params", sampling_params, len(prompt_list))
         priorities = list_of_priorities(priority, len(prompt_list))
-        adapters = list_of_adapters(lora_request, len(prompt_list))
+        adapters = list_of_params("lora_requests", lora_request, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
-        each = zip(prompt_list, params_list, names, priorities, adapters, strict=True)
+        each = zip(with_adapters(prompt_list, adapters), params_list, names, priorities, strict=True)
         requests = [
-            self._session.accept(prompt, params, name, priority=number, lora_request=adapter)
-            for prompt, params, name, number, adapter in each
+            self._session.accept(prompt, params, name, priority=number) for prompt, params, name, number in each
         ]
         self._add_adapters(adapters)
         return self._session.finish(requests, shows_bar=use_tqdm)
@@ -222,8 +220,9 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         """
         refuse_generation(self._session.model_config)
         prompt_list = list_of_prompts(prompts)
-        adapters = list_of_adapters(lora_request, len(prompt_list))
-        return beam_search(self._session, prompt_list, params, adapters, self._add_adapters)
+        adapters = list_of_params("lora_requests", lora_request, len(prompt_list))
+        prompt_list = with_adapters(prompt_list, adapters)
+        return beam_search(self._session, prompt_list, params, lambda: self._add_adapters(adapters))
 
     @also_from_vllm
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

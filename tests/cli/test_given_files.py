@@ -11,9 +11,9 @@ import pytest
 
 from penstock.cli.failures import read_file, read_text_file
 from penstock.cli.sections import parse_json, parse_value
-from penstock.engine.inputs.lora_modules import read_lora_modules
 from penstock.engine.replay import replay
 from penstock.errors import ConfigError, InvalidRecording
+from penstock.features.lora.modules import read_lora_modules
 
 DEEP = "[" * 20_000 + "]" * 20_000
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from penstock.contract import RpcCall
-from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import InvalidRequest, WorkerError
+from penstock.features.lora.request import LoRARequest
 from penstock.features.lora.tables import AdapterTables, PackedModelAdapter
 from penstock.kernels.quantized import GROUP_MULTIPLE, quantize_rows
 from penstock.layers.linear import LinearLayer

@@ -18,9 +18,9 @@ from penstock import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.config import EngineConfig
 from penstock.contract import RpcCall
-from penstock.contract.lora import LoRARequest
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
+from penstock.features.lora.request import LoRARequest
 from support.adapted_models import OPTIONS, PROMPTS, Adapted, adapted, assert_same, in_memory, masked_greedy, run
 from support.adapters import ALL_LINEAR, VARIANTS, make_adapters, parts_of, request_of, with_adapter
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock import SamplingParams, StructuredOutputsParams
 from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.contract import RpcCall
-from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
+from penstock.features.lora.request import LoRARequest
 from support.adapted_models import in_memory, masked_greedy
 from support.adapters import ALL_LINEAR, make_adapters, parts_of, request_of, with_adapter
 from support.checkpoints import oracle_logits

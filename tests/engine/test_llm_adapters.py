@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from penstock import LLM, LoRARequest, SamplingParams
 from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.engine.beam_search import BeamSearchParams
-from penstock.errors import CheckpointError, InvalidRequest
+from penstock.errors import CheckpointError, InvalidParameter, InvalidRequest, UnsupportedParameter
 from support.adapted_models import in_memory
 from support.adapters import make_adapters
 
@@ -70,3 +70,12 @@ def test_adapters_that_cannot_be_loaded_are_refused_before_anything_runs(llm: LL
         llm.add_lora(LoRARequest("empty", 3))
     with pytest.raises(InvalidRequest, match="1 prompts but 2 lora_requests"):
         tokens(llm, "KING", [None, None])  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match=r"prompts\[1\]: lora_request='adapter' is not valid"):
+        llm.generate(["a", "b"], use_tqdm=False, lora_request=[None, "adapter"])  # type: ignore[list-item]
+
+
+def test_an_engine_without_adapters_refuses_requests_with_one(folder: Path) -> None:
+    with LLM("demo", device="cpu", kv_cache_memory_bytes="8MiB") as plain:
+        for prompt in ("KING", {"prompt": "KING", "cache_salt": "a"}):
+            with pytest.raises(UnsupportedParameter, match="LoRA adapters are not enabled .*enable_lora=True"):
+                plain.generate(prompt, use_tqdm=False, lora_request=LoRARequest("mine", 1, str(folder)))

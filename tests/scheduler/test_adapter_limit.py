@@ -13,8 +13,8 @@ from scheduler_fakes import cache_config
 
 from penstock.config import SchedulerConfig
 from penstock.contract import Parts, RpcCall, SampledOutput, SchedulerOutput
-from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import InvalidRequest
+from penstock.features.lora.request import AdapterPart, LoRARequest
 from penstock.features.lora.scheduling import LoRAScheduling
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.services import SchedulerServices

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from penstock.contract.lora import LoRARequest
 from penstock.engine.core.engine_core import EngineCore
+from penstock.features.lora.request import LoRARequest
 from support.adapters import VARIANTS, make_adapters, parts_of, request_of, with_adapter
 from support.checkpoints import VOCAB_SIZE, oracle_logits, save_checkpoint, tiny_model
 from support.constraints import END, allowed_tokens, matcher_for

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from penstock.contract import Parts
-from penstock.contract.lora import LoRARequest
+from penstock.features.lora.request import LoRARequest
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Different ranks, modules and options of PEFT.

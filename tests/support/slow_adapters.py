@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from penstock.contract.lora import LoRARequest
+from penstock.features.lora.request import LoRARequest
 from penstock.features.lora.tables import PackedModelAdapter
 from penstock.features.lora.worker import LoRAWorker
 

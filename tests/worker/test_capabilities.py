@@ -24,9 +24,9 @@ from penstock.checkpoints.quantized_checkpoint import QUANTIZED_CHECKPOINTS, qua
 from penstock.config import EngineConfig
 from penstock.config.speculative import METHODS
 from penstock.contract import RpcCall
-from penstock.contract.lora import LoRARequest
 from penstock.engine.dispatcher import start_core
 from penstock.errors import UnsupportedArgument
+from penstock.features.lora.request import LoRARequest
 from penstock.worker.capabilities import ASYNC_REFUSALS, REFUSALS, Refusal, check_options
 from support.adapters import VARIANTS, make_adapters
 from support.arrangements import PROMPTS

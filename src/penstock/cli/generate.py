@@ -18,9 +18,9 @@ from penstock.observability import printable
 if TYPE_CHECKING:
     from penstock.cli.results import ResultWriter
     from penstock.cli.work import Work
-    from penstock.contract.lora import LoRARequest
     from penstock.engine.inputs.input_processor import AcceptedRequest
     from penstock.engine.session import Session
+    from penstock.features.lora.request import LoRARequest
 
 
 @options.engine_command(without=("revision", "block_size"))
@@ -86,7 +86,7 @@ def generate(
 
 def _adapter_of(lora_modules: list[str]) -> LoRARequest | None:
     """The adapter of the command's requests."""
-    from penstock.engine.inputs.lora_modules import read_lora_modules
+    from penstock.features.lora.modules import read_lora_modules
 
     adapters = read_lora_modules(lora_modules)
     if len(adapters) > 1:
@@ -149,6 +149,7 @@ def _run(
     from penstock.cli.resume import request_hashes, take_answers
     from penstock.cli.work import accept_all, raise_refusals
     from penstock.config import EngineConfig
+    from penstock.features.lora.request import parts_of_adapter
 
     refused = {index: item.error for index, item in enumerate(work) if item.error is not None}
     if is_strict:
@@ -158,7 +159,8 @@ def _run(
         writer, answered = None, set[int]()
         out = None if as_json else standard_output(as_json=False)
         if as_json:
-            hashes = request_hashes(work, config, adapter)
+            named = () if adapter is None else (adapter.lora_name, adapter.lora_path)
+            hashes = request_hashes(work, config, named)
             sink = stack.enter_context(open_results(output, resumes=resumes))
             if output is not None and isinstance(sink, PartialFile) and resumes:
                 answered = take_answers(output, sink, work, hashes)
@@ -172,7 +174,7 @@ def _run(
             begin_collection()
             if adapter is not None:
                 session.collective_rpc(RpcCall("add_lora", (adapter,)))
-            requests, refused = accept_all(session, work, answered, adapter)
+            requests, refused = accept_all(session, work, answered, parts_of_adapter(adapter))
             if is_strict:
                 raise_refusals(refused, len(work))
         if writer is not None:

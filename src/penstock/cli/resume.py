@@ -16,7 +16,6 @@ from penstock.cli.output_file import PartialFile, partial_files
 from penstock.cli.results import BATCH_ID_PREFIX
 from penstock.cli.work import Work
 from penstock.config import EngineConfig
-from penstock.contract.lora import LoRARequest
 
 
 class _Line(msgspec.Struct):
@@ -39,11 +38,12 @@ class _Place(NamedTuple):
             return file.read(self.length).removesuffix(b"\n")
 
 
-def request_hashes(work: Sequence[Work], config: EngineConfig, adapter: LoRARequest | None = None) -> list[str | None]:
+def request_hashes(work: Sequence[Work], config: EngineConfig, further: Sequence[str] = ()) -> list[str | None]:
     """Return the hash of everything that determines each request's answer; None for requests that cannot run.
 
     It covers the request's name (`custom_id`, or its index), the prompt, the sampling parameters with their defaults,
-    the options of the engine that change tokens, and the adapter. Two requests of a file have different hashes.
+    the options of the engine that change tokens, and what else does (`further`). Two requests of a
+    file have different hashes.
     """
     # Limits decide whether a request is answered, not its tokens.
     model = dataclasses.replace(config.model, max_model_len=None)
@@ -54,9 +54,7 @@ def request_hashes(work: Sequence[Work], config: EngineConfig, adapter: LoRARequ
         config.structured,
         config.speculative,
     )
-    if adapter is not None:
-        options = (*options, adapter.lora_name, adapter.lora_path)
-    basis = hashlib.blake2b(_encode(options), digest_size=16)
+    basis = hashlib.blake2b(_encode((*options, *further)), digest_size=16)
     return [_request_hash(basis.copy(), index, item) for index, item in enumerate(work)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,10 +10,10 @@ import msgspec
 from penstock.cli.results import OwnFormat, ResultFormat
 from penstock.config import vllm
 from penstock.config.checks import did_you_mean
-from penstock.contract import SamplingParams
-from penstock.contract.lora import LoRARequest
+from penstock.contract import Part, SamplingParams
 from penstock.engine.inputs.conversation import render_prompt
 from penstock.engine.inputs.input_processor import AcceptedRequest, located
+from penstock.engine.inputs.prompts import with_parts
 from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
 
@@ -49,8 +49,8 @@ class Work(NamedTuple):
     error: InvalidRequest | None = None
     priority: Any = 0
 
-    def accepted(self, session: Session, number: int, adapter: LoRARequest | None = None) -> AcceptedRequest:
-        """Let the engine check the request. Raises InvalidRequest. number: index of the request."""
+    def accepted(self, session: Session, number: int, parts: Iterable[Part] = ()) -> AcceptedRequest:
+        """Let the engine check the request. Raises InvalidRequest. number: index of the request. parts: its parts."""
         if self.error is not None:
             raise self.error
         with located(self.where):
@@ -58,20 +58,19 @@ class Work(NamedTuple):
             if isinstance(prompt, Messages):
                 rendered = render_prompt(session.tokenizer, prompt.messages, **prompt.options)
                 prompt = {**rendered, "cache_salt": prompt.cache_salt}
-        return session.accept(
-            prompt, self.sampling_params, self.where, priority=self.priority, number=number, lora_request=adapter
-        )
+        prompt = with_parts(prompt, parts)
+        return session.accept(prompt, self.sampling_params, self.where, priority=self.priority, number=number)
 
 
 def accept_all(
     session: Session,
     work: Sequence[Work],
     answered: Collection[int] = (),
-    adapter: LoRARequest | None = None,
+    parts: Collection[Part] = (),
 ) -> tuple[dict[int, AcceptedRequest], dict[int, InvalidRequest]]:
     """Return the accepted requests, and the errors of the others, by index; without those in `answered`.
 
-    adapter: of all requests.
+    parts: of all requests.
     """
     accepted: dict[int, AcceptedRequest] = {}
     refused: dict[int, InvalidRequest] = {}
@@ -79,7 +78,7 @@ def accept_all(
         if index in answered:
             continue
         try:
-            accepted[index] = item.accepted(session, index, adapter)
+            accepted[index] = item.accepted(session, index, parts)
         except InvalidRequest as error:
             refused[index] = error
     return accepted, refused

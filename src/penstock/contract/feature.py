@@ -10,7 +10,7 @@ or its name as "module:name", which is imported where the side is made: the sche
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -132,6 +132,15 @@ def why_no_method(name: str, *, of_deployment: bool = False) -> str | None:
     for feature in _registered.values():
         if name in (feature.deployment_methods if of_deployment else feature.worker_methods):
             return f"{name}: {feature.why_off}"
+    return None
+
+
+def why_refused(parts: Iterable[str], on: Container[str]) -> str | None:
+    """Why an engine cannot take requests with these parts; None where it can. on: names of its features."""
+    for feature in map(feature_of_part, parts):
+        # A feature without an option is on where the model asks for it, which only workers know.
+        if feature is not None and feature.how_to_turn_on and feature.name not in on:
+            return feature.why_off
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import cache
 from pathlib import Path
@@ -17,9 +17,7 @@ from penstock.config import EngineConfig, ModelConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, RpcCall, SamplingParams
-from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import check_member
-from penstock.engine.adapter_methods import AsyncAdapterMethods
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.core.core_place import with_core_process
 from penstock.engine.core.core_thread import CoreThread
@@ -29,7 +27,7 @@ from penstock.engine.inputs.default_sampling import default_sampling_params
 from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.params_processor import check_is_params
 from penstock.engine.inputs.pooling_prompts import check_is_pooling_params
-from penstock.engine.inputs.prompts import Prompt
+from penstock.engine.inputs.prompts import Prompt, with_parts
 from penstock.engine.inputs.request_intake import RequestIntake, checked_id
 from penstock.engine.inputs.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.output.output_stream import OutputStream, StreamLock
@@ -38,8 +36,11 @@ from penstock.engine.output.pooling_outputs import PoolingOutput, PoolingRequest
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
+from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import PenstockError
 from penstock.executor.processes import refuse_at_exit
+from penstock.features.lora.methods import AsyncAdapterMethods
+from penstock.features.lora.request import LoRARequest, parts_of_adapter
 from penstock.observability.logging import configure_logging
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.worker.capabilities import check_async_engine
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
+class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]]], RefusesMethods):
     """A model whose outputs are streamed to coroutines; no event loop waits for its steps.
 
     model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.
@@ -405,7 +406,8 @@ class AsyncEngine(AsyncAdapterMethods, RefusesMethods):
         """Check the request and submit it to the core's thread."""
         self._thread.check_running()
         await self._add_given(lora_request)
-        accepted = await self._intake.process(prompt, params, request_id, priority, lora_request)
+        prompt = with_parts(prompt, parts_of_adapter(lora_request))
+        accepted = await self._intake.process(prompt, params, request_id, priority)
         if num_choices != 1:
             together = replace(accepted.request, num_choices=max(1, num_choices), is_admitted=num_choices == 0)
             accepted = accepted._replace(request=together)

@@ -15,7 +15,6 @@ import msgspec
 
 from penstock.contract import SamplingParams
 from penstock.contract import param_checks as check
-from penstock.contract.lora import LoRARequest
 from penstock.contract.named_parameters import NamedParameters
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.messages import EngineRequest
@@ -89,12 +88,11 @@ def beam_search(
     session: Session,
     prompts: Sequence[Prompt],
     params: BeamSearchParams,
-    adapters: Sequence[LoRARequest | None],
-    add_adapters: Callable[[Sequence[LoRARequest | None]], None],
+    begin: Callable[[], None],
 ) -> list[BeamSearchOutput]:
     """Search for the likeliest continuations of each prompt.
 
-    adapters: of each prompt. add_adapters: loads them, once the prompts are checked.
+    begin: called once the prompts are checked.
 
     A finished sequence is set aside and its beam given to the next best, until `max_tokens` or the context's end.
     Raises InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt, PenstockError when a step fails.
@@ -103,9 +101,8 @@ def beam_search(
         raise check.invalid("params", params, "BeamSearchParams")
     several = len(prompts) > 1
     names = [f"prompts[{index}]" if several else "" for index in range(len(prompts))]
-    starts = zip(prompts, names, adapters, strict=True)
-    searches = [_start(session, prompt, params, name, adapter) for prompt, name, adapter in starts]
-    add_adapters(adapters)
+    searches = [_start(session, prompt, params, name) for prompt, name in zip(prompts, names, strict=True)]
+    begin()
     while active := [search for search in searches if search.is_active]:
         _advance(session, active, params)
     return [search.output(session.tokenizer) for search in searches]
@@ -168,12 +165,10 @@ class _Search:
         return float(sequence.cum_logprob / length**self.params.length_penalty)
 
 
-def _start(
-    session: Session, prompt: Prompt, params: BeamSearchParams, name: str, lora_request: LoRARequest | None
-) -> _Search:
+def _start(session: Session, prompt: Prompt, params: BeamSearchParams, name: str) -> _Search:
     step_params = _step_params(params)
     try:
-        start = session.accept(prompt, step_params, name, lora_request=lora_request).request
+        start = session.accept(prompt, step_params, name).request
     except InvalidParameter as error:
         # `beam_width` is the only one of these parameters that the caller chose.
         raise InvalidParameter(f"beam_width={params.beam_width} needs twice as many logprobs. {error}") from error

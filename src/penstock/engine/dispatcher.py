@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 from penstock.config import EngineConfig
+from penstock.contract.feature import features_of
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.inputs.input_processor import InputProcessor
 from penstock.engine.messages import EngineRequest
@@ -65,7 +66,7 @@ def input_processor_for(
         policy=config.scheduler.policy,
         engine=config.parallel.data_parallel_rank or 0,
         front_end=front_end,
-        has_adapters=config.lora.enable_lora,
+        features={feature.name for feature in features_of(config)},
     )
 
 

@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 from penstock.config.vllm import also_from_vllm
 from penstock.contract import PoolingParams
-from penstock.contract.lora import LoRARequest
-from penstock.engine.adapter_methods import AdapterMethods, list_of_adapters, with_adapter
-from penstock.engine.inputs.input_processor import PooledPrompt
+from penstock.engine.inputs.input_processor import PooledPrompt, located
 from penstock.engine.inputs.pooling_prompts import (
     check_is_pooling_params,
     check_task,
@@ -18,13 +16,32 @@ from penstock.engine.inputs.pooling_prompts import (
     score_prompts,
     texts_of,
 )
-from penstock.engine.inputs.prompts import Prompt, Prompts, list_of_params, list_of_priorities, list_of_prompts
+from penstock.engine.inputs.prompts import (
+    Prompt,
+    Prompts,
+    list_of_params,
+    list_of_priorities,
+    list_of_prompts,
+    with_parts,
+)
 from penstock.engine.output import pooling_outputs as outputs
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.pair_scores import PairScores
+from penstock.engine.session import Session
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.features.lora.methods import AdapterMethods
+from penstock.features.lora.request import LoRARequest, parts_of_adapter
 
 _Result = TypeVar("_Result")
+
+
+def with_adapters(prompts: Sequence[Prompt], adapters: Sequence[Any]) -> list[Prompt]:
+    """Give each prompt its adapter. Raises InvalidParameter for what is no adapter."""
+    adapted = []
+    for index, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
+        with located(f"prompts[{index}]" if len(prompts) > 1 else ""):
+            adapted.append(with_parts(prompt, parts_of_adapter(adapter)))
+    return adapted
 
 
 class PoolingMethods(AdapterMethods):
@@ -38,6 +55,8 @@ class PoolingMethods(AdapterMethods):
     They raise InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, or for a task that the
     model cannot do, and RequestFailed, with the reason, where a request fails while it runs.
     """
+
+    _session: Session
 
     @also_from_vllm
     def embed(
@@ -147,8 +166,8 @@ class PoolingMethods(AdapterMethods):
 
     def _adapted(self, prompts: Sequence[Prompt], lora_request: Any) -> list[Prompt]:
         """Load adapters, and give each prompt its own."""
-        adapters = list_of_adapters(lora_request, len(prompts))
-        adapted = [with_adapter(prompt, adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
+        adapters = list_of_params("lora_requests", lora_request, len(prompts))
+        adapted = with_adapters(prompts, adapters)
         self._add_adapters(adapters)
         return adapted
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.contract import PoolingParams, RpcCall, SamplingParams
-from penstock.contract.lora import LoRARequest
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.dispatcher import Dispatcher, input_processor_for, output_processor_for, start_core
 from penstock.engine.guards import LimitedLock
@@ -78,20 +77,16 @@ class Session:
         *,
         priority: int = 0,
         number: int | None = None,
-        lora_request: LoRARequest | None = None,
     ) -> AcceptedRequest:
         """Check a prompt and its parameters, and create the request for `run`.
 
         where: name in errors, such as "prompts[3]". priority: lower runs first, under the "priority" policy.
         number: input of the seed of a request without one; None takes the number of requests before it.
-        lora_request: its adapter; None for none.
         Raises InvalidRequest, InvalidParameter or ContextTooLong; LifecycleError after `close`.
         """
         with self._lock:
             self._check_open()
-            return self._input_processor.process(
-                prompt, sampling_params, where, priority=priority, number=number, lora_request=lora_request
-            )
+            return self._input_processor.process(prompt, sampling_params, where, priority=priority, number=number)
 
     def accept_pooled(self, prompts: Sequence[PooledPrompt]) -> list[AcceptedRequest]:
         """Check and tokenise prompts of an engine that pools, in parallel, for `run`. Raises as `accept`."""

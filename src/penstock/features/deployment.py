@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.contract import Parts, RpcCall
-from penstock.contract.feature import feature_of_part, features_of, make_side, why_no_method
+from penstock.contract.feature import features_of, make_side, why_no_method, why_refused
 from penstock.errors import InvalidRequest
 
 
@@ -85,11 +85,10 @@ class DeploymentFeatures:
         """
         given: Parts | None = request.parts  # type: ignore[attr-defined]
         parts = given
+        why = why_refused(given or (), self._on)
+        if why is not None:
+            raise InvalidRequest(why)
         for name in list(given or ()):
-            feature = feature_of_part(name)
-            # A feature without an option is on where the model asks for it, which only workers know.
-            if feature is not None and feature.how_to_turn_on and feature.name not in self._on:
-                raise InvalidRequest(feature.why_off)
             if name in self._by_part and parts is not None:
                 parts = self._by_part[name].resolve(parts, is_admitted=request.is_admitted)  # type: ignore[attr-defined]
         return request if parts is given else msgspec.structs.replace(request, parts=parts)

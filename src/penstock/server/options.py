@@ -10,7 +10,7 @@ from penstock.config.checks import check_seconds
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.contract.lora import LoRARequest
+    from penstock.features.lora.request import LoRARequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class ServerOptions:
         """Adapters of `lora_modules`, numbered from 1 on."""
         if not self.lora_modules:
             return []
-        from penstock.engine.inputs.lora_modules import read_lora_modules
+        from penstock.features.lora.modules import read_lora_modules
 
         return read_lora_modules(self.lora_modules)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from penstock.contract.lora import LoRARequest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import ModelError, UnsupportedFeature
+from penstock.features.lora.request import LoRARequest
 from penstock.server.http.errors import ApiError
 
 

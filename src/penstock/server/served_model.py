@@ -8,11 +8,11 @@ from copy import copy
 from typing import Any, Protocol, TypeVar
 
 from penstock.contract import SamplingParams
-from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.prompts import PromptDict
+from penstock.features.lora.request import AdapterPart, LoRARequest, parts_of_adapter
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
@@ -68,6 +68,11 @@ class ServedModel:
     def base_name(self) -> str:
         """Name of the model itself."""
         return self.options.served_model_name[0]
+
+    @property
+    def parts(self) -> list[AdapterPart]:
+        """Parts of the model's requests."""
+        return parts_of_adapter(self.adapter)
 
     async def named(self, name: str | None) -> ServedModel:
         """The model, or the model with an adapter, that a request names; None takes the model.

@@ -16,8 +16,9 @@ import torch
 
 from penstock import LLM, AsyncEngine, SamplingParams
 from penstock.contract import Part, parts, register_part
-from penstock.engine.inputs.prompts import list_of_prompts
-from penstock.errors import InvalidRequest
+from penstock.engine.inputs.prompts import TextPair, list_of_prompts, with_parts
+from penstock.errors import InvalidRequest, UnsupportedParameter
+from penstock.features.lora.request import LoRARequest, parts_of_adapter
 from support.fake_engine import FakeCore, install_fake_core, write_model
 
 SHORT = SamplingParams(max_tokens=1)
@@ -178,3 +179,15 @@ def test_an_async_engine_takes_one_prompt(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     with pytest.raises(InvalidRequest, match=r"so it has several rows.*LLM\.generate takes several prompts"):
         asyncio.run(stream(folder, numpy.array([[5, 6], [7, 8]])))
+
+
+def test_parts_are_added_to_prompts_of_each_kind() -> None:
+    (part,) = parts_of_adapter(LoRARequest("mine", 1, "folder"))
+    assert with_parts("a", []) == "a"
+    assert with_parts("a", [part]) == {"prompt": "a", "parts": {"lora": part}}
+    assert with_parts([1, 2], [part]) == {"prompt_token_ids": [1, 2], "parts": {"lora": part}}
+    given = {"prompt": "a", "parts": {"other": 1}}
+    assert with_parts(given, [part]) == {"prompt": "a", "parts": {"other": 1, "lora": part}}  # type: ignore[arg-type]
+    assert given == {"prompt": "a", "parts": {"other": 1}}
+    with pytest.raises(UnsupportedParameter, match="pairs of texts"):
+        with_parts(TextPair("a", "b"), [part])

@@ -15,10 +15,10 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import RpcCall, SamplingParams, part_of
-from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, CheckpointError, InvalidRequest
+from penstock.features.lora.request import AdapterPart, LoRARequest
 from support.brokers import BrokerUnderTest
 from support.fake_engine import FakeCore, write_model
 from support.waiting import PATIENCE_S

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.config import LoRAConfig
-from penstock.contract.lora import LoRARequest
 from penstock.errors import CheckpointError, ConfigError, InvalidParameter
 from penstock.features.lora.checkpoint import read_adapter
+from penstock.features.lora.request import LoRARequest
 from penstock.features.lora.tables import AdapterTables, adapter_bytes
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
 from support.transformers_models import load

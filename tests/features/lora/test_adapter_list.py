@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from penstock.config import LoRAConfig
 from penstock.contract import Parts, RpcCall, SamplingParams, part_of
-from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest
 from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, CheckpointError, InvalidRequest, ProcessLost
 from penstock.features.deployment import DeploymentFeatures, DeploymentServices
 from penstock.features.lora.adapter_list import AdapterList, AdapterListState
+from penstock.features.lora.request import MAX_NUMBER, AdapterPart, LoRARequest
 
 NAMES = st.sampled_from(["x", "k", "z"])
 PATHS = st.sampled_from(["folder a", "folder b", "folder c"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import msgspec
 from penstock.config import ModelConfig, SamplingConfig, StructuredOutputsConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.contract import Parts, PoolingParams, SamplingParams
-from penstock.contract.lora import AdapterPart, LoRARequest
+from penstock.contract.feature import why_refused
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.inputs.field_limits import check_name, check_products, check_sampling_fields, check_text
 from penstock.engine.inputs.params_processor import ParamsProcessor
@@ -69,7 +69,8 @@ class InputProcessor:
     """Creates the requests of one engine.
 
     max_model_len, vocab_size: limits of the core. sampling, structured, limits: of requests; None takes the defaults.
-    policy: scheduling policy; only "priority" allows priorities. has_adapters: whether requests may have LoRA adapters.
+    policy: scheduling policy; only "priority" allows priorities. features: names of those whose parts
+        requests may have.
     engine: data parallel rank among engines of the same seed behind an external load balancer; front_end: number among
         the front ends of one broker. Both are mixed into the seeds.
 
@@ -90,7 +91,7 @@ class InputProcessor:
         policy: str = "fcfs",
         engine: int = 0,
         front_end: int = 0,
-        has_adapters: bool = False,
+        features: Collection[str] = (),
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -100,7 +101,7 @@ class InputProcessor:
             model, tokenizer, max_model_len=max_model_len, vocab_size=vocab_size, limits=self.limits
         )
         self._policy = policy
-        self._has_adapters = has_adapters
+        self._features = features
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
         if front_end:
             self._seed += f" from {front_end}"
@@ -128,14 +129,12 @@ class InputProcessor:
         request_id: str | None = None,
         priority: int = 0,
         number: int | None = None,
-        lora_request: LoRARequest | None = None,
     ) -> AcceptedRequest:
         """Check a prompt and its parameters, and create the request.
 
         where: name in errors, such as "prompts[3]". request_id: None numbers the requests.
         priority: lower runs first, under the "priority" policy.
         number: input of the seed of a request without one; None takes the number of requests accepted before it.
-        lora_request: its adapter; None for none.
         Raises InvalidRequest, InvalidParameter or ContextTooLong.
         """
         if self._pooling is not None:
@@ -148,10 +147,6 @@ class InputProcessor:
                     "runner='pooling' for embeddings."
                 )
             request, text = self._process(prompt, sampling_params, request_id, priority, number)
-            part = self._adapter_of(lora_request)
-        if part is not None:
-            parts = Parts({**(request.parts or {}), part.feature: part})
-            request = msgspec.structs.replace(request, parts=parts)
         return AcceptedRequest(request, text, where)
 
     def process_pooled(self, prompts: Sequence[PooledPrompt]) -> list[AcceptedRequest]:
@@ -211,6 +206,7 @@ class InputProcessor:
             self._prompts.check_num_ids(prompt, sampling_params)
         text, given_token_ids, cache_salt, parts = _fields_of(prompt)
         check_name("cache_salt", cache_salt, self.limits)
+        self._check_parts(parts)
         is_rendered, text = isinstance(text, RenderedText), None if text is None else str(text)
         check_sendable(
             {
@@ -262,6 +258,7 @@ class InputProcessor:
         plain = list(map(str, text)) if isinstance(text, TextPair) else None if text is None else str(text)
         check_sendable({"request_id": asked.request_id, "prompt": plain, "cache_salt": cache_salt, "parts": parts})
         check_name("cache_salt", cache_salt, self.limits)
+        self._check_parts(parts)
         for one in text if isinstance(text, TextPair) else (text or "",):
             check_text(one, self.limits, where="The text")
         self._check_priority(asked.priority)
@@ -294,17 +291,10 @@ class InputProcessor:
         text = None if read.text is None or read.text.second is not None else read.text.first
         return AcceptedRequest(request, text, asked.where)
 
-    def _adapter_of(self, lora_request: Any) -> AdapterPart | None:
-        if lora_request is None:
-            return None
-        if not isinstance(lora_request, LoRARequest):
-            raise InvalidParameter(f"lora_request={shown(lora_request)} is not valid. Allowed: a LoRARequest, or None.")
-        if not self._has_adapters:
-            raise UnsupportedParameter(
-                f"lora_request={lora_request.lora_name!r} asks for an adapter, and this engine was started without. "
-                "Start it with enable_lora=True."
-            )
-        return lora_request.part
+    def _check_parts(self, parts: Parts | None) -> None:
+        why = why_refused(parts or (), self._features)
+        if why is not None:
+            raise UnsupportedParameter(why)
 
     def _check_priority(self, priority: Any) -> None:
         if type(priority) is not int or not -(2**63) <= priority < 2**63:

@@ -6,11 +6,13 @@ Arrays and tensors are recognised by their `tolist` method, without importing th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, cast
 
 from penstock.config import vllm
+from penstock.contract import Part, Parts
+from penstock.contract.feature import feature_of_part
 from penstock.contract.param_checks import shown
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, UnsupportedParameter
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
 _HINTS = {
@@ -72,6 +74,24 @@ def as_list(value: Any) -> list[Any] | None:
     if isinstance(value, (str, bytes, bytearray)):
         return None
     return list(value) if isinstance(value, (Sequence, Iterator, ValuesView)) else None
+
+
+def with_parts(prompt: Prompt, parts: Iterable[Part]) -> Prompt:
+    """The prompt with further parts of its request. Raises UnsupportedParameter for a pair of texts."""
+    added = Parts.of(parts)
+    if not added:
+        return prompt
+    if isinstance(prompt, TextPair):
+        feature = feature_of_part(next(iter(added)))
+        name = "Parts" if feature is None else feature.name
+        raise UnsupportedParameter(f"{name} are not supported for pairs of texts. Leave them out.")
+    fields: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    if isinstance(prompt, Mapping):
+        fields = dict(prompt)
+    given = fields.get("parts") or {}
+    if isinstance(given, Mapping):
+        fields["parts"] = {**given, **added}
+    return cast("Prompt", fields)
 
 
 def list_of_prompts(prompts: Any) -> list[Any]:

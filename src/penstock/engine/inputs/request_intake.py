@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from penstock.contract import PoolingParams, SamplingParams
-from penstock.contract.lora import LoRARequest
 from penstock.contract.param_checks import shown
-from penstock.engine.adapter_methods import with_adapter
 from penstock.engine.inputs.input_processor import AcceptedRequest, InputProcessor
 from penstock.engine.inputs.prompts import Prompt
 from penstock.errors import InvalidParameter
@@ -37,23 +35,18 @@ class RequestIntake:
         params: SamplingParams | PoolingParams,
         request_id: str | None,
         priority: int,
-        lora_request: LoRARequest | None,
     ) -> AcceptedRequest:
         """Check a prompt and its parameters, and create the request; raises what `InputProcessor.process` does.
 
         request_id: None makes one up.
         """
-        if isinstance(params, PoolingParams):
-            prompt, lora_request = with_adapter(prompt, lora_request), None
         name = checked_id(request_id)
         is_quick = self._processor.is_quick(prompt, params)
         # The seed follows the order of arrival, not the timing of the threads.
         number = None if is_quick else self._processor.take_number()
 
         def work() -> AcceptedRequest:
-            return self._processor.process(
-                prompt, params, request_id=name, priority=priority, number=number, lora_request=lora_request
-            )
+            return self._processor.process(prompt, params, request_id=name, priority=priority, number=number)
 
         return work() if is_quick else await self.in_thread(work)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
-from penstock.contract.lora import AdapterPart
 from penstock.features.lora.recording import RecordedAdapter
+from penstock.features.lora.request import AdapterPart
 
 
 def _is_enabled(config: EngineConfig) -> bool:

@@ -10,9 +10,9 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.contract import Parts, RpcCall, part_of
-from penstock.contract.lora import MAX_NUMBER, AdapterPart, LoRARequest, stamp_of
 from penstock.errors import AdapterNotFound, InvalidRequest, ProcessLost
 from penstock.features.deployment import DeploymentFeature, DeploymentServices
+from penstock.features.lora.request import MAX_NUMBER, AdapterPart, LoRARequest, stamp_of
 
 
 class AdapterListState(msgspec.Struct, frozen=True):

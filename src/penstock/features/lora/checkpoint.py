@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoints.json_file import shown
-from penstock.contract.lora import LoRARequest
 from penstock.errors import CheckpointError
 from penstock.features.lora.low_rank import LowRank, check_rank
 from penstock.features.lora.peft_config import PeftConfig, read_fields
+from penstock.features.lora.request import LoRARequest
 from penstock.features.lora.stacked import NO_STACKED_PARAMETERS, StackedParameters
 from penstock.loader.pytorch_bin import iterate_pytorch_bins
 from penstock.loader.safetensors import iterate_safetensors

@@ -7,8 +7,8 @@ from typing import Self
 from msgspec.structs import replace
 
 from penstock.contract import RpcCall
-from penstock.contract.lora import LoRARequest
 from penstock.contract.recorded_call import RecordedCall
+from penstock.features.lora.request import LoRARequest
 
 
 class RecordedAdapter(RecordedCall, frozen=True, kw_only=True):

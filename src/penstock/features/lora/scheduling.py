@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from penstock.contract import Parts, RpcCall, part_of
-from penstock.contract.lora import AdapterPart, LoRARequest
 from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
+from penstock.features.lora.request import AdapterPart, LoRARequest
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import FinishReason
 from penstock.scheduler.request import Request

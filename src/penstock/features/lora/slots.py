@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from penstock.contract import NewRequestData, part_of
-from penstock.contract.lora import AdapterPart
 from penstock.device import Device
+from penstock.features.lora.request import AdapterPart
 from penstock.features.lora.tables import AdapterTables, PackedModelAdapter
 from penstock.layers.adapters import ADAPTER_SLOTS, ADAPTER_TOKENS, HEAD_SLOTS
 from penstock.runner.slot_owner import SlotOwner

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import nn
 
-from penstock.contract.lora import AdapterPart, LoRARequest, stamp_of
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.features.lora.cache import AdapterCache
 from penstock.features.lora.checkpoint import read_adapter
+from penstock.features.lora.request import AdapterPart, LoRARequest, stamp_of
 from penstock.features.lora.slots import adapter_owners
 from penstock.features.lora.tables import AdapterTables, PackedModelAdapter
 from penstock.models.interface import LanguageModel

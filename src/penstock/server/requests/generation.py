@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
-from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams
-from penstock.contract.lora import LoRARequest
+from penstock.contract import Part, PoolingParams, RequestOutputKind, SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.field_limits import check_choices
-from penstock.engine.inputs.prompts import Prompt
+from penstock.engine.inputs.prompts import Prompt, with_parts
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.stream_dispatcher import AdmittedRequest
 from penstock.errors import InvalidParameter, InvalidRequest
@@ -55,7 +54,7 @@ class Generation:
 
     output_kind: DELTA for streams, FINAL_ONLY for whole answers. timeout_s: deadline, after which the requests are
     aborted; their outputs end with finish_reason "abort". begin_s: the event loop's time from which it counts, None for
-    that of `start`. lora_request: adapter of all prompts. trace: gets the end of each prompt that was admitted.
+    that of `start`. parts: of all prompts. trace: gets the end of each prompt that was admitted.
 
     `start` returns once the engine has admitted all prompts. Leaving the context aborts what still runs.
     """
@@ -68,7 +67,7 @@ class Generation:
         output_kind: RequestOutputKind,
         timeout_s: float | None = None,
         begin_s: float | None = None,
-        lora_request: LoRARequest | None = None,
+        parts: Sequence[Part] = (),
         trace: RequestTrace | None = None,
     ) -> None:
         self._engine = engine
@@ -76,7 +75,7 @@ class Generation:
         self._kind = output_kind
         self._timeout_s = timeout_s
         self._begin_s = begin_s
-        self._lora_request = lora_request
+        self._parts = parts
         self._trace = trace or NoTracing()
         # Outputs of the prompts that have not ended.
         self._last: dict[int, RequestOutput] = {}
@@ -192,10 +191,9 @@ class Generation:
             params = params.with_fields(output_kind=self._kind)
         try:
             self._admitted[index] = await self._engine.submit(
-                submission.prompt,
+                with_parts(submission.prompt, self._parts),
                 params,
                 submission.request_id,
-                lora_request=self._lora_request,
                 priority=submission.priority,
                 num_choices=num_choices,
             )

@@ -12,8 +12,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from penstock.contract import RequestOutputKind
-from penstock.contract.lora import LoRARequest
+from penstock.contract import Part, RequestOutputKind
 from penstock.engine.output.outputs import RequestOutput
 from penstock.server.http.connection import EventStream, stream_error, while_connected
 from penstock.server.http.context import request_id_of
@@ -80,7 +79,7 @@ async def answer(
         submissions,
         output_kind=kind,
         timeout_s=timeout_s,
-        lora_request=model.adapter,
+        parts=model.parts,
         trace=model.tracing.begin(http.scope, model.name),
     )
     if not is_stream:
@@ -101,9 +100,9 @@ async def whole_outputs(
     http: Request,
     submissions: Sequence[Submission | PoolingSubmission],
     timeout_s: float | None,
-    adapter: LoRARequest | None = None,
+    parts: Sequence[Part] = (),
 ) -> list[RequestOutput]:
-    """Last outputs of the prompts, which have this adapter. Raises as `answer`."""
+    """Last outputs of the prompts, which have these parts. Raises as `answer`."""
     model = served_model(http)
     if model.options.log_prompts:
         for submission in submissions:
@@ -121,7 +120,7 @@ async def whole_outputs(
                 output_kind=kind,
                 timeout_s=timeout_s,
                 begin_s=begin_s,
-                lora_request=adapter,
+                parts=parts,
                 trace=trace,
             ) as generation:
                 outputs += await _finals(generation)

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.contract.lora import LoRARequest
+from penstock.features.lora.request import LoRARequest
 from penstock.server.http.errors import json_response
 from penstock.server.protocol.responses import ModelCard, ModelList, Version, errors
 from penstock.server.routes.common import served_model

@@ -146,7 +146,7 @@ async def _run(
         for index, (prompt, one) in enumerate(zip(prompts, of_each, strict=True))
     ]
     model = await served_model(http).named(request.model)
-    outputs = await whole_outputs(http, submissions, request.timeout, model.adapter)
+    outputs = await whole_outputs(http, submissions, request.timeout, model.parts)
     for output in outputs:
         if output.pooled_data is None:
             raise ApiError(500, output.error or "The request was aborted.", code="generation_failed")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.contract.lora import LoRARequest
-from penstock.engine.inputs.lora_modules import read_lora_modules
 from penstock.errors import ConfigError
+from penstock.features.lora.modules import read_lora_modules
+from penstock.features.lora.request import LoRARequest
 
 
 def fields(adapter: LoRARequest) -> tuple[str, int, str, str]:

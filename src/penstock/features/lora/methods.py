@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.contract import Parts, RpcCall
-from penstock.contract.lora import AdapterPart, LoRARequest
-from penstock.engine.inputs.prompts import Prompt, TextPair, as_list
-from penstock.engine.session import Session
-from penstock.engine.worker_calls import WorkerCalls
-from penstock.errors import InvalidParameter, InvalidRequest, ProcessLost, UnsupportedParameter
+from penstock.contract import RpcCall
+from penstock.errors import ProcessLost
+from penstock.features.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +19,14 @@ logger = logging.getLogger(__name__)
 _LOADING_POLL_S = 0.005
 
 
-class AdapterMethods:
+class AdapterMethods(ABC):
     """Methods of an offline engine for adapters."""
 
-    _session: Session
     _config: EngineConfig
+
+    @abstractmethod
+    def _call_workers(self, call: RpcCall) -> list[Any]:
+        """Answers of the feature."""
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter; False if there is one of its id already, unless `load_inplace` replaces it.
@@ -48,7 +49,7 @@ class AdapterMethods:
         return _numbers(self._call("known_loras"), self._call("list_loras"))
 
     def _call(self, method: str, *arguments: LoRARequest | int) -> list[Any]:
-        return self._session.collective_rpc(RpcCall(method, arguments))
+        return self._call_workers(RpcCall(method, arguments))
 
     def _add_adapters(self, adapters: Sequence[LoRARequest | None]) -> None:
         """Load adapters before their requests, as many as host memory has room for, so that errors come at once."""
@@ -60,8 +61,12 @@ class AdapterMethods:
                 self.add_lora(adapter)
 
 
-class AsyncAdapterMethods(WorkerCalls[Coroutine[Any, Any, list[Any]]]):
+class AsyncAdapterMethods(ABC):
     """Loads, removes and lists adapters while requests run."""
+
+    @abstractmethod
+    async def _call_workers(self, call: RpcCall) -> list[Any]:
+        """Answers of the feature."""
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLM.add_lora`, while requests run: folders are read in a thread, and steps go on.
@@ -134,35 +139,3 @@ def _numbers(known: list[list[LoRARequest]], held: list[set[int]]) -> set[int]:
     """Numbers of the known adapters whose keys all workers hold."""
     on_all = set.intersection(*held)
     return {adapter.lora_int_id for adapter in known[0] if adapter.key in on_all}
-
-
-def list_of_adapters(lora_request: Any, num_prompts: int) -> list[Any]:
-    """The adapter of each prompt. Raises InvalidRequest for another number of them than of prompts."""
-    listed = None if isinstance(lora_request, LoRARequest) else as_list(lora_request)
-    if listed is None:
-        return [lora_request] * num_prompts
-    if len(listed) != num_prompts:
-        raise InvalidRequest(
-            f"There are {num_prompts} prompts but {len(listed)} lora_requests. Give one for all, or one per prompt."
-        )
-    return listed
-
-
-def with_adapter(prompt: Prompt, adapter: LoRARequest | None) -> Prompt:
-    """The prompt of a text to pool, with its adapter. Raises UnsupportedParameter for a pair of texts."""
-    if adapter is None:
-        return prompt
-    if not isinstance(adapter, LoRARequest):
-        raise InvalidParameter(f"lora_request={adapter!r} is not valid. Allowed: a LoRARequest, or None.")
-    if isinstance(prompt, TextPair):
-        raise UnsupportedParameter(
-            f"lora_request={adapter.lora_name!r} is not supported for pairs of texts. Leave it out, or merge the "
-            "adapter into a checkpoint."
-        )
-    fields: dict[str, Any]
-    if isinstance(prompt, Mapping):
-        fields = dict(prompt)
-    else:
-        fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-    parts = Parts({**(fields.get("parts") or {}), AdapterPart.feature: adapter.part})
-    return cast("Prompt", {**fields, "parts": parts})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.checkpoints.json_file import parse_json_text, shown
-from penstock.contract.lora import LoRARequest
 from penstock.errors import ConfigError
+from penstock.features.lora.request import LoRARequest
 
 _FIELDS = {"name", "path", "base_model_name"}
 

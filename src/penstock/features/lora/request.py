@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.contract.param_checks import shown
 from penstock.contract.parts import Part
 from penstock.errors import InvalidParameter
 
@@ -84,6 +85,15 @@ class LoRARequest(msgspec.Struct, frozen=True, eq=False):
             stamp=self.stamp,
             version=self.version,
         )
+
+
+def parts_of_adapter(lora_request: Any) -> list[AdapterPart]:
+    """The part of a request with this adapter, or none for None. Raises InvalidParameter for anything else."""
+    if lora_request is None:
+        return []
+    if not isinstance(lora_request, LoRARequest):
+        raise InvalidParameter(f"lora_request={shown(lora_request)} is not valid. Allowed: a LoRARequest, or None.")
+    return [lora_request.part]
 
 
 def stamp_of(folder: str) -> str:
