@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from core.plugins import CIRCUMSTANCES, assert_equal, images, install_plugin, write_checkpoint
-from core.plugins.images import CACHE_ROWS, ImageFeatures, ImageScheduler, ImagesPart, Item
+from core.plugins.images import ImageFeatures, ImageScheduler, ImagesOptions, ImagesPart, Item
 from penstock.attention.select import BACKENDS
 from penstock.contract import Parts, RpcCall
 from penstock.engine.core.engine_core import EngineCore
-from penstock.errors import InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest
 from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
@@ -109,7 +109,7 @@ def test_mixed_batches_have_the_bits_of_requests_alone(
         assert core.scheduler.num_preemptions > 0
     features = features_of(core)
     assert features.num_rows == scheduler_of(core).num_rows == 0
-    assert 12 <= features.most_rows <= CACHE_ROWS
+    assert 12 <= features.most_rows <= ImagesOptions().cache_rows
     for index, (prompt, result) in enumerate(zip(PROMPTS, results, strict=True)):
         for number in range(len(prompt.items)):
             assert 1 <= features.num_encoded[f"r{index}", number] <= 1 + result.num_preemptions
@@ -219,6 +219,37 @@ def test_items_that_no_step_can_compute_are_refused(folder: Path, items: list[It
         add_prompt(core, "a", Prompt([5] * 40, items))
     assert not core.has_unfinished_requests()
     core.close()
+
+
+@pytest.mark.parametrize("given", [{"images": {"cache_rows": 13}}, '{"images": {"cache_rows": 13}}'], ids=type)
+def test_the_encoder_cache_has_the_rows_that_an_option_gives(folder: Path, alone: list[Result], given: Any) -> None:
+    core = make_core(folder, **OPTIONS, additional_config=given)
+    assert_equal(run(core, PROMPTS), alone)
+    assert features_of(core).most_rows == 13
+    with pytest.raises(InvalidRequest, match="An image has 14 tokens. Allowed: up to 13."):
+        add_prompt(core, "a", Prompt([5] * 40, with_items((0, 14, 1, True))))
+    core.close()
+
+
+@pytest.mark.one_path(reason="refused before a step")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"images": {"rows": 8}}, r"additional_config\['images'\] has 'rows', .* of this feature. Allowed: cache_rows"),
+        ({"images": {"cache_rows": 0}}, "cache_rows=0 is not valid. Allowed: a number from 1 on"),
+        ({"pictures": {}}, "options for 'pictures', which is no registered feature. Registered: .*images"),
+        ({"pooling": {"rows": 8}}, "has 'rows', which is no option of this feature. Allowed: nothing"),
+        (
+            '{"images": 8}',
+            "additional_config=.* is not valid. Allowed: a dictionary with a dictionary",
+        ),
+        ("{", "additional_config='{' is not JSON"),
+    ],
+    ids=str,
+)
+def test_options_that_a_feature_does_not_have_are_refused(folder: Path, given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_core(folder, **OPTIONS, additional_config=given)
 
 
 @pytest.mark.one_path(reason="recorded programs belong to the fast paths")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -47,8 +46,8 @@ class Shifts(SlotOwner):
         self.said.append(("remove", slot))
         self.shift_of_slot[slot] = 0
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        return bool(self.shift_of_slot[torch.from_numpy(slots_np)].any())
+    def has_work(self, frame: Frame) -> bool:
+        return bool(self.shift_of_slot[torch.from_numpy(frame.batch.layout.slots_np)].any())
 
     def fill(self, frame: Frame) -> None:
         layout = frame.batch.layout
@@ -150,7 +149,7 @@ def test_a_repeated_step_asks_owners_for_their_rows_alone() -> None:
     driver.step({"a": 1})
     owner.said.clear()
     asked: list[object] = []
-    owner.has_work = lambda slots_np: asked.append(slots_np) or True  # type: ignore[method-assign, func-returns-value]
+    owner.has_work = lambda frame: asked.append(frame) or True  # type: ignore[method-assign, func-returns-value]
     output = driver.launch({"a": 1}, repeats=True)
     driver.runner.sample_tokens(GrammarOutput(step_id=output.step_id))
     assert owner.said == [("fill", ["a"]), ("commit", [1])]

@@ -69,8 +69,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
-def steps_with(feature: SchedulerFeature, num_steps: int = 8) -> list[SchedulerOutput]:
-    """Steps of two requests, of which a worker tells the parts that it was told."""
+def scheduler_with(feature: SchedulerFeature) -> Scheduler:
+    """A scheduler with two requests."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
         cache_config(40),
@@ -81,6 +81,12 @@ def steps_with(feature: SchedulerFeature, num_steps: int = 8) -> list[SchedulerO
     )
     for name in ("a", "b"):
         scheduler.add_request(make_request(name, PROMPT, max_tokens=30, ignore_eos=True))
+    return scheduler
+
+
+def steps_with(feature: SchedulerFeature, num_steps: int = 8) -> list[SchedulerOutput]:
+    """Steps of two requests, of which a worker tells the parts that it was told."""
+    scheduler = scheduler_with(feature)
     steps, computed = [], Counter[str]()
     for _ in range(num_steps):
         message = decode(encode(scheduler.schedule()), SchedulerOutput)
@@ -158,7 +164,15 @@ def test_a_feature_shortens_the_chunks_of_prompts_and_leaves_decodes_alone() -> 
 
 
 class OneAtATime(Counting):
-    """A budget of one prompt per step."""
+    """A budget of one prompt per step. asked: requests whose chunks it was asked for, in their first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def chunk(self, request: Request, start: int, num_tokens: int) -> int:
+        self.asked += [request.req_id] * (start == 0)
+        return num_tokens
 
     def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
         return not any(other.num_computed_tokens < other.num_prompt_tokens for other in in_step)
@@ -167,4 +181,8 @@ class OneAtATime(Counting):
 def test_a_request_waits_while_a_budget_of_a_feature_does_not_admit_it() -> None:
     begun = [[new.req_id for new in step.scheduled_new_reqs] for step in steps_with(OneAtATime(), 4)]
     assert begun == [["a"], ["b"], [], []]
+    # A request that a feature keeps waiting has no chunk.
+    asking = OneAtATime()
+    scheduler = scheduler_with(asking)
+    assert [list(scheduler.schedule().num_scheduled_tokens), asking.asked] == [["a"], ["a"]]
     assert [new.req_id for new in steps_with(Counting(), 1)[0].scheduled_new_reqs] == ["a", "b"]

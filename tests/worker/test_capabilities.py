@@ -116,6 +116,9 @@ def continuations(engine: Engine, adapters: Sequence[LoRARequest | None] = (None
 def with_adapters(engine: Engine) -> Any:
     """As `continuations`, of adapters that take turns and of the model itself."""
     folders = sorted(engine.folder.glob("adapter*"))
+    if engine.folder.is_relative_to(Path.cwd()):
+        # Ranks of torchrun, each with a folder of its own, name adapters alike.
+        folders = [folder.relative_to(Path.cwd()) for folder in folders]
     adapters = [None, *(LoRARequest(folder.name, number, str(folder)) for number, folder in enumerate(folders, 1))]
     found = continuations(engine, adapters)
     assert len(set(map(tuple, engine.tokens([PROMPTS[0]] * 4, greedy(12), lora_request=adapters)))) > 1
@@ -464,6 +467,7 @@ def try_launched(model: str, folder: str) -> None:
         note(name, functools.partial(try_together, Path(model), shared, options))
     own = Path(folder, os.environ["RANK"])
     own.mkdir()
+    os.chdir(own)
     for names, options in LAUNCHED_ALONE.items():
         note(names, functools.partial(try_alone, names, own, options))
     Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(found))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import vllm
+from penstock.config.additional import AdditionalConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
@@ -64,6 +65,7 @@ class EngineConfig:
     recording: RecordingConfig = field(default_factory=RecordingConfig)
     live_view: LiveViewConfig = field(default_factory=LiveViewConfig)
     expert_stats: ExpertStatsConfig = field(default_factory=ExpertStatsConfig)
+    additional: AdditionalConfig = field(default_factory=AdditionalConfig)
     replaces_lost_core: bool = False
 
     def __post_init__(self) -> None:
@@ -237,6 +239,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "recording": RecordingConfig,
     "live_view": LiveViewConfig,
     "expert_stats": ExpertStatsConfig,
+    "additional": AdditionalConfig,
 }
 
 

@@ -9,6 +9,7 @@ or its name as "module:name", which is imported where the side is made: the sche
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ class Feature:
     there. model_state: (WorkerServices) -> ModelState, which builds the model's inputs. output_heads: (HeadParts) ->
     OutputHead by name, for the option `output_head`.
 
+    options: frozen dataclass of the feature's options, whose values users give in `additional_config`, and which raises
+    ConfigError for those that are not allowed; sides read them by `options_of`.
+
     recorded_call: type of the calls of worker methods that recordings keep.
 
     memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run leaves out then.
@@ -56,6 +60,7 @@ class Feature:
     worker_side: Side = None
     model_state: Side = None
     output_heads: Mapping[str, Side] = field(default_factory=dict)
+    options: type[Any] | None = None
     memory: Side = None
     recorded_call: type[RecordedCall] | None = None
     deployment_methods: Sequence[str] = ()
@@ -66,6 +71,18 @@ class Feature:
     def why_off(self) -> str:
         """Error text of a request or call that needs this feature in an engine without it."""
         return f"{self.name} are not enabled in this engine. {self.how_to_turn_on}".strip()
+
+    def options_of(self, config: EngineConfig) -> Any:
+        """The feature's options in an engine. Raises ConfigError for an unknown one."""
+        given = config.additional.by_feature.get(self.name, {})
+        allowed = [] if self.options is None else [one.name for one in dataclasses.fields(self.options)]
+        unknown = next((name for name in given if name not in allowed), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"additional_config[{self.name!r}] has {unknown!r}, which is no option of this feature. Allowed: "
+                f"{', '.join(allowed) or 'nothing'}."
+            )
+        return None if self.options is None else self.options(**given)
 
     def __post_init__(self) -> None:
         for side in _sides(self):
@@ -103,6 +120,17 @@ def features_of(config: EngineConfig, of_model: Iterable[str] = ()) -> list[Feat
         register_feature(importlib.import_module(module).FEATURE)
     asked = {importlib.import_module(module).FEATURE.name for module in of_model}
     return [feature for feature in _registered.values() if feature.name in asked or feature.is_on(config)]
+
+
+def check_options_of_features(config: EngineConfig) -> None:
+    """Raise ConfigError for options (`additional_config`) of a feature that is not registered or lacks them."""
+    for name in config.additional.by_feature:
+        if name not in _registered:
+            raise ConfigError(
+                f"additional_config has options for {name!r}, which is no registered feature. Registered: "
+                f"{', '.join(_registered)}. Install the plugin that registers it, or leave them out."
+            )
+        _registered[name].options_of(config)
 
 
 def register_built_in_features() -> None:

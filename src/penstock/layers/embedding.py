@@ -45,6 +45,12 @@ class VocabEmbedding(nn.Module):
         rows_TD = self._rows(input_ids_T) if self._group.size == 1 else self._rows_of_all_ranks(input_ids_T)
         return rows_TD if self.adapters is None else self.adapters.add_to(rows_TD, context)
 
+    def rows_or_zeros(self, input_ids_T: Tensor) -> Tensor:
+        """Rows of the tokens, without adapters; zeros for ids beyond the vocabulary: [T, D]."""
+        share = self._share
+        rows_TD = rows_of_share(input_ids_T, share.start, share.size, self.vocab_size + 1, self._rows)
+        return self._group.all_reduce(rows_TD)
+
     def slots(self) -> dict[str, WeightSlot]:
         return {"weight": rows_of_rank(self.weight, self._share)}
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Sequence
 
-import numpy as np
-
 from penstock.contract import NewRequestData, Part, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.kv_cache import PagedKVCache
@@ -54,10 +52,10 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
     def flush(self) -> None:  # noqa: B027
         """Upload the writes staged for this step."""
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        """Whether a request in these slots needs the owner's step inputs. Equal on all ranks.
+    def has_work(self, frame: Frame) -> bool:
+        """Whether a step needs the owner's step inputs: by its message, or by its requests. Equal on all ranks.
 
-        Called once for a frame that is kept.
+        frame: with its message, and its batch (`frame.batch.layout.slots_np`). Called once for a frame that is kept.
         """
         return False
 

@@ -83,11 +83,11 @@ class Admission:
         hit = self._kv_cache.get_computed_blocks(request)
         if not self._kv_cache.has_room_for(request, hit):
             return False
+        if not all(feature.admits(request, step.requests) for feature in self._features):
+            return False
         num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
         num_tokens = self._chunks.length(request, hit.num_tokens, num_tokens)
         if not num_tokens or (num_tokens < request.num_tokens - hit.num_tokens and not self._runs_chunks):
-            return False
-        if not all(feature.admits(request, step.requests) for feature in self._features):
             return False
         if self._kv_cache.allocate_slots(request, num_tokens, hit) is None:
             return False

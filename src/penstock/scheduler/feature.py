@@ -21,7 +21,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
     def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
         """Whether the feature's budget admits a waiting request to a step with these requests so far.
 
-        A request that is not admitted waits, and so do those after it.
+        A request that is not admitted waits, and so do those after it. Asked of all features before any `chunk`; the
+        request may still wait, for a chunk or for blocks, so a feature notes a request only when it is in a step
+        (`in_step`, `part_of_step`).
         """
         return True
 
@@ -29,7 +31,8 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """Return how many of a request's next tokens, which begin at position start, the step may compute.
 
         At most num_tokens; fewer end a chunk before an item that is not due, or may not be cut. 0 keeps a running
-        request out of the step, and a waiting one in the queue, with those after it.
+        request out of the step, and a waiting one in the queue, with those after it. Of waiting requests, asked for
+        those alone that every feature `admits`.
         """
         return num_tokens
 

@@ -11,7 +11,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.config.model import GENERATE
-from penstock.contract.feature import Side, features_of, make_side
+from penstock.contract.feature import Side, check_options_of_features, features_of, make_side
 from penstock.device import Device
 from penstock.errors import ConfigError
 from penstock.models.interface import LanguageModel
@@ -62,6 +62,7 @@ class WorkerFeatures:
 
     def __init__(self, services: WorkerServices, *, is_profile: bool = False) -> None:
         features = features_of(services.config, features_of_model(services.model))
+        check_options_of_features(services.config)
         self._sides: list[WorkerFeature] = []
         self.owners: list[SlotOwner] = []
         self.rpc_methods: dict[str, Callable[..., Any]] = {}

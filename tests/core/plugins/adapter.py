@@ -64,8 +64,8 @@ class AdapterRows(SlotOwner):
     def remove(self, slot: int) -> None:
         self._adapter_ids[slot] = 0
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        return bool(self._adapter_ids[slots_np].any())
+    def has_work(self, frame: Frame) -> bool:
+        return bool(self._adapter_ids[frame.batch.layout.slots_np].any())
 
     def fill(self, frame: Frame) -> None:
         layout = frame.batch.layout

@@ -19,8 +19,7 @@ from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.contract import NewRequestData, Part, SchedulerOutput, part_of
 from penstock.contract.feature import Feature, register_feature
-from penstock.errors import InvalidRequest
-from penstock.kernels.embedding import rows_of_share
+from penstock.errors import ConfigError, InvalidRequest
 from penstock.kernels.rows import sum_rows
 from penstock.layers.embedding import VocabEmbedding
 from penstock.models.config_fields import ConfigFields
@@ -37,9 +36,18 @@ from penstock.worker.feature import WorkerServices
 
 ARCHITECTURE = "SeeingLlamaForCausalLM"
 FEATURES, TEXT_IDS = "image_features", "image_text_ids"
-# Rows of the encoder cache.
-CACHE_ROWS = 16
 NUM_PIXELS = 8
+
+
+@dataclass(frozen=True)
+class ImagesOptions:
+    """cache_rows: rows of the encoder cache, one per token of an image."""
+
+    cache_rows: int = 16
+
+    def __post_init__(self) -> None:
+        if self.cache_rows < 1:
+            raise ConfigError(f"cache_rows={self.cache_rows!r} is not valid. Allowed: a number from 1 on.")
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +116,7 @@ class ImageScheduler(SchedulerFeature):
     """Shares the rows of the encoder cache among requests."""
 
     def __init__(self, services: SchedulerServices) -> None:
+        self._cache_rows = IMAGES.options_of(services.config).cache_rows
         self._max_num_tokens = services.config.scheduler.max_num_batched_tokens
         self._running: dict[str, _Running] = {}
         # Rows that the requests of the step being built need in addition.
@@ -123,7 +132,7 @@ class ImageScheduler(SchedulerFeature):
         for item in _items(request):
             if item.length < 1 or item.offset < stop or item.stop > request.num_prompt_tokens:
                 raise InvalidRequest(f"{item} is not within the {request.num_prompt_tokens} tokens, after others.")
-            most = CACHE_ROWS if item.may_cut else min(CACHE_ROWS, self._max_num_tokens)
+            most = self._cache_rows if item.may_cut else min(self._cache_rows, self._max_num_tokens)
             if item.length > most:
                 raise InvalidRequest(f"An image has {item.length} tokens. Allowed: up to {most}.")
             stop = item.stop
@@ -133,7 +142,7 @@ class ImageScheduler(SchedulerFeature):
         running = self._running.get(request.req_id) if request.status is RequestStatus.RUNNING else None
         cached = set() if running is None else running.cached
         self._planned[request.req_id] = 0
-        room, stop = CACHE_ROWS - self.num_rows - sum(self._planned.values()), start + num_tokens
+        room, stop = self._cache_rows - self.num_rows - sum(self._planned.values()), start + num_tokens
         for number, item in enumerate(_items(request)):
             if not item.overlaps(start, stop):
                 continue
@@ -214,8 +223,6 @@ class ImageFeatures(SlotOwner):
         self._projection_PD = torch.randn(NUM_PIXELS, size, generator=generator).to(embedding.weight.device)
         self._items: dict[int, list[Item]] = {}
         self._cache: dict[tuple[int, int], Tensor] = {}
-        self._step_id = -1
-        self._rows: list[Rows] = []
         self.most_rows = 0
         self.num_encoded: Counter[tuple[str, int]] = Counter()
 
@@ -223,10 +230,6 @@ class ImageFeatures(SlotOwner):
     def num_rows(self) -> int:
         """Cached rows now."""
         return sum(len(features) for features in self._cache.values())
-
-    def begin(self, output: SchedulerOutput) -> None:
-        part = part_of(output.parts, StepImagesPart)
-        self._step_id, self._rows = output.step_id, [] if part is None else part.rows
 
     def add(self, slot: int, request: NewRequestData) -> None:
         part = part_of(request.parts, ImagesPart)
@@ -237,14 +240,15 @@ class ImageFeatures(SlotOwner):
         for number in range(len(self._items.pop(slot, []))):
             self._cache.pop((slot, number), None)
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        return bool(self._rows)
+    def has_work(self, frame: Frame) -> bool:
+        return part_of(frame.output.parts, StepImagesPart) is not None
 
     def fill(self, frame: Frame) -> None:
         layout, named = frame.batch.layout, frame.inputs.named
         starts = dict(zip(layout.req_ids, layout.query_start_loc_np.tolist(), strict=False))
         slots = dict(zip(layout.req_ids, layout.slots_np.tolist(), strict=True))
-        rows = [one for one in self._rows if one.req_id in slots] if frame.step_id == self._step_id else []
+        part = part_of(frame.output.parts, StepImagesPart)
+        rows = [] if part is None else [one for one in part.rows if one.req_id in slots]
         for one in rows:
             if one.encode:
                 item = self._items[slots[one.req_id]][one.item]
@@ -262,7 +266,6 @@ class ImageFeatures(SlotOwner):
                 del self._cache[key]
         is_image_T = self._device.upload(is_image_np)
         named[TEXT_IDS][:num_tokens] = torch.where(is_image_T, self._vocab_size, frame.batch.input_ids[:num_tokens])
-        self._rows = []
 
     def _encode(self, item: Item) -> Tensor:
         """Features of one item, [L, D], whose bits do not depend on other items."""
@@ -277,9 +280,7 @@ class ImageEmbedding(VocabEmbedding):
         features_TD, text_ids_T = context.input(FEATURES), context.input(TEXT_IDS)
         if features_TD is None or text_ids_T is None:
             return super().forward(input_ids_T, context)
-        share = self._share
-        text_TD = rows_of_share(text_ids_T, share.start, share.size, self.vocab_size + 1, self._rows)
-        return sum_rows(self._group.all_reduce(text_TD), features_TD)
+        return sum_rows(self.rows_or_zeros(text_ids_T), features_TD)
 
 
 class SeeingLlamaForCausalLM(DecoderForCausalLM):
@@ -302,9 +303,15 @@ def make_image_features(services: WorkerServices) -> ImageFeatures | None:
     return ImageFeatures(services, model.model.embed_tokens) if isinstance(model, SeeingLlamaForCausalLM) else None
 
 
+IMAGES = Feature(
+    name="images",
+    parts=(ImagesPart, StepImagesPart),
+    options=ImagesOptions,
+    scheduler_side=ImageScheduler,
+    worker_side=make_image_features,
+)
+
+
 def register() -> None:
     register_model(ARCHITECTURE, SeeingLlamaForCausalLM)
-    parts = ImagesPart, StepImagesPart
-    register_feature(
-        Feature(name="images", parts=parts, scheduler_side=ImageScheduler, worker_side=make_image_features)
-    )
+    register_feature(IMAGES)

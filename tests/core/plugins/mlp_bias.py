@@ -62,8 +62,8 @@ class BiasRows(SlotOwner):
     def remove(self, slot: int) -> None:
         self._bias_ids[slot] = 0
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        return bool(self._bias_ids[slots_np].any())
+    def has_work(self, frame: Frame) -> bool:
+        return bool(self._bias_ids[frame.batch.layout.slots_np].any())
 
     def fill(self, frame: Frame) -> None:
         layout = frame.batch.layout

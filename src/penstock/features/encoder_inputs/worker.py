@@ -33,7 +33,7 @@ class EncoderInputs(SlotOwner):
         start = None if params is None else params.second_text_start
         self._second_start[slot] = np.iinfo(np.int32).max if start is None or not self._has_types else start
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
+    def has_work(self, frame: Frame) -> bool:
         return True
 
     def fill(self, frame: Frame) -> None:

@@ -58,8 +58,8 @@ class AdapterSlots(SlotOwner):
             self._adapters.release(adapter_slot)
             self.adapter_slots[slot] = self.head_slots[slot] = self.embedding_slots[slot] = _NONE
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        return bool((self.adapter_slots[slots_np] != _NONE).any())
+    def has_work(self, frame: Frame) -> bool:
+        return bool((self.adapter_slots[frame.batch.layout.slots_np] != _NONE).any())
 
     def fill(self, frame: Frame) -> None:
         fill_slots(frame, self.device, ADAPTER_SLOTS, self.adapter_slots)
@@ -73,8 +73,8 @@ class HeadSlots(SlotOwner):
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        return bool((self._slots.head_slots[slots_np] != _NONE).any())
+    def has_work(self, frame: Frame) -> bool:
+        return bool((self._slots.head_slots[frame.batch.layout.slots_np] != _NONE).any())
 
     def fill(self, frame: Frame) -> None:
         fill_slots(frame, self._slots.device, HEAD_SLOTS, self._slots.head_slots)
@@ -88,8 +88,8 @@ class AdapterTokens(SlotOwner):
     def __init__(self, slots: AdapterSlots) -> None:
         self._slots = slots
 
-    def has_work(self, slots_np: np.ndarray) -> bool:
-        return bool((self._slots.embedding_slots[slots_np] != _NONE).any())
+    def has_work(self, frame: Frame) -> bool:
+        return bool((self._slots.embedding_slots[frame.batch.layout.slots_np] != _NONE).any())
 
     def fill(self, frame: Frame) -> None:
         num_tokens = frame.batch.layout.plan.num_tokens

@@ -170,7 +170,7 @@ class Frames:
         """Build the model's inputs and the forward context from the batch."""
         layout = frame.batch.layout
         frame.has_tokens = True
-        buffers.owners = [owner for owner in self._owners.with_inputs if owner.has_work(layout.slots_np)]
+        buffers.owners = [owner for owner in self._owners.with_inputs if owner.has_work(frame)]
         inputs = self._stage.place_hidden(self._model_state.inputs(frame.batch))
         if buffers.owners:
             inputs = inputs._replace(named={**inputs.named, **_named_inputs(layout.plan, buffers)})
