@@ -17,13 +17,16 @@ import pytest
 from torch import Tensor
 
 from penstock.config import DeviceConfig
+from penstock.contract import SchedulerOutput
 from penstock.device import Device, create_device
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.step_order import StepOrder
+from penstock.step.frame import Frame
 from penstock.worker.page_prefaulting import PagePrefaulting
 from support.checkpoints import tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
-from support.runners import LAYER, kv_cache_config
+from support.runners import LAYER, ArithmeticModel, kv_cache_config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are made ready on Linux only")
 
@@ -97,7 +100,7 @@ def test_an_eighth_of_the_cache_is_ready_beyond_what_is_used(
     device: Device, threads: Callable[[], list[threading.Thread]]
 ) -> None:
     tables, cache = new_cache(device)
-    pages = PagePrefaulting(device, tables, cache)
+    pages = PagePrefaulting(device, tables, cache, StepOrder())
     try:
         wait_for(lambda: pages.num_ready == [NUM_BLOCKS // 8 + 1])
         assert share_handed_out(next(cache.memory_of_blocks(0, 0, NUM_BLOCKS // 8))) == 1
@@ -105,18 +108,13 @@ def test_an_eighth_of_the_cache_is_ready_beyond_what_is_used(
         assert share_handed_out(next(cache.memory_of_blocks(0, NUM_BLOCKS // 4, NUM_BLOCKS // 2))) < 0.1
 
         tables.extend(0, ([100],))
-        pages.begin_step()
-        pages.end_step()
         time.sleep(0.2)  # longer than what an idle worker is known by
         assert pages.num_ready == [NUM_BLOCKS // 8 + 1], "what is ready is enough for a while"
 
         tables.extend(0, ([NUM_BLOCKS // 8],))
-        pages.begin_step()
-        pages.end_step()
         wait_for(lambda: pages.num_ready == [NUM_BLOCKS // 8 * 2 + 1])
 
         tables.extend(0, ([NUM_BLOCKS - 1],))
-        pages.end_step()
         wait_for(lambda: pages.num_ready == [NUM_BLOCKS])
         wait_for(lambda: not threads())
     finally:
@@ -128,24 +126,27 @@ def test_nothing_is_done_beside_a_step(
 ) -> None:
     made_ready = device.make_pages_ready
     asked: list[Tensor] = []
+    steps: StepOrder[Frame] = StepOrder()
+    step = Frame(SchedulerOutput(step_id=0), ArithmeticModel())
 
     def begin_step_at_the_third(memory: Tensor) -> bool:
         asked.append(memory)
         if len(asked) == 3:
-            pages.begin_step()
+            steps.begin(step.output)
         return made_ready(memory)
 
     monkeypatch.setattr(device, "make_pages_ready", begin_step_at_the_third)
     tables, cache = new_cache(device)
     tables.extend(0, ([NUM_BLOCKS // 2],))
-    pages = PagePrefaulting(device, tables, cache)
+    pages = PagePrefaulting(device, tables, cache, steps)
     try:
         wait_for(lambda: len(asked) >= 3)
         (thread,) = threads()
         enough = num_waits(thread) + 5
         wait_for(lambda: num_waits(thread) >= enough)  # it has looked several times whether the step is over
         assert len(asked) == 3
-        pages.end_step()
+        steps.wait(0, step)
+        steps.take(0)
         wait_for(lambda: pages.num_ready > [NUM_BLOCKS // 2])
     finally:
         pages.close()
@@ -156,16 +157,15 @@ def test_a_system_without_it_is_asked_once(
 ) -> None:
     asked: list[Tensor] = []
     monkeypatch.setattr(device, "make_pages_ready", lambda memory: bool(asked.append(memory)))
-    pages = PagePrefaulting(device, *new_cache(device))
+    pages = PagePrefaulting(device, *new_cache(device), StepOrder())
     wait_for(lambda: not threads())
     assert len(asked) == 1
-    pages.end_step()
     pages.close()
 
 
 def test_the_thread_does_not_keep_the_cache(device: Device, threads: Callable[[], list[threading.Thread]]) -> None:
     tables, cache = new_cache(device)
-    pages = PagePrefaulting(device, tables, cache)
+    pages = PagePrefaulting(device, tables, cache, StepOrder())
     gone = weakref.ref(cache)
     assert len(threads()) == 1
     del pages, cache

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 # Spans of a process beyond which no more are kept, about 100 MB.
 MOST_SPANS = 500_000
@@ -37,34 +37,6 @@ class ProcessSpans:
     unix_offset_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
 
-class Spans(Protocol):
-    """Receiver of spans."""
-
-    def begin(self) -> None:
-        """Begin a span now."""
-
-    def end(self, name: str, track: str, **arguments: Any) -> None:
-        """End the span that began last. The next one begins."""
-
-    def copy(self, name: str, track: str) -> None:
-        """Add the last span to another track, under another name."""
-
-    def add(self, name: str, begin_s: float, end_s: float, track: str, **arguments: Any) -> None:
-        """Add a span whose times are known."""
-
-
-class NoSpans:
-    """Null object where no spans are wanted."""
-
-    def begin(self) -> None: ...
-
-    def end(self, name: str, track: str, **arguments: Any) -> None: ...
-
-    def copy(self, name: str, track: str) -> None: ...
-
-    def add(self, name: str, begin_s: float, end_s: float, track: str, **arguments: Any) -> None: ...
-
-
 class SpanLog:
     """Spans of one process between `start` and `take`, at most `MOST_SPANS` of them."""
 
@@ -89,26 +61,27 @@ class SpanLog:
         return taken
 
     def begin(self) -> None:
+        """Begin a span now."""
         if self._spans is not None:
             self._begin_s = time.perf_counter()
 
     def end(self, name: str, track: str, **arguments: Any) -> None:
+        """End the span that began last. The next one begins."""
         if self._spans is not None:
             now = time.perf_counter()
             self.add(name, self._begin_s, now, track, **arguments)
             self._begin_s = now
 
     def copy(self, name: str, track: str) -> None:
+        """Add the last span to another track, under another name."""
         if self._spans:
             last = self._spans[-1]
             self.add(name, last.begin_s, last.end_s, track)
 
     def add(self, name: str, begin_s: float, end_s: float, track: str, **arguments: Any) -> None:
+        """Add a span whose times are known."""
         if self._spans is not None and len(self._spans) < MOST_SPANS:
             self._spans.append(Span(name, begin_s, end_s, track, arguments or None))
-
-
-NO_SPANS = NoSpans()
 
 
 def write_trace(path: Path, processes: Sequence[ProcessSpans]) -> None:

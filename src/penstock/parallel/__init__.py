@@ -1,6 +1,6 @@
 """Ranks, groups, shards and collectives."""
 
-from penstock.parallel.agreement import NO_AGREEMENT, Agreement, GroupAgreement, NoAgreement, StepFacts
+from penstock.parallel.agreement import GroupAgreement, StepFacts
 from penstock.parallel.group import ONE_RANK, Group, OneRank
 from penstock.parallel.share import (
     Share,
@@ -14,12 +14,9 @@ from penstock.parallel.share import (
 from penstock.parallel.state import ParallelState
 
 __all__ = [
-    "NO_AGREEMENT",
     "ONE_RANK",
-    "Agreement",
     "Group",
     "GroupAgreement",
-    "NoAgreement",
     "OneRank",
     "ParallelState",
     "Share",

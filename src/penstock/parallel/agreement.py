@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,22 +23,6 @@ class StepFacts(NamedTuple):
     digest: str = ""
 
 
-class Agreement(Protocol):
-    """Interface of the check."""
-
-    def on_step(self, output: SchedulerOutput) -> None:
-        """Check a step; every rank calls it exactly once per step. Raises RanksDisagree."""
-
-
-class NoAgreement:
-    """Null object for a single rank."""
-
-    def on_step(self, output: SchedulerOutput) -> None: ...
-
-
-NO_AGREEMENT = NoAgreement()
-
-
 @dataclass(frozen=True, slots=True)
 class GroupAgreement:
     """Compares the step among the ranks of a group.
@@ -52,6 +36,7 @@ class GroupAgreement:
     compares_all: bool = False
 
     def on_step(self, output: SchedulerOutput) -> None:
+        """Check a step; every rank calls it exactly once per step. Raises RanksDisagree."""
         for group in (self.group, *self.others):
             group.note_step(output.step_id)
         facts = StepFacts(

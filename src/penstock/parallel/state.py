@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.parallel.agreement import NO_AGREEMENT, Agreement
+from penstock.parallel.agreement import GroupAgreement
 from penstock.parallel.group import ONE_RANK, Group
 
 
@@ -16,7 +16,8 @@ class ParallelState:
     context: decode-context-parallel group: ranks of `tensor` with the same KV heads, whose KV cache positions are
         split round-robin in runs of `interleave`.
     min_scattered_tokens: tokens of a step from which on sequence parallelism is used; None is never.
-    pipeline_layers: layers per stage, if configured. agreement: check of every step among the ranks of a stage.
+    pipeline_layers: layers per stage, if configured.
+    agreement: check of every step among the ranks of a stage; None for one rank.
     embeds_at_end: whether the last stage has the embedding too.
     local_rank, num_local_ranks: rank and number of ranks on this machine, which share its CPUs; None if all ranks are.
     """
@@ -28,7 +29,7 @@ class ParallelState:
     context: Group = ONE_RANK
     interleave: int = 1
     min_scattered_tokens: int | None = None
-    agreement: Agreement = NO_AGREEMENT
+    agreement: GroupAgreement | None = None
     pipeline_layers: tuple[int, ...] | None = None
     embeds_at_end: bool = False
     local_rank: int | None = None

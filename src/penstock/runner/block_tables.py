@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ class BlockTables(SlotOwner):
     """One block table per KV-cache group: int32 [slots, max blocks of a request]; block 0 is the null block.
 
     Entries beyond a request's blocks are stale and never read.
+    highest_blocks: largest block id of each pool that any table has held. on_growth: called with a pool and its largest
+    block id when that rises; None for none.
     """
 
     def __init__(self, device: Device, num_slots: int, max_model_len: int, kv_cache_config: KVCacheConfig) -> None:
@@ -28,8 +30,8 @@ class BlockTables(SlotOwner):
         # Of each slot, by group.
         self._num_blocks = [[0] * num_slots for _ in widths]
         self._pools = [group.pool for group in kv_cache_config.groups]
-        # The largest block id of each pool that any table has held.
         self.highest_blocks = [0] * len(kv_cache_config.pools)
+        self.on_growth: Callable[[int, int], None] | None = None
 
     def add(self, slot: int, request: NewRequestData) -> None:
         for num_blocks in self._num_blocks:
@@ -41,7 +43,11 @@ class BlockTables(SlotOwner):
         for table, num_blocks, pool, ids in groups:
             table.stage(slot, num_blocks[slot], ids)
             num_blocks[slot] += len(ids)
-            self.highest_blocks[pool] = max(self.highest_blocks[pool], max(ids, default=0))
+            highest = max(ids, default=0)
+            if highest > self.highest_blocks[pool]:
+                self.highest_blocks[pool] = highest
+                if self.on_growth is not None:
+                    self.on_growth(pool, highest)
 
     def rollback(self, slot: int) -> None:
         for table in self._tables:

@@ -18,8 +18,8 @@ from penstock.device import Device
 from penstock.errors import UnsupportedFeature
 from penstock.layers.experts import note_changes
 from penstock.models.interface import LanguageModel
-from penstock.observability.spans import EXECUTABLES, NO_SPANS, STEPS, Spans
-from penstock.parallel import NO_AGREEMENT, Agreement
+from penstock.observability.spans import EXECUTABLES, STEPS, SpanLog
+from penstock.parallel import GroupAgreement
 from penstock.runner.async_output import OutputWithParts, StepOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.build.batch_builder import BatchBuilder
@@ -98,12 +98,12 @@ class ModelRunner:
         padding: Padding | None = None,
         rank: int = 0,
         model_state: ModelState | None = None,
-        agreement: Agreement = NO_AGREEMENT,
+        agreement: GroupAgreement | None = None,
         speculator: Speculator = NO_SPECULATOR,
         stage: Stage = NO_PIPELINE,
         owners: Sequence[SlotOwner] = (),
         make_head: HeadFactory = Generation,
-        spans: Spans = NO_SPANS,
+        spans: SpanLog | None = None,
     ) -> None:
         self.device = device
         self._spans = spans
@@ -173,7 +173,8 @@ class ModelRunner:
         Raises LifecycleError where the step is out of order (`StepOrder`), RanksDisagree where other ranks run another
         step, InvalidMessage for ids or positions that are not allowed (`StepChecks`).
         """
-        self._agreement.on_step(output)
+        if self._agreement is not None:
+            self._agreement.on_step(output)
         self.steps.begin(output)
         may_repeat, errors = self._checks.check(output)
         buffer_set = self.frames.take_buffers(output)
@@ -187,12 +188,14 @@ class ModelRunner:
         if output.clears_blocks:
             self.poisoned_blocks.clear(output)
         if self.frames.fill(frame):
-            self._spans.end("prepare", STEPS)
+            if self._spans is not None:
+                self._spans.end("prepare", STEPS)
             if has_others:
                 self.stage.receive(frame)
             way = self.execution.run(frame)
-            self._spans.end("execute", STEPS)
-            self._spans.copy(way, EXECUTABLES)
+            if self._spans is not None:
+                self._spans.end("execute", STEPS)
+                self._spans.copy(way, EXECUTABLES)
             if has_others:
                 self.stage.send(frame)
         self.steps.wait(output.step_id, frame)

@@ -12,7 +12,7 @@ from penstock.device import Device
 from penstock.errors import RanksDisagree
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
-from penstock.observability.spans import NO_SPANS, STEPS, Spans
+from penstock.observability.spans import STEPS, SpanLog
 from penstock.parallel import Group, ParallelState
 from penstock.parallel.scattered_rows import parts_between_stages, scattered_rows
 from penstock.step.frame import Frame
@@ -111,7 +111,7 @@ class PipelineStage(Stage):
         dtype: torch.dtype,
         aux_layers: Sequence[int] = (),
         layers: range = range(0),
-        spans: Spans = NO_SPANS,
+        spans: SpanLog | None = None,
     ) -> None:
         self._parallel = parallel
         self._spans = spans
@@ -154,7 +154,8 @@ class PipelineStage(Stage):
             for received in self._received:
                 received[:num_tokens] = parts.whole(received[:rows])
         frame.aux_received = [*self._received[1:, :num_tokens]]
-        self._spans.end("receive", STEPS)
+        if self._spans is not None:
+            self._spans.end("receive", STEPS)
 
     def aux_here(self, layers: Sequence[int]) -> Sequence[int]:
         return self._aux_here
@@ -166,7 +167,8 @@ class PipelineStage(Stage):
         parts = parts_between_stages(self._parallel, frame.inputs.tokens.shape[0])
         states = (frame.all_hidden, *frame.aux)
         self._send(frame.step_id, self._group.rank + 1, *(states if parts is None else map(parts.own, states)))
-        self._spans.end("send", STEPS)
+        if self._spans is not None:
+            self._spans.end("send", STEPS)
 
     def send_outcome(self, step_id: int, outcome: StepOutcome) -> None:
         for stage in range(self._last):

@@ -21,11 +21,14 @@ class StepOrder(Generic[_Step]):
 
     Sampling appends a step's tokens, and steps may share their input buffers: so a step with tokens can only begin when
     the one before is sampled.
+
+    last_step_id: of the last step that began. is_in_step: whether one began and is not sampled.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Step] = {}
         self.last_step_id = -1
+        self.is_in_step = False
 
     def begin(self, output: SchedulerOutput) -> None:
         """Register a step as executed. Raises LifecycleError, and changes nothing, where it is out of order."""
@@ -34,7 +37,7 @@ class StepOrder(Generic[_Step]):
             raise LifecycleError(self._describe_late(step_id))
         if self._waiting and output.num_scheduled_tokens:
             self._require_sampled(output)
-        self.last_step_id = step_id
+        self.last_step_id, self.is_in_step = step_id, True
 
     def wait(self, step_id: int, step: _Step) -> None:
         """Keep an executed step until it is sampled."""
@@ -54,6 +57,7 @@ class StepOrder(Generic[_Step]):
                 f"sample_tokens names step {step_id}, but it is the turn of step {first} "
                 f"({_named(self._waiting[first].req_ids)})."
             )
+        self.is_in_step = bool(self._waiting)
         return step
 
     def _describe_late(self, step_id: int) -> str:

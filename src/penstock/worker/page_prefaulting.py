@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from penstock.device import Device
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.step_order import StepOrder
 
 # Prefaulted blocks beyond the used ones: one part in so many of each pool.
 _SHARE = 8
@@ -22,7 +26,7 @@ _PIECE_BYTES = 2 << 20
 
 
 class _Pool:
-    """Blocks of one pool. wakes_at: highest used block beyond which more pages are prefaulted."""
+    """Blocks of one pool. num_ready: prefaulted ones. wakes_at: highest used block beyond which more pages are."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -32,16 +36,20 @@ class _Pool:
 
 
 class PagePrefaulting:
-    """Prefaults pages of the blocks beyond the highest used one; blocks are used from the lowest on."""
+    """Prefaults pages of the blocks beyond the highest used one; blocks are used from the lowest on.
 
-    def __init__(self, device: Device, block_tables: BlockTables, kv_cache: PagedKVCache) -> None:
+    steps: of the runner, which say whether it is idle.
+    """
+
+    def __init__(
+        self, device: Device, block_tables: BlockTables, kv_cache: PagedKVCache, steps: StepOrder[Any]
+    ) -> None:
         self._device = device
         self._block_tables = block_tables
         self._kv_cache = kv_cache
         self._pools = [_Pool(pool.num_blocks) for pool in kv_cache.config.pools]
-        self._is_in_step = False
-        self._num_steps = 0
-        self._num_steps_before = -1
+        self._steps = steps
+        self._step_id_before: int | None = None
         self._is_wanted = wanted = threading.Event()
         self._is_closed = threading.Event()
         # A weak reference, so that the thread does not keep the KV cache alive.
@@ -50,22 +58,13 @@ class PagePrefaulting:
         # process ("terminate called without an active exception").
         self._end_thread = weakref.finalize(self, _end, thread, self._is_closed, wanted)
         thread.start()
+        block_tables.on_growth = partial(_note_growth, self._pools, wanted)
         wanted.set()
 
     @property
     def num_ready(self) -> list[int]:
         """Prefaulted blocks of each pool, from the first one on."""
         return [pool.num_ready for pool in self._pools]
-
-    def begin_step(self) -> None:
-        self._is_in_step = True
-
-    def end_step(self) -> None:
-        self._is_in_step = False
-        self._num_steps += 1
-        for highest, pool in zip(self._block_tables.highest_blocks, self._pools, strict=True):
-            if highest > pool.wakes_at:
-                self._is_wanted.set()
 
     def close(self) -> None:
         """Stop the thread; the KV cache may be freed afterwards."""
@@ -84,17 +83,25 @@ class PagePrefaulting:
                 pool.num_ready = stop
             # At half of the prefaulted blocks, so that there is idle time left.
             pool.wakes_at = pool.num_ready - 1 - pool.num_ahead // 2
+            _note_growth(self._pools, self._is_wanted, index, self._block_tables.highest_blocks[index])
         is_done = all(pool.num_ready == pool.num_blocks for pool in self._pools)
         return not is_done and not self._is_closed.is_set()
 
     def _wait_until_idle(self) -> bool:
         """Wait until no step has run for a while; False when closed."""
         while not self._is_closed.is_set():
-            if not self._is_in_step and self._num_steps == self._num_steps_before:
+            step_id = self._steps.last_step_id
+            if not self._steps.is_in_step and step_id == self._step_id_before:
                 return True
-            self._num_steps_before = self._num_steps
+            self._step_id_before = step_id
             self._is_closed.wait(_IDLE_S)
         return False
+
+
+def _note_growth(pools: Sequence[_Pool], wanted: threading.Event, index: int, highest: int) -> None:
+    """Note the highest used block of a pool."""
+    if highest > pools[index].wakes_at:
+        wanted.set()
 
 
 def _work(pages: weakref.ref[PagePrefaulting], wanted: threading.Event) -> None:

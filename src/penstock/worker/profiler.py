@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from penstock.config import ProfilerConfig
 from penstock.contract import GrammarOutput, SchedulerOutput
 from penstock.errors import ConfigError, LifecycleError
-from penstock.observability.spans import NO_SPANS, STEPS, ProcessSpans, SpanLog, Spans
+from penstock.observability.spans import STEPS, ProcessSpans, SpanLog
 from penstock.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -52,27 +53,28 @@ class RankTrace:
     process: ProcessSpans
 
 
-class NoProfiler:
-    """Null object without `profiler_dir`, and the base of profilers. spans: receiver of the runner's spans."""
+class Profiler(ABC):
+    """Base of profilers. spans: receiver of the runner's spans; None for none."""
 
-    spans: Spans = NO_SPANS
+    spans: SpanLog | None = None
 
-    def start(self, prefix: str | None) -> None:
-        raise _not_configured()
+    @abstractmethod
+    def start(self, prefix: str | None) -> None: ...
 
-    def stop(self) -> Path | RankTrace | None:
-        raise _not_configured()
+    @abstractmethod
+    def stop(self) -> Path | RankTrace | None: ...
 
-    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None:
-        run(output)
+    @abstractmethod
+    def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None: ...
 
     def run_sampling(self, run: Callable[[GrammarOutput], _Sampled], grammar: GrammarOutput) -> _Sampled:
         return run(grammar)
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:  # noqa: B027
+        """Stop a running profile; idempotent."""
 
 
-class StepProfiler(NoProfiler):
+class StepProfiler(Profiler):
     """Spans of this rank's steps, between `start` and `stop`; the core writes those of all ranks to one trace.
 
     A step's span is from the begin of its execution to the end of its sampling, with the runner's spans inside.
@@ -104,22 +106,22 @@ class StepProfiler(NoProfiler):
         """Execute a step, whose span begins."""
         if self._log.is_recording and output.total_num_scheduled_tokens:
             self._step = step_label(output, prefill_length), output.step_id, time.perf_counter()
-        self.spans.begin()
+        self._log.begin()
         run(output)
 
     def run_sampling(self, run: Callable[[GrammarOutput], _Sampled], grammar: GrammarOutput) -> _Sampled:
         """Sample the executed step, whose span ends."""
-        self.spans.begin()
+        self._log.begin()
         sampled = run(grammar)
         if self._step is not None and self._step[1] == grammar.step_id:
             label, step_id, begin_s = self._step
             self._step = None
-            self.spans.end("sample", STEPS)
-            self.spans.add(label, begin_s, time.perf_counter(), STEPS, step=step_id)
+            self._log.end("sample", STEPS)
+            self._log.add(label, begin_s, time.perf_counter(), STEPS, step=step_id)
         return sampled
 
 
-class CudaProfiler(NoProfiler):
+class CudaProfiler(Profiler):
     """The CUDA profiler that the process runs under, between `start` and `stop`, with an NVTX range per step.
 
     With a schedule it records the active steps only. All engines of a process share it.
@@ -193,7 +195,7 @@ class CudaProfiler(NoProfiler):
             torch.cuda.profiler.stop()
 
 
-class TorchProfiler(NoProfiler):
+class TorchProfiler(Profiler):
     """torch.profiler over all threads of this process, between `start` and `stop`.
 
     With a schedule it writes a trace of the active steps of each cycle. File names have prefix, engine (of several),
@@ -320,12 +322,12 @@ class _TraceFiles:
         return self.folder / f"{self._prefix}{self._name}.{time.time_ns()}.{kind}{self._suffix}"
 
 
-def create_profiler(config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> NoProfiler:
-    """Create the profiler of the options. engine: the engine's number, of several."""
+def create_profiler(config: ProfilerConfig, parallel: ParallelState, engine: int | None = None) -> Profiler | None:
+    """Create the profiler of the options; None without one. engine: the engine's number, of several."""
     if config.profiler == "cuda":
         return CudaProfiler(config)
     if config.profiler_dir is None:
-        return NoProfiler()
+        return None
     made = StepProfiler if config.profiler == "steps" else TorchProfiler
     return made(config, parallel, engine)
 
@@ -352,7 +354,7 @@ def _not_running() -> LifecycleError:
     return LifecycleError("No profile is running: start_profile must come first (or the worker was restarted).")
 
 
-def _not_configured() -> ConfigError:
+def not_configured() -> ConfigError:
     return ConfigError(
         "Profiling is not configured: profiler_dir is not set. Start the engine with profiler_dir='FOLDER' "
         "(profiler_dir=FOLDER), then call start_profile and stop_profile around the calls to record."

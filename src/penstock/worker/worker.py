@@ -20,6 +20,7 @@ from penstock.kernels.native import describe_kernels, why_no_tiles
 from penstock.loader.loader import find_stored_dtype
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
+from penstock.observability.spans import SpanLog
 from penstock.parallel import ParallelState
 from penstock.runner.async_output import StepOutput
 from penstock.runner.dummy_runs import measure_step_costs, run_dummy_step, warm_up_decodes
@@ -36,7 +37,7 @@ from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
 from penstock.worker.page_prefaulting import PagePrefaulting
-from penstock.worker.profiler import RankTrace, create_profiler
+from penstock.worker.profiler import RankTrace, create_profiler, not_configured
 from penstock.worker.reload import config_of_replacement
 from penstock.worker.update_config import updated_config
 from penstock.worker.weights import Weights
@@ -123,7 +124,7 @@ class Worker(WorkerBase):
             model_state=features.model_state,
             owners=features.owners,
             make_head=features.output_head,
-            spans=self._profiler.spans,
+            spans=self._spans,
         )
         for group in self._runner.kv_cache.groups:
             refusals = "; ".join(f"not {name}: {why}" for name, why in group.refusals.items())
@@ -145,7 +146,7 @@ class Worker(WorkerBase):
                 warm_up_requests(runner)
         self.device.synchronize()
         if self.device.kind == "cpu":
-            self._pages = PagePrefaulting(self.device, runner.block_tables, runner.kv_cache)
+            self._pages = PagePrefaulting(self.device, runner.block_tables, runner.kv_cache, runner.steps)
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         limits = self.runner.limits
@@ -155,15 +156,16 @@ class Worker(WorkerBase):
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self._runner or self.runner
-        if self._pages is not None:
-            self._pages.begin_step()
-        self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
+        if self._profiler is None:
+            runner.execute_model(output)
+        else:
+            self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
     def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
-        result = self._profiler.run_sampling((self._runner or self.runner).sample_tokens, grammar)
-        if self._pages is not None:
-            self._pages.end_step()
-        return result
+        runner = self._runner or self.runner
+        if self._profiler is None:
+            return runner.sample_tokens(grammar)
+        return self._profiler.run_sampling(runner.sample_tokens, grammar)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()
@@ -197,6 +199,8 @@ class Worker(WorkerBase):
         profile_prefix: prefix of the trace's file name. Raises ConfigError without `profiler_dir`, LifecycleError for a
         second start, or a stop without a start.
         """
+        if self._profiler is None:
+            raise not_configured()
         if is_start:
             self._profiler.start(profile_prefix)
             return None
@@ -267,7 +271,8 @@ class Worker(WorkerBase):
         return dict(self.runner.execution.describe().num_runs)
 
     def shutdown(self) -> None:
-        self._profiler.shutdown()
+        if self._profiler is not None:
+            self._profiler.shutdown()
         if self._pages is not None:
             self._pages.close()
         if self._features is not None:
@@ -301,6 +306,10 @@ class Worker(WorkerBase):
         """Sizes of this worker's runner; a worker of another class may have more drafts than the options say."""
         return replace(RunnerLimits.of(self.config, max_model_len), max_drafts=self.num_speculative_tokens)
 
+    @property
+    def _spans(self) -> SpanLog | None:
+        return None if self._profiler is None else self._profiler.spans
+
     def _stage(self) -> Stage:
         if self.parallel.pipeline.size == 1:
             return NO_PIPELINE
@@ -312,7 +321,7 @@ class Worker(WorkerBase):
             self.dtype.torch_dtype,
             self.weights.speculator.aux_layers,
             layers_of_target(self.weights.model, self.parallel),
-            self._profiler.spans,
+            self._spans,
         )
 
     def _required(self, part: _Part | None, method: str) -> _Part:

@@ -16,20 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 class StepTrace:
-    """Writer of traces. phases: log of the core's phases, which records while the workers do."""
+    """Writer of traces. phases: log of the core's phases, which records while the workers do; None without traces."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.phases = SpanLog()
+        self.phases = SpanLog() if config.profiler.profiler == "steps" else None
         number = config.parallel.engine_number
         self._name = "engine core" if number is None else f"engine core {number}"
-        self._is_wanted = config.profiler.profiler == "steps"
 
     def after_call(self, answers: list[Any]) -> list[Any]:
         """Start, or write the trace, after a call of `profile` of the workers; returns its path instead of their spans.
 
         Raises ConfigError for a file that cannot be written.
         """
-        if not self._is_wanted:
+        if self.phases is None:
             return answers
         ranks = [answer for answer in answers if isinstance(answer, RankTrace)]
         if not ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 
-from penstock.observability.spans import NO_SPANS, Spans
+from penstock.observability.spans import SpanLog
 
 _TRACK = "phases"
 
@@ -29,11 +29,11 @@ class StepPhase(StrEnum):
 
 
 class PhaseTimer:
-    """Timer of the phases of one step after the other. spans: receives them too."""
+    """Timer of the phases of one step after the other. spans: receives them too; None for none."""
 
     __slots__ = ("_last", "_seconds", "_spans")
 
-    def __init__(self, spans: Spans = NO_SPANS) -> None:
+    def __init__(self, spans: SpanLog | None = None) -> None:
         self._spans = spans
         self._seconds: dict[str, float] = {}
         self._last = 0.0
@@ -46,7 +46,8 @@ class PhaseTimer:
         """Add the time since the last phase to this one. The next phase begins."""
         now = time.perf_counter()
         self._seconds[phase.value] = self._seconds.get(phase.value, 0.0) + now - self._last
-        self._spans.add(phase.value, self._last, now, _TRACK)
+        if self._spans is not None:
+            self._spans.add(phase.value, self._last, now, _TRACK)
         self._last = now
 
     def take(self) -> dict[str, float]:
