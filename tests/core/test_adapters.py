@@ -274,7 +274,7 @@ def _rounded_inputs(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[to
 def _dequantised(worker: Any) -> dict[str, torch.Tensor]:
     """Weights of all linear layers by their names in Transformers."""
     model, weights = worker.get_model(), {}
-    for name, (module, shard) in model.modules_with_adapters().items():
+    for name, (module, shard) in model.modules_by_name().items():
         if isinstance(module, LinearLayer):
             place = module.adapter_place(shard)
             whole = module.method.unpack(module.method.packed_OI, module.output_size)

@@ -46,6 +46,7 @@ class Feature:
     options: frozen dataclass of the feature's options, whose values users give in `additional_config`, and which raises
     ConfigError for those that are not allowed; sides read them by `options_of`.
 
+    keeps_layer_inputs: whether the worker's side computes with the inputs of layers, which loading must not rescale.
     recorded_call: type of the calls of worker methods that recordings keep.
 
     memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run leaves out then.
@@ -62,6 +63,7 @@ class Feature:
     output_heads: Mapping[str, Side] = field(default_factory=dict)
     options: type[Any] | None = None
     memory: Side = None
+    keeps_layer_inputs: bool = False
     recorded_call: type[RecordedCall] | None = None
     deployment_methods: Sequence[str] = ()
     worker_methods: Sequence[str] = ()
@@ -137,6 +139,11 @@ def register_built_in_features() -> None:
     """Let messages be read whose parts are of the features that come with the engine."""
     for module in _BUILT_IN:
         register_feature(importlib.import_module(module).FEATURE)
+
+
+def keeps_layer_inputs(config: EngineConfig) -> bool:
+    """Whether a feature of the engine computes with the inputs of layers."""
+    return any(feature.keeps_layer_inputs for feature in features_of(config))
 
 
 def recorded_calls(config: EngineConfig) -> dict[str, type[RecordedCall]]:

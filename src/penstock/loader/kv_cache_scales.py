@@ -111,7 +111,7 @@ def _names_in_state(model: CausalLM) -> dict[str, Attention | None]:
 def _names_in_checkpoint(model: CausalLM) -> dict[str, Attention | None]:
     """Attention modules by their names in checkpoints; None for those of other pipeline stages."""
     modules = modules_of_attention(model)
-    named = {name.rpartition("."): module for name, (module, _) in model.modules_with_adapters().items()}
+    named = {name.rpartition("."): module for name, (module, _) in model.modules_by_name().items()}
     return {
         attention: None if module is None else modules[id(module)]
         for (attention, _, kind), module in named.items()

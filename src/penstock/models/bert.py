@@ -165,12 +165,12 @@ class BertEncoder(CausalLM):
         slots = expand_table(self, _WEIGHTS, self.config.num_layers)
         return {self.prefix + name: slot for name, slot in slots.items()}
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
         small = ("embeddings.position_embeddings", "embeddings.token_type_embeddings")
         table = {name: into for name, into in _WEIGHTS.items() if name not in small}
         return modules_of_table(self, table, self.config.num_layers)
 
-    def adapter_name(self, name: str) -> str:
+    def module_name(self, name: str) -> str:
         for prefix in self.encoder_prefixes:
             name = name.removeprefix(prefix)
         return name

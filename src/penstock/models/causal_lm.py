@@ -71,19 +71,20 @@ class CausalLM(nn.Module, ABC):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         """Slots of all required checkpoint tensors by name."""
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
-        """Modules that LoRA adapters may change, by their names in Transformers, each with its shard.
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        """Modules that multiply all their inputs by one weight, by their names in Transformers, each with its shard.
 
-        Others among them are ignored. None for those of other pipeline stages. Empty for a model without support.
+        None for those of other pipeline stages. The embedding of tokens is one of them. Empty for a model that does not
+        say.
         """
         return {}
 
-    def adapter_name(self, name: str) -> str:
-        """Map a module's name in an adapter to one of `modules_with_adapters` or `stacked_parameters`."""
+    def module_name(self, name: str) -> str:
+        """Map a module's name in a model that shares this one's layers to one of `modules_by_name`."""
         return name
 
     def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
-        """Stacked parameters by the name of their module in Transformers; modules are of `modules_with_adapters`."""
+        """Stacked parameters by the name of their module in Transformers; modules are of `modules_by_name`."""
         return {}
 
     def is_in_head(self, module: nn.Module) -> bool:

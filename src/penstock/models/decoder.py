@@ -412,7 +412,7 @@ class DecoderForCausalLM(CausalLM):
     def names_elsewhere(self) -> Sequence[str]:
         return names_elsewhere(self, self._table(), self.config.num_layers)
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
         return modules_of_table(self, self.weight_table, self.config.num_layers)
 
     def tied_weights(self) -> Mapping[str, str]:

@@ -58,9 +58,9 @@ class DeepseekV2ForCausalLM(SharedExpertsForCausalLM):
             raise fields.unsupported("moe_layer_freq", step, "1")
         return list(range(fields.count("first_k_dense_replace", default=0), num_layers))
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
-        """As `MixtureForCausalLM`; `kv_b_proj`, which multiplies from both sides, has no adapters."""
-        modules = super().modules_with_adapters()
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+        """As `MixtureForCausalLM`; without `kv_b_proj`, which multiplies from both sides."""
+        modules = super().modules_by_name()
         return {name: place for name, place in modules.items() if not name.endswith(".kv_b_proj")}
 
     def _table(self) -> WeightTable:

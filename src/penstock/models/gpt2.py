@@ -203,7 +203,7 @@ class GPT2LMHeadModel(CausalLM):
     def names_elsewhere(self) -> Sequence[str]:
         return names_elsewhere(self, self._table(), self.config.num_layers)
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
         table = {name: into for name, into in _WEIGHTS.items() if into.module != "wpe"}
         return modules_of_table(self, table, self.config.num_layers)
 

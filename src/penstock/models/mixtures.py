@@ -64,7 +64,7 @@ class MixtureForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, model)
         self._moe_layers, self._routing = moe_layers, routing
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
         table = {**self._table(), "lm_head": self.weight_table["lm_head"]}
         return modules_of_table(self, table, self.config.num_layers)
 

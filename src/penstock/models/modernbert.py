@@ -194,10 +194,10 @@ class ModernBertEncoder(CausalLM):
         slots = expand_table(self, _WEIGHTS, len(self.layers))
         return {self.prefix + name: slot for name, slot in slots.items()}
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
         return modules_of_table(self, _WEIGHTS, len(self.layers))
 
-    def adapter_name(self, name: str) -> str:
+    def module_name(self, name: str) -> str:
         return name.removeprefix("model.")
 
     own_names: ClassVar[tuple[str, ...]] = ("embeddings.", "layers.", "final_norm.")

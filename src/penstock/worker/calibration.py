@@ -52,11 +52,11 @@ def load_for_device(
     device: Device,
     dtype: DtypeChoice,
     *,
-    has_adapters: bool = False,
+    keeps_inputs: bool = False,
 ) -> CausalLM:
     """Load the model, and quantise it with calibration if `find_calibration_texts` has data.
 
-    has_adapters: whether LoRA adapters read the inputs of layers, which must stay as they are then.
+    keeps_inputs: whether features compute with the inputs of layers, which must stay as they are then.
     Raises what `load_model` raises, ConfigError for unreadable calibration data, and ModelError for non-finite inputs.
     """
 
@@ -66,7 +66,7 @@ def load_for_device(
         )
 
     texts = find_calibration_texts(model_config, load_config, parallel, device, dtype)
-    if texts is None or (has_adapters and not texts.feeds_gptq):
+    if texts is None or (keeps_inputs and not texts.feeds_gptq):
         return load(model_config)
     floats = replace(model_config, quantization=NO_QUANTIZATION, quantization_calibration=NO_CALIBRATION)
     # Gram matrices are of exact inputs; ranges may be of rounded ones, which come sooner.
@@ -74,7 +74,7 @@ def load_for_device(
     begin = time.monotonic()
     calibration = _Calibration(model, texts, model_config, device, dtype)
     with torch.no_grad():
-        num_smoothed = 0 if has_adapters else calibration.smooth(parallel)
+        num_smoothed = 0 if keeps_inputs else calibration.smooth(parallel)
         passes = calibration.quantize(_max_gram_bytes(device, parallel))
     choose_attention_arithmetic(model)
     model.requires_grad_(False)

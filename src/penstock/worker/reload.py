@@ -46,7 +46,7 @@ def load_replacement(
     *,
     max_model_len: int | None,
     size_bytes: int,
-    has_adapters: bool = False,
+    keeps_inputs: bool = False,
 ) -> CausalLM:
     """Load a model to replace the current one.
 
@@ -70,7 +70,7 @@ def load_replacement(
             f"Reloading keeps the old weights until the new ones are complete, which takes {format_bytes(size_bytes)} "
             f"more, but only {format_bytes(free)} are free. Create a new engine instead, or give the KV cache less."
         )
-    return load_for_device(new, load_config, parallel, device, dtype, has_adapters=has_adapters)
+    return load_for_device(new, load_config, parallel, device, dtype, keeps_inputs=keeps_inputs)
 
 
 def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelState) -> None:

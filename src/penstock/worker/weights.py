@@ -15,6 +15,7 @@ from penstock.attention import CacheLayer, LayerAttention
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.contract import KVCacheSpec
+from penstock.contract.feature import keeps_layer_inputs
 from penstock.device import Device, DtypeChoice
 from penstock.layers.linear import describe_narrow_products, weights_size_bytes
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
@@ -42,7 +43,7 @@ class Weights:
         self._config = config
         with device.loading_weights():
             self.model: nn.Module = load_for_device(
-                config.model, config.load, parallel, device, dtype, has_adapters=config.lora.enable_lora
+                config.model, config.load, parallel, device, dtype, keeps_inputs=keeps_layer_inputs(config)
             )
             self.drafter: CausalLM | None = load_drafter(config, self.model, parallel, device, dtype)
         self._kv_cache_dtype = choose_kv_cache_dtype(
@@ -125,7 +126,7 @@ class Weights:
                     self._dtype,
                     max_model_len=max_model_len,
                     size_bytes=weights_size_bytes(self.model),
-                    has_adapters=current.lora.enable_lora,
+                    keeps_inputs=keeps_layer_inputs(current),
                 )
             finally:
                 gc.collect()

@@ -17,6 +17,7 @@ FEATURE = Feature(
     is_on=_is_enabled,
     how_to_turn_on="Start the engine with enable_lora=True.",
     parts=(AdapterPart,),
+    keeps_layer_inputs=True,
     recorded_call=RecordedAdapter,
     deployment_side="penstock.features.lora.adapter_list:AdapterList",
     scheduler_side="penstock.features.lora.scheduling:LoRAScheduling",

@@ -79,7 +79,7 @@ class AdapterTables:
         for module, layer in zip(self._modules, self._layers, strict=True):
             module.adapters = layer.adapters
         assert isinstance(model, CausalLM), "it has modules with adapters"
-        self.stacked, self.named = StackedParameters(model.stacked_parameters()), model.adapter_name
+        self.stacked, self.named = StackedParameters(model.stacked_parameters()), model.module_name
 
     def pack(self, name: str, matrices: Mapping[str, LowRank]) -> PackedModelAdapter:
         """Convert this rank's part of an adapter. Raises CheckpointError, naming them, for matrices without a place."""
@@ -186,7 +186,7 @@ def adapter_bytes(engine: EngineConfig, model: nn.Module, kind: str, compute_dty
 
 
 def _modules(model: nn.Module, config: LoRAConfig) -> Mapping[str, tuple[nn.Module | None, str | None]]:
-    modules = model.modules_with_adapters() if isinstance(model, CausalLM) else {}
+    modules = model.modules_by_name() if isinstance(model, CausalLM) else {}
     if modules and config.lora_target_modules is not None:
         modules = {name: module for name, module in modules.items() if config.may_change(name)}
         if not modules:

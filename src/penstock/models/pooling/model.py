@@ -70,18 +70,18 @@ class PoolingModel(CausalLM):
         normalizes = self.pooling.normalize if params.use_activation is None else params.use_activation
         return F.normalize(x, dim=-1) if normalizes else x
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
         """As `CausalLM`: those of the backbone, which has no LM head."""
-        modules = self.backbone.modules_with_adapters()
+        modules = self.backbone.modules_by_name()
         return {name: module for name, module in modules.items() if name != "lm_head"}
 
     def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
         return self.backbone.stacked_parameters()
 
-    def adapter_name(self, name: str) -> str:
-        """See `CausalLM`. Adapters may be of the model with its head, or of the backbone alone."""
+    def module_name(self, name: str) -> str:
+        """See `CausalLM`. The names may be of the model with its head, or of the backbone alone."""
         name = name if name.startswith(self._prefix) else self._prefix + name
-        return self.backbone.adapter_name(name)
+        return self.backbone.module_name(name)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         slots = {self._own_name(name): slot for name, slot in self.backbone.checkpoint_slots().items()}

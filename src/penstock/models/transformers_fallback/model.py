@@ -103,7 +103,7 @@ class TransformersForCausalLM(CausalLM):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return self._names.slots(self._tensors())
 
-    def modules_with_adapters(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
+    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
         parts = (f"{self._backbone_name}.", self.backbone), ("", self.head.model)
         embedding = self.backbone.get_input_embeddings()  # type: ignore[operator]
         return {

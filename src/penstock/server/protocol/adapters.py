@@ -1,8 +1,8 @@
-"""Bodies of the routes that load and unload LoRA adapters, with vLLM's names."""
+"""Bodies of requests and answers of the routes that load and unload LoRA adapters, with vLLM's names."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from penstock.server.protocol.base import StrictModel
 
@@ -20,3 +20,11 @@ class UnloadAdapterRequest(StrictModel):
 
     lora_name: str = Field(min_length=1)
     lora_int_id: int | None = None
+
+
+class AdapterLoaded(BaseModel):
+    loaded: str
+
+
+class AdapterUnloaded(BaseModel):
+    unloaded: str

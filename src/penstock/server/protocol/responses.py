@@ -171,14 +171,6 @@ class ProfileStopped(BaseModel):
     paths: list[str]
 
 
-class AdapterLoaded(BaseModel):
-    loaded: str
-
-
-class AdapterUnloaded(BaseModel):
-    unloaded: str
-
-
 class TokenCount(BaseModel):
     input_tokens: int
 

@@ -11,11 +11,9 @@ from starlette.responses import Response
 from penstock.errors import ConfigError, LifecycleError
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response, refusals
-from penstock.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from penstock.server.protocol.adapters import AdapterLoaded, AdapterUnloaded, LoadAdapterRequest, UnloadAdapterRequest
 from penstock.server.protocol.profiles import StartProfileRequest
 from penstock.server.protocol.responses import (
-    AdapterLoaded,
-    AdapterUnloaded,
     PrefixCacheReset,
     ProfileStarted,
     ProfileStopped,
