@@ -78,6 +78,13 @@ class LayerNorm(nn.Module):
         return add_layer_norm(x_TD, residual_TD, self.weight, self.bias, self.eps)
 
 
+def norm_of_stream(
+    norm: RMSNorm | LayerNorm | NoNorm, x_TD: Tensor, residual_TD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(norm of the residual stream, the stream), which is x + residual, or x at the first layer; overwrites x."""
+    return (norm(x_TD), x_TD) if residual_TD is None else norm.add_and_norm(x_TD, residual_TD)
+
+
 class QueryKeyNorm(nn.Module):
     """RMSNorm of every query head with one weight and of every key head with another, in one pass.
 

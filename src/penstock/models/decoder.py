@@ -30,6 +30,7 @@ from penstock.layers.norm import (
     SplitWholeQueryKeyNorm,
     UnweightedQueryKeyNorm,
     WholeQueryKeyNorm,
+    norm_of_stream,
 )
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
@@ -253,11 +254,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        if residual_TD is None:
-            residual_TD = hidden_TD
-            hidden_TD = self.input_layernorm(hidden_TD)
-        else:
-            hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
+        hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)

@@ -18,7 +18,7 @@ from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import RMSNormRoundedLast, RoundedLastQueryKeyNorm
+from penstock.layers.norm import RMSNormRoundedLast, RoundedLastQueryKeyNorm, norm_of_stream
 from penstock.layers.rope_scaling import RopeParameters
 from penstock.layers.scalable_inputs import outputs_of
 from penstock.models.config_fields import FULL, SLIDING, ConfigFields, read_layer_kinds, windows_of
@@ -82,11 +82,7 @@ class GemmaLayer(nn.Module):
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        if residual_TD is None:
-            residual_TD = hidden_TD
-            hidden_TD = self.input_layernorm(hidden_TD)
-        else:
-            hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
+        hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.post_attention_layernorm(self.self_attn(hidden_TD, rotation, context))
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.pre_feedforward_layernorm.add_and_norm(hidden_TD, residual_TD)

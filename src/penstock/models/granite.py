@@ -17,6 +17,7 @@ from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
 from penstock.layers.experts import MoE
+from penstock.layers.norm import norm_of_stream
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, mixtures, read_routing
@@ -33,11 +34,7 @@ class GraniteLayer(DecoderLayer):
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        if residual_TD is None:
-            residual_TD = hidden_TD
-            hidden_TD = self.input_layernorm(hidden_TD)
-        else:
-            hidden_TD, residual_TD = self.input_layernorm.add_and_norm(hidden_TD, residual_TD)
+        hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.self_attn(hidden_TD, rotation, context).mul_(self.residual_multiplier)
         residual_TD = context.asked_for(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)

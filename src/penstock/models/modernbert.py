@@ -20,7 +20,7 @@ from penstock.kernels.rotary import Rotation
 from penstock.layers.attention import Attention
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.mlp import GatedMLP
-from penstock.layers.norm import LayerNorm, NoNorm
+from penstock.layers.norm import LayerNorm, NoNorm, norm_of_stream
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.rope_scaling import RopeParameters
 from penstock.layers.rotary import LayerRotations
@@ -150,11 +150,7 @@ class ModernBertLayer(nn.Module):
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        if residual_TD is None:
-            residual_TD = hidden_TD
-            hidden_TD = self.attn_norm(hidden_TD)
-        else:
-            hidden_TD, residual_TD = self.attn_norm.add_and_norm(hidden_TD, residual_TD)
+        hidden_TD, residual_TD = norm_of_stream(self.attn_norm, hidden_TD, residual_TD)
         qkv_TX = self.qkv_proj(hidden_TD, context.of_all_tokens())
         mixed_TD = self.o_proj(self.attention.from_projection(qkv_TX, None, rotation, context), context)
         hidden_TD, residual_TD = self.mlp_norm.add_and_norm(mixed_TD, context.asked_for(residual_TD))
