@@ -147,7 +147,7 @@ def test_recoveries_are_shown(url: str) -> None:
 
 def test_the_key_is_sent_and_a_missing_one_is_named(url: str) -> None:
     Handler.key = "secret"
-    assert "needs an API key. Give --api-key" in invoke("--url", url, "--once", exit_code=2)
+    assert "needs its API key. Give --api-key" in invoke("--url", url, "--once", exit_code=2)
     assert "does not accept the API key" in invoke("--url", url, "--once", "--api-key", "other", exit_code=2)
     assert "demo" in invoke("--url", url, "--once", "--api-key", "secret")
     Handler.states = [live(10.0), live(12.0)]

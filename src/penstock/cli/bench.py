@@ -134,22 +134,12 @@ def _step_bytes(model: str, engine: dict[str, Any]) -> StepBytes:
 
 
 def _show(sweep: Sequence[Settings], results: Sequence[Any], tokens_per_expert: dict[int, list[int]]) -> None:
-    from rich.console import Console
-
     from penstock.bench import expert_stats
     from penstock.bench.report import tables
-    from penstock.cli.output import standard_output, write
+    from penstock.cli.output import show
 
-    out = standard_output(as_json=False)
-    console = Console(file=out, highlight=False)
-    # `write` prints the text, since rich exits in its own way when the pipe is closed.
-    with console.capture() as capture:
-        for settings, its_results in zip(sweep, results, strict=True):
-            for table in tables(settings, its_results):
-                console.print(table)
-        if tokens_per_expert:
-            console.print(expert_stats.table(tokens_per_expert))
-    write(out, capture.get())
+    parts = [table for each in zip(sweep, results, strict=True) for table in tables(*each)]
+    show(*parts, *([expert_stats.table(tokens_per_expert)] if tokens_per_expert else ()))
 
 
 def _check_expert_stats(path: Path | None, workload: str) -> None:

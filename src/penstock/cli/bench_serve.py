@@ -194,7 +194,10 @@ def bench_serve(
         _write(path, {**fields, **result.as_json(settings, is_detailed=output.save_detailed)})
     if output.plot is not None:
         _draw(output.plot, settings, result)
-    _show(settings, result)
+    from penstock.bench.serving.report import report
+    from penstock.cli.output import show
+
+    show(report(settings, result))
     if not result.figures["completed"] and not result.figures["disconnected"]:
         sys.exit(EXIT_FAILURE)
 
@@ -251,19 +254,6 @@ def _run(settings: ServeSettings, *, with_bar: bool) -> ServeResult:
     finally:
         for bar in bars:
             bar.close()
-
-
-def _show(settings: ServeSettings, result: ServeResult) -> None:
-    from rich.console import Console
-
-    from penstock.bench.serving.report import report
-    from penstock.cli.output import standard_output, write
-
-    out = standard_output(as_json=False)
-    console = Console(file=out, highlight=False)
-    with console.capture() as capture:
-        console.print(report(settings, result))
-    write(out, capture.get())
 
 
 def _draw(path: Path, settings: ServeSettings, result: ServeResult) -> None:

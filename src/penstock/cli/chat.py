@@ -46,7 +46,7 @@ def chat(
         "seed": seed,
     }
     params = SamplingParams(**options.with_defaults(flags, model, engine, max_tokens=512, temperature=0.7))
-    template = None if chat_template is None else _read_template(chat_template)
+    template = None if chat_template is None else read_text_file("--chat-template", chat_template)
     config = EngineConfig.create(model, **{"max_num_seqs": 1, **engine})
     from penstock.cli.chat_terminal import ChatTerminal
     from penstock.cli.conversation import Conversation
@@ -56,7 +56,3 @@ def chat(
         begin_collection()
         conversation = Conversation(session, params, system=system, chat_template=template)
         ChatTerminal(conversation, model).run()
-
-
-def _read_template(path: Path) -> str:
-    return read_text_file("--chat-template", path)

@@ -47,7 +47,7 @@ def evaluate(
     from penstock.bench.quality.run import evaluate as measure
 
     formats = parse_formats(quantization)
-    content = _read(text)
+    content = read_text_file("--text", text)
     check_plot(plot)
     is_format = against in FORMATS
     tokens, results = measure(
@@ -64,26 +64,9 @@ def evaluate(
     title = f"{model} on {text.name}: {tokens.num_scored:,} tokens in windows of {window:,}"
     if plot is not None:
         write_plot(plot, as_svg(title, results))
+    from penstock.cli.output import show, standard_output, write
+
     if json:
-        _print(json_module.dumps(as_json(model, tokens, results), indent=2) + "\n", as_json=True)
+        write(standard_output(as_json=True), json_module.dumps(as_json(model, tokens, results), indent=2) + "\n")
     else:
-        _print(_rendered(table(title, results)), as_json=False)
-
-
-def _read(path: Path) -> str:
-    return read_text_file("--text", path)
-
-
-def _rendered(table: Any) -> str:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
-
-
-def _print(text: str, *, as_json: bool) -> None:
-    from penstock.cli.output import standard_output, write
-
-    write(standard_output(as_json=as_json), text)
+        show(table(title, results))

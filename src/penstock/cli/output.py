@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from io import TextIOWrapper
-from typing import TextIO
+from typing import Any, TextIO
 
 from penstock.cli.failures import OutputClosed
 from penstock.engine.output.outputs import RequestOutput
@@ -33,6 +33,19 @@ def write(out: TextIO, text: str) -> None:
         out.flush()
     except BrokenPipeError as error:
         raise OutputClosed from error
+
+
+def show(*parts: Any) -> None:
+    """Print what rich renders. A function makes its part for the width of the terminal."""
+    from rich.console import Console
+
+    out = standard_output(as_json=False)
+    console = Console(file=out, highlight=False)
+    # `write` prints the text, since rich exits in its own way when the pipe is closed.
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part(console.width) if callable(part) else part)
+    write(out, capture.get())
 
 
 def stream_text(steps: Iterable[Progress], out: TextIO) -> RequestOutput:

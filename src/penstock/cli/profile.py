@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import shutil
 import time
-import urllib.error
-import urllib.request
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.api_key import authorization
 from penstock.cli.failures import check_writable, file_named, readable_errors
 from penstock.cli.process import begin_collection
+from penstock.cli.server_client import ServerClient
 from penstock.errors import ConfigError
 from penstock.observability.printable import one_line
 from penstock.system.temporary_folder import TemporaryFolder
@@ -79,11 +76,20 @@ def profile_serve(
     with readable_errors(debug=debug):
         if not 0 < seconds < float("inf"):
             raise ConfigError(f"--seconds {seconds} is not valid. Allowed: a number of seconds above 0.")
-        _call(url, "/start_profile", {"profile_prefix": prefix}, admin_api_key)
+        server = ServerClient(
+            url,
+            None,
+            key=admin_api_key,
+            key_name="admin key",
+            key_advice="--admin-api-key",
+            start_advice="Start it with penstock serve.",
+            route_advice="has no admin routes. Start penstock serve with --enable-admin and --admin-api-key KEY.",
+        )
+        server.call("/start_profile", {"profile_prefix": prefix}, timeout_s=_TIMEOUT_S)
         try:
             time.sleep(seconds)
         finally:
-            answer = _call(url, "/stop_profile", {}, admin_api_key)
+            answer = json.loads(server.call("/stop_profile", {}, timeout_s=_TIMEOUT_S))
             paths = answer["paths"] or ["no trace, as of profiler='cuda'"]
             _print("\n".join(["Written by the server:", *map(one_line, paths), ""]))
 
@@ -102,35 +108,6 @@ def _run(config: EngineConfig, num_prompts: int, input_len: int, output_len: int
         run(session, prompts.many(num_prompts, input_len), output_len)
         answers = session.collective_rpc(RpcCall("profile", kwargs={"is_start": False}))
     return [path for path in answers if path is not None]
-
-
-def _call(url: str, route: str, fields: dict[str, Any], key: str | None) -> dict[str, Any]:
-    """Call an admin route of the server. Raises ConfigError with the server's reason."""
-    url = url.rstrip("/")
-    headers = {"Content-Type": "application/json"} | authorization(key)
-    try:
-        request = urllib.request.Request(url + route, json.dumps(fields).encode(), headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
-    except urllib.error.HTTPError as error:
-        raise ConfigError(_refusal(url, error, has_key=key is not None)) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise ConfigError(f"--url {url} cannot be read: {reason}. Start it with penstock serve.") from error
-
-
-def _refusal(url: str, error: urllib.error.HTTPError, *, has_key: bool) -> str:
-    if error.code == 401 and has_key:
-        return f"--url {url} does not accept the admin key. Give another --admin-api-key."
-    if error.code == 401:
-        return f"--url {url} needs its admin key. Give --admin-api-key."
-    if error.code == 404:
-        return f"--url {url} has no admin routes. Start penstock serve with --enable-admin and --admin-api-key KEY."
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"--url {url} answers with status {error.code}."
 
 
 def _print(text: str) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
 import time
-import urllib.error
-import urllib.request
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.api_key import authorization
 from penstock.cli.failures import readable_errors
+from penstock.cli.server_client import ServerClient
 from penstock.cli.top_screen import History, Sample, screen
 from penstock.errors import ConfigError
 from penstock.observability.printable import one_line
@@ -46,62 +42,47 @@ def top(
             raise ConfigError(f"--interval {interval} is not valid. Allowed: a number of seconds above 0.")
         if url is not None and uds is not None:
             raise ConfigError(f"--url {url} and --uds {uds} are two addresses. Leave one of them out.")
-        server = _Server(url or _DEFAULT_URL, uds, api_key or next(iter(env.api_keys()), None))
+        server = live_client(url or _DEFAULT_URL, uds, api_key or next(iter(env.api_keys()), None))
         history = History()
-        history.add(server.read(0.0))
+        history.add(read_live(server, 0.0))
         if once:
             time.sleep(_ONCE_S)
-            history.add(server.read(0.0))
-            _print(history, server.name)
+            history.add(read_live(server, 0.0))
+            from penstock.cli.output import show
+
+            show(lambda width: screen(history, server.name, width))
         else:
             _watch(server, history, server.name, interval)
 
 
-class _Server:
-    """Client of `/live`. name: address on the screen. uds: path of a Unix socket to connect to, instead of the URL."""
+def live_client(url: str, uds: str | None, key: str | None) -> ServerClient:
+    """Client of a server's live view."""
+    return ServerClient(
+        url,
+        uds,
+        key=key,
+        key_name="API key",
+        key_advice="--api-key, or set PENSTOCK_API_KEY",
+        start_advice="Start it with penstock serve, or with LLM(live_view=PATH).",
+        route_advice="has no route /live. Give the address of a server that runs penstock serve.",
+    )
 
-    def __init__(self, url: str, uds: str | None, key: str | None) -> None:
-        self.name = url if uds is None else f"unix:{uds}"
-        self._url = (url if uds is None else "http://localhost").rstrip("/")
-        self._option = f"--url {self._url}" if uds is None else f"--uds {uds}"
-        self._headers = authorization(key)
-        # A proxy has no part in a Unix socket.
-        handlers = [] if uds is None else [urllib.request.ProxyHandler({}), _UnixHandler(uds)]
-        self._opener = urllib.request.build_opener(*handlers)
 
-    def read(self, after: float) -> Sample:
-        """Numbers now, with the steps after a time. Raises ConfigError where there are none."""
-        import msgspec
+def read_live(server: ServerClient, after: float) -> Sample:
+    """Numbers now, with the steps after a time. Raises ConfigError where there are none."""
+    import msgspec
 
-        from penstock.engine.live.live_view import Live
+    from penstock.engine.live.live_view import Live
 
-        try:
-            request = urllib.request.Request(f"{self._url}/live?after={after!r}", headers=self._headers)
-            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
-                body = response.read()
-            msgspec.json.decode(body, type=Live)
-            sample: Sample = json.loads(body, object_hook=_printable)
-            return sample
-        except urllib.error.HTTPError as error:
-            raise ConfigError(self._refusal(error.code)) from error
-        except msgspec.MsgspecError as error:
-            raise ConfigError(
-                f"{self._option} answers at /live, but not with the live view of Penstock {__version__}: {error}."
-            ) from error
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise ConfigError(
-                f"{self._option} cannot be read: {reason}. Start it with penstock serve, or with LLM(live_view=PATH)."
-            ) from error
-
-    def _refusal(self, status: int) -> str:
-        if status == 401:
-            if self._headers:
-                return f"{self._option} does not accept the API key. Give another --api-key."
-            return f"{self._option} needs an API key. Give --api-key, or set PENSTOCK_API_KEY."
-        if status == 404:
-            return f"{self._option} has no route /live. Give the address of a server that runs penstock serve."
-        return f"{self._option} answers with status {status}."
+    body = server.call(f"/live?after={after!r}", timeout_s=_TIMEOUT_S)
+    try:
+        msgspec.json.decode(body, type=Live)
+        sample: Sample = json.loads(body, object_hook=_printable)
+        return sample
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(
+            f"{server.option} answers at /live, but not with the live view of Penstock {__version__}: {error}."
+        ) from error
 
 
 def _printable(values: dict[str, Any]) -> dict[str, Any]:
@@ -109,41 +90,7 @@ def _printable(values: dict[str, Any]) -> dict[str, Any]:
     return {one_line(name): one_line(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
-class _UnixHandler(urllib.request.HTTPHandler):
-    """Opens HTTP URLs at a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path = path
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(lambda host, **options: _UnixConnection(self._path, host, **options), request)
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, host: str, **options: Any) -> None:
-        super().__init__(host, **options)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _print(history: History, url: str) -> None:
-    from rich.console import Console
-
-    from penstock.cli.output import standard_output, write
-
-    out = standard_output(as_json=False)
-    console = Console(file=out, highlight=False)
-    with console.capture() as capture:
-        console.print(screen(history, url, console.width))
-    write(out, capture.get())
-
-
-def _watch(server: _Server, history: History, url: str, interval: float) -> None:
+def _watch(server: ServerClient, history: History, url: str, interval: float) -> None:
     """Show a frame per interval until Ctrl-C. A server that does not answer for a while is shown as it was."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -156,7 +103,7 @@ def _watch(server: _Server, history: History, url: str, interval: float) -> None
         while True:
             problem: list[Any] = []
             try:
-                history.add(server.read(history.last_step_at))
+                history.add(read_live(server, history.last_step_at))
             except ConfigError as error:
                 problem = [Text(f"\n{one_line(str(error))}", "red")]
             live.update(Group(screen(history, url, console.width), *problem), refresh=True)

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.cli.top import _Server
+from penstock.cli.top import live_client, read_live
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
@@ -37,7 +37,7 @@ def session_of(tmp_path: Path, core: FakeCore, name: str = "live.sock") -> Sessi
 
 
 def read(path: Path, after: float = 0.0) -> dict[str, Any]:
-    return _Server("", str(path), None).read(after)
+    return read_live(live_client("", str(path), None), after)
 
 
 def test_a_view_sees_the_requests_during_a_step(tmp_path: Path) -> None:
