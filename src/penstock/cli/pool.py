@@ -151,25 +151,14 @@ def _run(
             begin_collection()
             results = run(llm, lines)
         written = [{"index": index, "id": lines[index].id, **result} for index, result in enumerate(results)]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in written)
         if file is None:
-            out = standard_output(as_json=True)
-            for line in written:
-                write(out, json.dumps(line, ensure_ascii=False) + "\n")
-        elif isinstance(file, PartialFile) and not is_array:
-            for line in written:
-                file.put(line["index"], json.dumps(line, ensure_ascii=False) + "\n")
+            write(standard_output(as_json=True), text)
         else:
-            data = _as_array(results, key) if is_array else _as_lines(written)
-            if isinstance(file, PartialFile):
-                file.put_bytes(data)
-            else:
-                file.write(data)
+            data = _as_array(results, key) if is_array else text.encode()
+            (file.put_bytes if isinstance(file, PartialFile) else file.write)(data)
     if output is not None:
         print(f"penstock: {len(written):,} results in {output}", file=sys.stderr)
-
-
-def _as_lines(results: Sequence[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in results).encode()
 
 
 def _as_array(results: Sequence[dict[str, Any]], key: str) -> bytes:
