@@ -1,8 +1,9 @@
-"""Keywords of JSON Schema, of all drafts: enforced, refused, annotations."""
+"""Keywords of JSON Schema, of all drafts, that are not enforced: annotations, and those that are refused."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 
 # Annotations: keywords that do not validate. `format` is not among them: it is enforced or refused.
 ANNOTATIONS = frozenset(
@@ -49,53 +50,11 @@ REFUSED = {
     "then": "conditions cannot be enforced; use anyOf with one branch for each case",
 }
 
-# Keywords that are enforced, at least in some forms.
-ENFORCED = frozenset(
-    {
-        "$ref",
-        "additionalItems",
-        "additionalProperties",
-        "allOf",
-        "anyOf",
-        "const",
-        "dependencies",
-        "dependentRequired",
-        "enum",
-        "exclusiveMaximum",
-        "exclusiveMinimum",
-        "format",
-        "items",
-        "maxItems",
-        "maxLength",
-        "maxProperties",
-        "maximum",
-        "minItems",
-        "minLength",
-        "minProperties",
-        "minimum",
-        "multipleOf",
-        "not",
-        "oneOf",
-        "pattern",
-        "patternProperties",
-        "prefixItems",
-        "properties",
-        "propertyNames",
-        "required",
-        "type",
-        "unevaluatedItems",
-        "unevaluatedProperties",
-        "uniqueItems",
-    }
-)
-
-_BY_LETTERS = {"".join(filter(str.isalnum, name)).lower(): name for name in sorted(ENFORCED | REFUSED.keys())}
 _SIMILARITY = 0.85
-_LETTERS_OF = {letters: frozenset(letters) for letters in _BY_LETTERS}
 
 
-def meant_instead_of(name: str) -> str | None:
-    """Return the validating keyword that an unknown one misspells; None if there is none.
+def meant_instead_of(name: str, enforced: frozenset[str]) -> str | None:
+    """Return the validating keyword that an unknown one misspells; None if there is none. enforced: keywords.
 
     Other unknown keywords are annotations, and so are those that begin with "x-" or an underscore.
     """
@@ -103,9 +62,17 @@ def meant_instead_of(name: str) -> str | None:
         return None
     letters = "".join(filter(str.isalnum, name)).lower()
     # Bounds of the similarity that take a tenth of its time, since a schema may have thousands of such names.
-    near = [one for one, known in _LETTERS_OF.items() if _may_be_similar(letters, one, known)]
+    keywords = _by_letters(enforced)
+    near = [one for one, (_, known) in keywords.items() if _may_be_similar(letters, one, known)]
     close = difflib.get_close_matches(letters, near, n=1, cutoff=_SIMILARITY)
-    return _BY_LETTERS[close[0]] if close else None
+    return keywords[close[0]][0] if close else None
+
+
+@functools.cache
+def _by_letters(enforced: frozenset[str]) -> dict[str, tuple[str, frozenset[str]]]:
+    """Validating keywords by their letters, each with the set of these."""
+    names = {"".join(filter(str.isalnum, name)).lower(): name for name in sorted(enforced | REFUSED.keys())}
+    return {letters: (name, frozenset(letters)) for letters, name in names.items()}
 
 
 def _may_be_similar(letters: str, keyword: str, known: frozenset[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import InvalidParameter
 from penstock.structured import schema_arrays, schema_combinations, schema_objects, schema_values
-from penstock.structured.keywords import ENFORCED, REFUSED
+from penstock.structured.keywords import REFUSED
 from penstock.structured.schema_constants import has_controls, needs_numbered_escapes
 from penstock.structured.schema_parts import parts_of
 from penstock.structured.schema_walk import Walk
@@ -24,7 +24,6 @@ _HANDLERS = {
     **schema_arrays.HANDLERS,
     **schema_values.HANDLERS,
 }
-assert _HANDLERS.keys() == ENFORCED
 
 
 class NotEnforced(InvalidParameter):
@@ -87,4 +86,4 @@ def _not_enforced(refusals: list[tuple[str, str]]) -> NotEnforced:
 
 def _keyword_in(pointer: str) -> str:
     parts = pointer.split("/")
-    return next((part for part in reversed(parts) if part in ENFORCED or part in REFUSED), parts[-1])
+    return next((part for part in reversed(parts) if part in _HANDLERS or part in REFUSED), parts[-1])

@@ -47,6 +47,7 @@ class Walk:
         self.num_patterns = 0
         self.references = References(root)
         self.handlers = handlers
+        self._enforced = frozenset(handlers)
         self.draft = self._find_draft(root)
 
     def schema(self, schema: Any, at: str, depth: int) -> Any:
@@ -98,7 +99,7 @@ class Walk:
             if self.draft not in (None, _draft_of(value)):
                 self.refuse(at, f"a part of a schema is of the same draft as the whole, here {self.draft}")
         elif name not in ANNOTATIONS:
-            meant = meant_instead_of(name)
+            meant = meant_instead_of(name, self._enforced)
             if meant is not None:
                 self.refuse(at, f"{name!r} is not a keyword; did you mean {meant}? Names with x- may be anything")
 
