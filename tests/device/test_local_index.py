@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from penstock.device.select import local_device_index
+from penstock.config import DeviceConfig
+from penstock.device.select import gpu_of_rank
 from penstock.errors import ConfigError
 
 
-def test_ranks_of_replicas_have_devices_one_after_another() -> None:
-    indices = [
-        local_device_index(rank, 8, ranks_per_replica=4, data_parallel_rank_local=replica)
-        for replica in range(2)
-        for rank in range(4)
-    ]
-    assert indices == list(range(8))
+@pytest.fixture(autouse=True)
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-@pytest.mark.parametrize(("rank", "replica", "visible"), [(2, 0, 2), (0, 1, 2), (0, 0, 0)])
-def test_too_few_devices_are_told(rank: int, replica: int, visible: int) -> None:
-    with pytest.raises(ConfigError, match=rf"needs CUDA device {rank + 2 * replica}, and this process sees {visible}"):
-        local_device_index(rank, visible, ranks_per_replica=2, data_parallel_rank_local=replica)
+def test_ranks_have_devices_one_after_another() -> None:
+    found = [gpu_of_rank(DeviceConfig(device="cuda"), rank, 4) for rank in range(4)]
+    assert found == [torch.device("cuda", rank) for rank in range(4)]
+
+
+def test_too_few_devices_are_told() -> None:
+    with pytest.raises(ConfigError, match="Rank 4 of the 6 .* needs CUDA device 4, and this process sees 4"):
+        gpu_of_rank(DeviceConfig(device="cuda"), 4, 6)

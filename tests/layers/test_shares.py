@@ -79,7 +79,7 @@ def test_columns_side_by_side_are_the_whole_product(size: int) -> None:
     "make",
     [
         lambda parallel: GatedMLP(8, 12, bias=True, parallel=parallel),
-        lambda parallel: PlainMLP(8, 12, activation="gelu_new", bias=True, parallel=parallel),
+        lambda parallel: PlainMLP(8, 12, activation="gelu_new", parallel=parallel),
     ],
     ids=["gated", "plain"],
 )

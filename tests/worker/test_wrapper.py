@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
 from typing import Any
 
@@ -51,14 +50,11 @@ def _wrapper(rank: int = 0, **options: Any) -> WorkerWrapperBase:
 
 
 def test_the_worker_is_built_by_name_with_its_rank() -> None:
-    wrapper = WorkerWrapperBase(rpc_rank=0)
-    wrapper.adjust_rank({0: 5, 1: 0})
+    wrapper = WorkerWrapperBase(rpc_rank=5)
     wrapper.init_worker(_config(), ParallelState(world_size=8))
     assert type(wrapper.worker) is RecordingWorker
     assert wrapper.worker.rank == 5
     assert wrapper.execute_method("add", 2, right=3) == 5
-    with pytest.raises(LifecycleError, match="can no longer be changed"):
-        wrapper.adjust_rank({5: 1})
 
 
 def test_before_init_and_after_shutdown_it_says_what_is_missing() -> None:
@@ -158,19 +154,6 @@ def test_what_is_not_built_is_refused_by_the_features_name(method: str) -> None:
 def test_a_worker_of_several_needs_the_others() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 needs a worker in a group of 2 ranks"):
         _wrapper(pipeline_parallel_size=2)
-
-
-def test_environment_variables_of_the_own_rank_are_set(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PENSTOCK_TEST_OLD", "1")
-    monkeypatch.delenv("PENSTOCK_TEST_NEW", raising=False)
-    wrapper = WorkerWrapperBase(rpc_rank=1)
-    with caplog.at_level(logging.WARNING, "penstock"):
-        wrapper.update_environment_variables([{}, {"PENSTOCK_TEST_NEW": "a", "PENSTOCK_TEST_OLD": "2"}])
-    assert os.environ["PENSTOCK_TEST_NEW"] == "a"
-    assert "PENSTOCK_TEST_OLD changes from '1' to '2'" in caplog.text
-    monkeypatch.delenv("PENSTOCK_TEST_NEW")
 
 
 class _EntryPoint:

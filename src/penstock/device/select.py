@@ -9,24 +9,6 @@ from penstock.device.base import Device
 from penstock.errors import ConfigError, UnsupportedFeature
 
 
-def local_device_index(
-    local_rank: int, num_visible: int, *, ranks_per_replica: int = 1, data_parallel_rank_local: int = 0
-) -> int:
-    """Index among the visible devices. Raises ConfigError where there are too few.
-
-    local_rank: among the replica's ranks on this machine. ranks_per_replica: tensor times pipeline parallel size.
-    data_parallel_rank_local: the replica's number on this machine; replicas take consecutive devices.
-    """
-    index = data_parallel_rank_local * ranks_per_replica + local_rank
-    if index >= num_visible:
-        raise ConfigError(
-            f"Rank {local_rank} of this machine, of replica {data_parallel_rank_local} with {ranks_per_replica} ranks, "
-            f"needs CUDA device {index}, and this process sees {num_visible}. Use fewer ranks, or show it more devices "
-            "(CUDA_VISIBLE_DEVICES)."
-        )
-    return index
-
-
 def create_device(
     config: DeviceConfig, local_rank: int = 0, num_local_ranks: int = 1, *, batch_invariant: bool = False
 ) -> Device:
@@ -67,5 +49,10 @@ def gpu_of_rank(config: DeviceConfig, local_rank: int = 0, num_local_ranks: int 
             f"device='cuda' is not available: torch {torch.__version__} sees no CUDA device. "
             "Use device='cpu', or install a CUDA build of torch on a machine with a GPU."
         )
-    index = local_device_index(local_rank, torch.cuda.device_count(), ranks_per_replica=num_local_ranks)
-    return torch.device("cuda", index)
+    num_visible = torch.cuda.device_count()
+    if local_rank >= num_visible:
+        raise ConfigError(
+            f"Rank {local_rank} of the {num_local_ranks} on this machine needs CUDA device {local_rank}, and this "
+            f"process sees {num_visible}. Use fewer ranks, or show it more devices (CUDA_VISIBLE_DEVICES)."
+        )
+    return torch.device("cuda", local_rank)

@@ -13,8 +13,8 @@ from penstock.engine.inputs.pooling_prompts import (
     check_is_pooling_params,
     check_task,
     named_prompt,
+    pairs_of,
     score_prompts,
-    texts_of,
 )
 from penstock.engine.inputs.prompts import (
     Prompt,
@@ -28,7 +28,7 @@ from penstock.engine.output import pooling_outputs as outputs
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.pair_scores import PairScores
 from penstock.engine.session import Session
-from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.errors import InvalidParameter
 from penstock.features.lora.methods import AdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
 
@@ -147,12 +147,7 @@ class PoolingMethods(AdapterMethods):
         lora_request: adapter of all texts; none for models that read both at once.
         chat_template: of a reranker: a Jinja template whose messages have the roles "query" and "document".
         """
-        first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
-        if len(first) not in (1, len(second)) or not second:
-            raise InvalidRequest(
-                f"data_1 has {len(first)} texts and data_2 {len(second)}. Allowed: one, or as many as data_2."
-            )
-        pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        pairs = pairs_of("data_1", data_1, "data_2", data_2)
         pooling = check_task(self._session.model_config, "score", "embed", "token_embed")
         if "score" in pooling.tasks:
             prompts = self._adapted(score_prompts(self._session.tokenizer, pairs, chat_template), lora_request)

@@ -110,7 +110,7 @@ class BertLayer(nn.Module):
         )
         self.o_proj = RowParallelLinear(size, size, bias=True, parallel=parallel)
         self.attention_norm = LayerNorm(size, config.norm_eps)
-        self.mlp = PlainMLP(size, config.intermediate_size, activation=config.activation, bias=True, parallel=parallel)
+        self.mlp = PlainMLP(size, config.intermediate_size, activation=config.activation, parallel=parallel)
         self.mlp_norm = LayerNorm(size, config.norm_eps)
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:

@@ -142,7 +142,7 @@ class GPT2Layer(nn.Module):
         self.attn = GPT2Attention(config, layer, parallel)
         self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = PlainMLP(
-            config.hidden_size, config.intermediate_size, activation=config.activation, bias=True, parallel=parallel
+            config.hidden_size, config.intermediate_size, activation=config.activation, parallel=parallel
         )
         self.attn.c_attn.scalable_inputs = outputs_of(self.ln_1)
         self.mlp.up_proj.scalable_inputs = outputs_of(self.ln_2)

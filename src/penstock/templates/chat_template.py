@@ -170,10 +170,6 @@ def _as_builtin(value: Any) -> Any:
     raise TypeError(f"it has a {type(value).__name__}")
 
 
-def _descriptions(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    return [_described(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-
-
 def _described(tool: Any, name: str) -> dict[str, Any]:
     """Return a tool's JSON schema; Transformers makes one of a function."""
     if isinstance(tool, (FunctionType, MethodType)):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -44,22 +43,6 @@ class WorkerWrapperBase:
                 f"Rank {self.rpc_rank} has no worker: init_worker must come first (or it was shut down)."
             )
         return self._worker
-
-    def adjust_rank(self, rank_mapping: Mapping[int, int]) -> None:
-        """Change the rank by a mapping; only before the worker exists."""
-        if self._worker is not None:
-            raise LifecycleError(f"Rank {self.rpc_rank} has a worker already, so its rank can no longer be changed.")
-        self.rpc_rank = rank_mapping.get(self.rpc_rank, self.rpc_rank)
-
-    def update_environment_variables(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Set the environment variables of this rank; logs changed values."""
-        for name, value in environments[self.rpc_rank].items():
-            previous = os.environ.get(name)
-            if previous is not None and previous != value:
-                logger.warning(
-                    "Rank %d: environment variable %s changes from %r to %r", self.rpc_rank, name, previous, value
-                )
-            os.environ[name] = value
 
     def init_worker(self, config: EngineConfig, parallel: ParallelState | None = None) -> None:
         """Load plugins and construct the worker of `worker_cls`, with its extension.

@@ -87,6 +87,17 @@ def texts_of(name: str, data: Any) -> list[str]:
     return listed
 
 
+def pairs_of(first_name: str, first: Any, second_name: str, second: Any) -> list[tuple[str, str]]:
+    """Pairs of one text with each of others, or of as many. Raises InvalidRequest for other numbers of texts."""
+    ones, others = texts_of(first_name, first), texts_of(second_name, second)
+    if len(ones) not in (1, len(others)) or not others:
+        raise InvalidRequest(
+            f"{first_name} has {len(ones)} texts and {second_name} {len(others)}. Allowed: one, or as many as "
+            f"{second_name}."
+        )
+    return list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
+
+
 def score_prompts(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], chat_template: str | Path | None
 ) -> list[Prompt]:

@@ -154,7 +154,7 @@ class ModelDrafter(Speculator):
             self._graphs.begin(DraftInputs(token_R, last_R - self.reads_ahead, limit_R, hidden_RD, tables), size)
             yield from self._guess_by_graphs(layout, last_R, num_drafts, size)
             return
-        ahead_K1 = self._numbers_from(1, num_drafts).unsqueeze(-1)
+        ahead_K1 = torch.arange(1, num_drafts, device=self.device.torch_device).unsqueeze(-1)
         # No blocks are allocated beyond a request's end: drafts there are clamped to the last position and never used.
         positions_KR = torch.minimum(last_R - self.reads_ahead + ahead_K1, limit_R - 1)
         contexts = map(self._context, self._single_tokens(layout, positions_KR))
@@ -263,9 +263,6 @@ class ModelDrafter(Speculator):
 
     def _context(self, geometry: list[StepGeometry]) -> ForwardContext:
         return self.kv_cache.context(geometry[0], geometry)
-
-    def _numbers_from(self, start: int, stop: int) -> Tensor:
-        return torch.arange(start, stop, device=self.device.torch_device)
 
     def _padding(self) -> Iterator[StepGeometry]:
         """Yield the geometry of one padding token, by KV-cache group."""

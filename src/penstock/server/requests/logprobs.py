@@ -63,13 +63,13 @@ class LogprobsFormat:
 class CompletionLogprobs:
     """Log-probabilities of one sample of `/v1/completions`, in parts.
 
-    detokenizer: a new one, with which the tokens' places in the text are found. start: characters before them.
+    detokenizer: a new one, with which the tokens' places in the text are found.
     """
 
-    def __init__(self, form: LogprobsFormat, detokenizer: Detokenizer, start: int = 0) -> None:
+    def __init__(self, form: LogprobsFormat, detokenizer: Detokenizer) -> None:
         self._form = form
         self._detokenizer = detokenizer
-        self._offset = start
+        self._offset = 0
 
     def part(self, token_ids: Sequence[int], rows: Sequence[Row | None]) -> dict[str, Any]:
         """`logprobs` of the next tokens; a row of None, that of a prompt's first token, has no log-probability."""

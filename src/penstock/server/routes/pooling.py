@@ -15,7 +15,7 @@ from starlette.responses import Response
 from penstock.checkpoints.pooling import PoolingConfig
 from penstock.contract import PoolingParams
 from penstock.engine.inputs.field_limits import check_pairs
-from penstock.engine.inputs.pooling_prompts import check_task, named_prompt, score_prompts, texts_of
+from penstock.engine.inputs.pooling_prompts import check_task, named_prompt, pairs_of, score_prompts
 from penstock.engine.inputs.prompts import Prompt, RenderedText
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import pooled_array
@@ -71,12 +71,7 @@ async def classify(request: protocol.ClassifyRequest, http: Request) -> Response
 async def score(request: protocol.ScoreRequest, http: Request) -> Response:
     """Score pairs of texts."""
     with refusals(type(request).model_fields):
-        first, second = texts_of("text_1", request.text_1), texts_of("text_2", request.text_2)
-        if len(first) not in (1, len(second)) or not second:
-            raise InvalidRequest(
-                f"text_1 has {len(first)} texts and text_2 {len(second)}. Allowed: one, or as many as text_2."
-            )
-        pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+        pairs = pairs_of("text_1", request.text_1, "text_2", request.text_2)
         id, scores, outputs = await _scores(http, request, "score", pairs, request.chat_template)
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
         return _listed(http, id, data, outputs)
