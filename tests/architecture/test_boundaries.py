@@ -42,8 +42,7 @@ def test_the_environment_is_read_in_one_place() -> None:
         for path in SOURCE.rglob("*.py")
         if re.search(r"os\.environ|os\.getenv", path.read_text())
     }
-    # The wrapper sets variables for its worker, as its executor tells it to.
-    assert readers == {"system/env.py", "worker/wrapper.py"}
+    assert readers == {"system/env.py"}
 
 
 def _loading_calls() -> Iterator[tuple[str, ast.Call]]:
