@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.program import PROGRAM_ROWS, NativeProgram
 from penstock.layers.mlp import GatedMLP
-from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
+from support.checkpoints import FAMILIES, MIXTURES, VOCAB_SIZE, tiny_checkpoint
 from support.engines import make_core, random_prompts, run, run_layer_by_layer
 from support.mxfp4_checkpoints import write_mxfp4
 
@@ -30,7 +31,10 @@ RECORDED = [
 _MIXTURES = [
     *["qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe", "mixtral"],
     *["dots1", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe"],
+    *["deepseek_v2", "deepseek_v3", "glm4_moe_lite"],
 ]
+_IN_SEGMENTS = ["qwen2_moe"]
+_LAYER_BY_LAYER = ["olmo2", "gpt2", "llama4", "minimax_m2", "olmoe"]
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
 PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -133,7 +137,29 @@ def test_more_last_tokens_than_go_from_kernel_to_kernel_at_once(
     assert together() == recorded
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gpt2", "llama4", "minimax_m2", "olmoe"])
+@pytest.mark.parametrize("family", _IN_SEGMENTS)
+def test_parts_without_a_kernel_run_between_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    tiny_checkpoint(tmp_path, family)
+    core = make_core(tmp_path, dtype="float32")
+    assert [program.num_segments > 1 for program in programs(core)] == [True]
+    core.close()
+    both(tmp_path, monkeypatch)
+
+
+def test_the_page_has_each_family_with_the_way_in_which_it_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "internals" / "cpu.md").read_text()
+    rows = re.findall(r"^\| (one program|segments|layer by layer) \| (.+) \|$", page, re.MULTILINE)
+    ways = {way: re.findall(r"`(\w+)`", families) for way, families in rows}
+    expected = {"one program": RECORDED + _MIXTURES, "segments": _IN_SEGMENTS, "layer by layer": _LAYER_BY_LAYER}
+    assert {way: sorted(families) for way, families in ways.items()} == {
+        way: sorted(families) for way, families in expected.items()
+    }
+    assert sorted(family for families in ways.values() for family in families) == sorted([*FAMILIES, *MIXTURES])
+
+
+@pytest.mark.parametrize("family", _LAYER_BY_LAYER)
 def test_others_run_layer_by_layer(tmp_path: Path, family: str) -> None:
     tiny_checkpoint(tmp_path, family)
     assert results(tmp_path)[1] == 0

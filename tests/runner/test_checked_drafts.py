@@ -292,7 +292,7 @@ class _FailsAfter(ArithmeticModel):
 
     def __call__(self, input_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         hidden = super().__call__(input_ids, positions, context)
-        is_bad = context.asked_for(input_ids == self.token).unsqueeze(-1)
+        is_bad = context.narrowed(input_ids == self.token).unsqueeze(-1)
         return hidden.masked_fill(is_bad, -1.0)
 
     def compute_logits(self, hidden: Tensor, context: ForwardContext) -> Tensor:

@@ -90,7 +90,7 @@ class RecurrentModel(ArithmeticModel, nn.Module):
     def __call__(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         if LAYER.name in context.layers:
             super().__call__(input_ids, positions, context)
-        return context.asked_for(self.mixer(input_ids, context).float().unsqueeze(-1))
+        return context.narrowed(self.mixer(input_ids, context).float().unsqueeze(-1))
 
 
 def expected(prompt: Sequence[int], count: int) -> list[int]:
@@ -200,7 +200,7 @@ class CachelessModel(ArithmeticModel):
     def __call__(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         assert not context.layers
         best = (input_ids.long() * 7 + positions * 3 + 5) % VOCAB_SIZE
-        return context.asked_for(best.float().unsqueeze(-1))
+        return context.narrowed(best.float().unsqueeze(-1))
 
 
 def test_a_model_that_keeps_nothing_is_served() -> None:

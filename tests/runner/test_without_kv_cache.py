@@ -28,7 +28,7 @@ class WithoutCache(ArithmeticModel):
         self.sequences.append((sequences.query_start_loc.tolist(), sequences.seq_lens.tolist()))
         self.rows.append(None if context.last is None else context.last.rows.tolist())
         hidden = ((input_ids.long() * 7 + positions * 3 + 5) % VOCAB_SIZE).float().unsqueeze(-1)
-        return context.asked_for(hidden)
+        return context.narrowed(hidden)
 
 
 def runner_of(model: WithoutCache, **options: Any) -> Any:

@@ -20,7 +20,7 @@ _NO_INPUTS = RowInputs()
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """One layer's cache, KV-cache group and backend.
+    """Cache, KV-cache group and backend of a layer.
 
     backend: a `CacheBackend` of the layer's kind. kv_cache: the layer's view of its pages.
     """
@@ -121,13 +121,13 @@ class ForwardContext:
         """The context of each layer of a model: only the last one is narrowed."""
         return [self.of_all_tokens()] * (num_layers - 1) + [self]
 
-    def asked_for(self, per_token: Tensor) -> Tensor:
-        """Select the wanted rows of a tensor with a row per token of the step."""
+    def narrowed(self, per_token: Tensor) -> Tensor:
+        """Narrow a tensor with a row per token of the step to the rows that this context is narrowed to, if it is."""
         return per_token if self.last is None else self.last.select(self.whole(per_token))
 
     @property
-    def rows_asked_for(self) -> ScatteredRows | None:
-        """Sequence-parallel layout of the wanted rows; None where only the last tokens are wanted."""
+    def output_rows(self) -> ScatteredRows | None:
+        """Sequence-parallel layout of a layer's output rows; None where they are those of last tokens."""
         return self.rows if self.last is None else None
 
     def whole(self, hidden_TD: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One request's tokens start..stop of the step, and the blocks with their visible positions on this rank.
+    """Prefill of a request: its tokens start..stop of the step, and blocks with their visible positions on this rank.
 
     first_position: of the first block. first, end: int64, visible range of each token, counted from there.
     """

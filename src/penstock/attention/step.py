@@ -1,4 +1,4 @@
-"""One layer's attention in one step: the layer, its rows, its cache, and the step's metadata.
+"""Attention of a layer in a step: the layer, its rows, its cache, and the step's metadata.
 
 Suffixes: T tokens of the step, R requests of the step, H query heads, K KV heads, D head size, X concatenated heads.
 """
@@ -146,7 +146,7 @@ class LastRows(NamedTuple):
 
 
 class AttentionStep(NamedTuple):
-    """One layer's attention in one step.
+    """Attention of a layer in a step.
 
     kv_cache: the layer's, in its backend's layout. metadata: the step's, of the layer's KV-cache group.
     last: the keys and values of all tokens are written, but the last tokens alone attend; None for all tokens.

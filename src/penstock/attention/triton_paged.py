@@ -137,7 +137,10 @@ class TritonPagedBackend(TokenMajorBackend):
 
 
 class TritonInvariantBackend(TritonPagedBackend):
-    """One kernel for all steps, with splits of a fixed size: a token's bits depend on no other request and no chunk."""
+    """Batch-invariant paged attention: one kernel for all steps, with splits of a fixed size.
+
+    A token's bits depend on no other request and no chunk.
+    """
 
     name = "triton_invariant"
     is_invariant = True

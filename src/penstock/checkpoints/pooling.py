@@ -72,7 +72,7 @@ class PoolingConfig:
         return self.is_pooled_in_chunks and self.pooling == "last"
 
     def describe(self) -> str:
-        """One line for the log, with the defaults that no file overrides."""
+        """Describe the pooling in a line for the log, with the defaults that no file overrides."""
         what = [f"tasks {', '.join(self.tasks)}", f"pooling {self.pooling}"]
         if self.has_classes:
             what.append(f"{len(self.labels)} classes with {self.activation}")

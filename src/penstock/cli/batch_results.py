@@ -30,7 +30,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class BatchFormat:
-    """One line per request, with all its outputs as choices.
+    """Format of batch results: a line per request, with all its outputs as choices.
 
     custom_id: name of the request. url: of its endpoint. model: that answered. request, params: None for one that is
     refused.

@@ -37,7 +37,7 @@ class Messages(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One request. where: its place, for errors. format: of its results. error: why it cannot run; None if it can.
+    """Request of a command. where: its place, for errors. format: of its results. error: why it cannot run, if so.
 
     priority: as in `Session.accept`.
     """

@@ -27,7 +27,7 @@ class RecordedCall(Part, frozen=True, kw_only=True):
     @property
     @abstractmethod
     def place(self) -> Hashable:
-        """What of the worker's state the call sets: a recording begins with the last earlier call of each place."""
+        """Place in the worker's state that the call sets. A recording begins with the last earlier call of each."""
 
     @property
     def empties_place(self) -> bool:

@@ -61,7 +61,7 @@ _REPEATED = CheckedStep(may_repeat=True, errors={})
 
 
 class _Wrong(Exception):
-    """What is wrong with a request of a step."""
+    """Error of one request of a step."""
 
 
 @dataclass(slots=True)

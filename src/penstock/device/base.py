@@ -90,7 +90,7 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float, describe: Callable
 
 
 class Device(ABC):
-    """One device of this process.
+    """Device of this process: memory, copies, streams and graphs.
 
     kind: "cpu" or "cuda". overlaps_with_host: work is asynchronous, so the host can run ahead.
     attention_backends: names of candidate backends, best first. captures_graphs: whether `capture` works.

@@ -47,7 +47,7 @@ class CudaCopy(PendingCopy):
 
 
 class CudaDevice(Device):
-    """One GPU of this process."""
+    """GPU of this process."""
 
     kind = "cuda"
     overlaps_with_host = True

@@ -90,7 +90,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def cpu_quota(root: Path = CGROUP_ROOT, membership: Path = SELF_CGROUP) -> int | None:
-    """Whole CPUs of the control groups' quota, at least 1; None without a limit."""
+    """CPU quota of the control groups in whole CPUs, at least 1; None without a limit."""
     quotas = [quota for folder in _groups(root, membership, "cpu") if (quota := _cpu_quota(folder)) is not None]
     return max(1, math.floor(min(quotas))) if quotas else None
 

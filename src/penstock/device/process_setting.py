@@ -10,7 +10,7 @@ _Value = TypeVar("_Value")
 
 
 class ProcessSetting(Generic[_Value]):
-    """One process-wide setting that several engines may request at the same time.
+    """Process-wide setting that several engines may request at the same time.
 
     The latest request applies. When its owner gives up, the one before it applies again; after the last one, the
     original value.

@@ -64,7 +64,7 @@ class BeamSearchParams(
 
 
 class BeamSearchSequence(msgspec.Struct, kw_only=True):
-    """One sequence of a beam search.
+    """Sequence of a beam search.
 
     tokens, text: prompt and continuation. logprobs: per generated token, as in `CompletionOutput`.
     cum_logprob: of the continuation. finish_reason: "stop" (the end-of-sequence token) or "length".

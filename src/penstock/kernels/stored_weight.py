@@ -42,7 +42,7 @@ class StoredWeight:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Everything but the addresses: weights with equal layouts can be multiplied by one launch."""
+        """Layout of the weight, without addresses: weights with equal layouts can be multiplied by one launch."""
         scales = self.scales_OG
         of_scales = None if scales is None else (scales.shape, scales.dtype)
         return self.form, self.values.shape, self.values.dtype, self.num_inputs, self.group_size, of_scales

@@ -333,7 +333,7 @@ class MoE(nn.Module):
             )
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
-        rows: ScatteredRows | None = context.rows_asked_for
+        rows: ScatteredRows | None = context.output_rows
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
         (part_TD,) = context.opaque(

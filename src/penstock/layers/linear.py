@@ -96,7 +96,7 @@ class PlainMethod(LinearMethod):
     def argmax(
         self, layer: LinearLayer, x_LI: Tensor, *, with_largest: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """On a GPU: of products that are not converted to float32."""
+        """Argmax of the products; on a GPU of products that are not converted to float32."""
         return argmax_on_gpu(self.apply(layer, x_LI)) if triton_runs(x_LI) else None
 
 

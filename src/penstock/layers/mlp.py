@@ -34,7 +34,7 @@ class GatedMLP(nn.Module):
             self.down_proj.scalable_inputs = FactorOutputs(self.gate_up_proj, "up")
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
-        rows = context.rows_asked_for
+        rows = context.output_rows
         if rows is not None:
             hidden_TD = rows.whole(hidden_TD)
         return self.down_proj(self.activated(hidden_TD, context), context)  # type: ignore[no-any-return]

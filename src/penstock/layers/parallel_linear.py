@@ -51,11 +51,11 @@ class RowParallelLinear(LinearLayer):
 
     def forward(self, x_TI: Tensor, context: ForwardContext) -> Tensor:
         """[T, O], all-reduced, or reduce-scattered where the context has a sequence-parallel layout."""
-        part_TO, rows = self.partial(x_TI, context), context.rows_asked_for
+        part_TO, rows = self.partial(x_TI, context), context.output_rows
         return self._group.all_reduce(part_TO) if rows is None else rows.add_up(part_TO)
 
     def partial(self, x_TI: Tensor, context: ForwardContext) -> Tensor:
-        """This rank's part of the product, which the ranks have yet to add up: [T, O]."""
+        """Partial product of this rank, before the all-reduce: [T, O]."""
         return super().forward(x_TI, context)
 
     def slots(self) -> dict[str, WeightSlot]:
@@ -111,7 +111,7 @@ class MergedColumnParallelLinear(LinearLayer):
         }
 
     def part_of(self, shard: Shard) -> Part | None:
-        """This rank's part of a shard's outputs; None for all as they are."""
+        """Part of a shard's outputs that this rank has; None for all."""
         return _part(0, self.output_shares[shard])
 
     def rows_of(self, shard: Shard) -> slice:

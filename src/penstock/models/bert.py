@@ -116,7 +116,7 @@ class BertLayer(nn.Module):
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         qkv_TX = self.qkv_proj(hidden_TD, context.of_all_tokens())
         mixed_TD = self.o_proj(self.attention.from_projection(qkv_TX, None, None, context), context)
-        hidden_TD, _ = self.attention_norm.add_and_norm(mixed_TD, context.asked_for(hidden_TD))
+        hidden_TD, _ = self.attention_norm.add_and_norm(mixed_TD, context.narrowed(hidden_TD))
         hidden_TD, _ = self.mlp_norm.add_and_norm(self.mlp(hidden_TD, context), hidden_TD)
         return hidden_TD
 

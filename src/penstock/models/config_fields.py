@@ -61,7 +61,7 @@ class ConfigFields:
         return value
 
     def choice(self, name: str, allowed: Collection[str], default: str) -> str:
-        """One of `allowed`. Raises UnsupportedFeature for any other value."""
+        """Read a field whose value is one of `allowed`. Raises UnsupportedFeature for any other value."""
         value = self.hf_config.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or value not in allowed:

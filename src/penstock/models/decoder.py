@@ -256,7 +256,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
-        residual_TD = context.asked_for(residual_TD)
+        residual_TD = context.narrowed(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
         return self.feed_forward(hidden_TD, context), residual_TD
 
@@ -318,7 +318,7 @@ class DecoderModel(nn.Module):
         if not self.is_last:
             return sum_rows(hidden_TD, residual_TD)
         hidden_TD, _ = self.norm.add_and_norm(hidden_TD, residual_TD)
-        return hidden_TD if context.rows_asked_for is None else context.whole(hidden_TD)
+        return hidden_TD if context.output_rows is None else context.whole(hidden_TD)
 
     def _scattering(self, input_ids_T: Tensor, context: ForwardContext) -> ForwardContext:
         """The context with a sequence-parallel layout for this step, if it has one."""

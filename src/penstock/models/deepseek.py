@@ -70,7 +70,7 @@ class DeepseekV2ForCausalLM(SharedExpertsForCausalLM):
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """As DeepSeek V2, with experts chosen by sigmoids with a correction, of the best groups."""
+    """DeepSeek V3: V2 with experts chosen by sigmoids with a correction, of the best groups."""
 
     has_correction = True
 

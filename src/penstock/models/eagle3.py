@@ -51,7 +51,7 @@ class Eagle3Layer(DecoderLayer):
         normed_TD = self.hidden_norm(hidden_TD)
         both_TX = concatenate_rows(self.input_layernorm(embed_TD), normed_TD)
         mixed_TD = self.self_attn(both_TX, rotation, context)
-        residual_TD = context.asked_for(normed_TD if self._norm_before_residual else hidden_TD)
+        residual_TD = context.narrowed(normed_TD if self._norm_before_residual else hidden_TD)
         mixed_TD, residual_TD = self.post_attention_layernorm.add_and_norm(mixed_TD, residual_TD)
         return self.mlp(mixed_TD, context), residual_TD
 

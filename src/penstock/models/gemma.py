@@ -84,7 +84,7 @@ class GemmaLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.post_attention_layernorm(self.self_attn(hidden_TD, rotation, context))
-        residual_TD = context.asked_for(residual_TD)
+        residual_TD = context.narrowed(residual_TD)
         hidden_TD, residual_TD = self.pre_feedforward_layernorm.add_and_norm(hidden_TD, residual_TD)
         return self.post_feedforward_layernorm(self.mlp(hidden_TD, context)), residual_TD
 

@@ -149,7 +149,7 @@ class GPT2Layer(nn.Module):
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         mixed_TD = self.attn(self.ln_1(hidden_TD), context)
-        hidden_TD = context.asked_for(hidden_TD).add_(mixed_TD)
+        hidden_TD = context.narrowed(hidden_TD).add_(mixed_TD)
         return hidden_TD.add_(self.mlp(self.ln_2(hidden_TD), context))
 
 

@@ -36,7 +36,7 @@ class GraniteLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.self_attn(hidden_TD, rotation, context).mul_(self.residual_multiplier)
-        residual_TD = context.asked_for(residual_TD)
+        residual_TD = context.narrowed(residual_TD)
         hidden_TD, residual_TD = self.post_attention_layernorm.add_and_norm(hidden_TD, residual_TD)
         return self.feed_forward(hidden_TD, context).mul_(self.residual_multiplier), residual_TD
 

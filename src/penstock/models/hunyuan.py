@@ -54,7 +54,7 @@ class HunYuanDenseV1ForCausalLM(DecoderForCausalLM):
 
 
 class HunYuanMoEV1ForCausalLM(MixtureForCausalLM):
-    """As the dense model, with experts in every layer, whose weights are normalised, and a shared one."""
+    """Hunyuan with experts in every layer, whose weights are normalised, and a shared expert."""
 
     weight_table: ClassVar[WeightTable] = HunYuanDenseV1ForCausalLM.weight_table
     expert_names: ClassVar[ExpertNames] = ExpertNames(router="gate.wg", shared="shared_mlp", stacked_router="gate.wg")

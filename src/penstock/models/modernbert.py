@@ -153,7 +153,7 @@ class ModernBertLayer(nn.Module):
         hidden_TD, residual_TD = norm_of_stream(self.attn_norm, hidden_TD, residual_TD)
         qkv_TX = self.qkv_proj(hidden_TD, context.of_all_tokens())
         mixed_TD = self.o_proj(self.attention.from_projection(qkv_TX, None, rotation, context), context)
-        hidden_TD, residual_TD = self.mlp_norm.add_and_norm(mixed_TD, context.asked_for(residual_TD))
+        hidden_TD, residual_TD = self.mlp_norm.add_and_norm(mixed_TD, context.narrowed(residual_TD))
         return self.mlp(hidden_TD, context), residual_TD
 
 

@@ -43,7 +43,7 @@ class Olmo2Layer(nn.Module):
         if residual_TD is not None:
             hidden_TD = hidden_TD.add_(residual_TD)
         mixed_TD = self.post_attention_layernorm(self.self_attn(hidden_TD, rotation, context))
-        hidden_TD = mixed_TD.add_(context.asked_for(hidden_TD))
+        hidden_TD = mixed_TD.add_(context.narrowed(hidden_TD))
         return self.post_feedforward_layernorm(self.mlp(hidden_TD, context)), hidden_TD
 
 

@@ -14,7 +14,7 @@ from penstock.runner.staging import StagedTensor, flush_together
 
 
 class BlockTables(SlotOwner):
-    """One block table per KV-cache group: int32 [slots, max blocks of a request]; block 0 is the null block.
+    """Block tables, one per KV-cache group: int32 [slots, max blocks of a request]; block 0 is the null block.
 
     Entries beyond a request's blocks are stale and never read.
     highest_blocks: largest block id of each pool that any table has held. on_growth: called with a pool and its largest

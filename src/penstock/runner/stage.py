@@ -92,7 +92,7 @@ NO_PIPELINE = NoPipeline()
 
 
 class PipelineStage(Stage):
-    """One of several stages. max_num_tokens: tokens of a step. dtype, hidden_size: of the hidden states.
+    """Stage of a pipeline. max_num_tokens: tokens of a step. dtype, hidden_size: of the hidden states.
 
     aux_layers: target layers whose inputs a speculator on the last stage wants. layers: this stage's layers.
 

@@ -67,7 +67,7 @@ def flush_together(tensors: Sequence[StagedTensor]) -> None:
 
 
 class SlotParameter:
-    """One small value per slot: the host array is authoritative, the device has its last published copy.
+    """Parameter with one small value per slot: the host array is authoritative, the device has its last published copy.
 
     A step that is queued on the device keeps the copy it was launched with, whatever the host writes later.
     """

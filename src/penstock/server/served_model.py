@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class AnsweringModel(Protocol):
-    """What an answer says of its model, and is written with."""
+    """Served model as answers need it: options, tokenizer and name."""
 
     options: ServerOptions
     tokenizer: Tokenizer
@@ -35,7 +35,7 @@ class AnsweringModel(Protocol):
 
 
 class ServedModel:
-    """All that routes need of the engine.
+    """Served model: what routes need of its engine.
 
     Raises ConfigError for options that do not fit the model.
 

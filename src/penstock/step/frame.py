@@ -41,7 +41,7 @@ class WantedOutputs(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """One step, from its message to its hidden states.
+    """Frame of a step as plain data: message, inputs, wanted outputs and outputs.
 
     output: the step's message. grammar: the message that asks for its sampling. errors: reason by request that cannot
     run. is_repeated: the frame was kept and runs again. buffer_set: number of the set of input buffers that it uses;

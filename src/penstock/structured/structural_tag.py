@@ -56,7 +56,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Or:
-    """One of several formats."""
+    """Alternative of several formats."""
 
     elements: tuple[Format, ...]
 

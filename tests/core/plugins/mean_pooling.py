@@ -64,7 +64,7 @@ class BidirectionalAttention(nn.Module):
         qkv_TX = self.qkv_proj(hidden_TD, context.of_all_tokens())
         width = self.qkv_proj.num_heads * self.head_size
         (mixed_TX,) = context.opaque(self.attend_all, qkv_TX, widths=[width])
-        return self.o_proj(context.asked_for(mixed_TX), context)  # type: ignore[no-any-return]
+        return self.o_proj(context.narrowed(mixed_TX), context)  # type: ignore[no-any-return]
 
     def attend_all(self, context: ForwardContext, qkv_TX: Tensor) -> list[Tensor]:
         sequences = context.sequences

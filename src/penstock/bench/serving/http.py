@@ -160,7 +160,7 @@ class HttpClient:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One connection, with at most one exchange at a time.
+    """HTTP connection with at most one exchange at a time.
 
     buffer: that bytes are received into and copied from at once, so all connections share it; without one asyncio
     allocates 256 KiB for every read.

@@ -47,7 +47,7 @@ _POLL_S = 0.002
 
 
 class EngineCore:
-    """One scheduler, one executor and the grammars of constrained requests.
+    """Core of an engine: scheduler, executor and the grammars of constrained requests.
 
     Failed workers are replaced and running requests continue (`Recovery`). When restarts do not help, `step` raises
     EngineDead with the cause.

@@ -22,7 +22,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
-    """One generated sample of a prompt.
+    """Generated sample of a prompt.
 
     index: number among the prompt's n outputs, from 0.
     text: without special tokens (unless skip_special_tokens=False), and without the stop token or stop string that

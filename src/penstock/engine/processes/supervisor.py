@@ -251,7 +251,7 @@ class EngineSupervisor:
         return None
 
     def handle_timers(self, waited_s: float) -> None:
-        """After a wait without a message: restart once the backoff is over, kill a core that exceeds its timeout."""
+        """Handle timers after a wait without a message: restart after the backoff, kill a core that is overdue."""
         if self._state is _State.BACKING_OFF:
             if time.monotonic() >= self._restart_at:
                 try:

@@ -13,7 +13,7 @@ _INTERVAL_S = 0.5
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One step of a core.
+    """Record of a core's step.
 
     ended_at: Unix seconds. seconds: duration. num_prefill_tokens: tokens of prompts, and of preempted requests that are
     computed again. num_decode_tokens: last known tokens, one per request. num_draft_tokens: verified draft tokens.

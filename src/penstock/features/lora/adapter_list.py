@@ -16,7 +16,7 @@ from penstock.features.lora.request import MAX_NUMBER, AdapterPart, LoRARequest,
 
 
 class AdapterListState(msgspec.Struct, frozen=True):
-    """What the list knows, for the owner that replaces a lost one.
+    """State of an adapter list, for the owner that replaces a lost one.
 
     adapters: in the order of their loading, with their identities. pinned: numbers of those that are pinned.
     offered: numbers that were offered once. replaced: present adapters of the identities whose weights were replaced in

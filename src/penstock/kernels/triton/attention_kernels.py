@@ -40,7 +40,7 @@ def scores_of(products, inner, outer, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def accumulate(scores, value, output, mass, peak):
-    """One tile of online softmax: the weighted sum of values, the sum of weights and the largest score so far.
+    """Accumulate a tile of online softmax: the weighted sum of values, the sum of weights and the largest score so far.
 
     A row that has seen no position has a peak of -inf.
     """
@@ -105,7 +105,7 @@ def decode_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One split of a row's positions, for all query heads of one KV head."""
+    """Decode kernel: a split of a row's positions, for all query heads of one KV head."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)

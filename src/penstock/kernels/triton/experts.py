@@ -238,7 +238,7 @@ def _grouped_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """One tile of an expert's rows and some of its output features.
+    """Grouped product: a tile of an expert's rows and some of its output features.
 
     With an activation: of tokens, activation(gate) * up, in the order of rows. A tile alternates between the outputs of
     gate and up. Without: of the rows in their order, at the places of their pairs.

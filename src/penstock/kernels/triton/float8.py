@@ -26,7 +26,7 @@ def quantize_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _quantize_kernel(x, values, scales, row_stride, num_inputs, MOST: tl.constexpr, BLOCK: tl.constexpr):
-    """One row: its largest magnitude becomes MOST."""
+    """Quantise a row, whose largest magnitude becomes MOST."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.float32)

@@ -107,7 +107,10 @@ def _product_kernel(
     GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """One tile of one head. Programs with the same outputs follow each other, in groups of GROUP tiles of rows."""
+    """Batch-invariant product: a tile of one head.
+
+    Programs with the same outputs follow each other, in groups of GROUP tiles of rows.
+    """
     tiles_of_rows = tl.cdiv(num_rows, ROWS)
     programs_of_group = GROUP * tl.cdiv(num_outputs, OUTPUTS)
     first = tl.program_id(0) // programs_of_group * GROUP

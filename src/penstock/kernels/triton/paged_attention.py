@@ -30,7 +30,7 @@ MIN_DOT = 16
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """From the products of queries and keys, as they are stored, to scores, in powers of two.
+    """Scaling of the products of queries and keys, as they are stored, to scores in powers of two.
 
     Without a cap: products * inner. With one: tanh(products * inner / 2) * outer, where tanh takes powers of two too.
     """

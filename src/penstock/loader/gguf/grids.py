@@ -117,7 +117,7 @@ def _float16(blocks_NB: Bytes, begin: int) -> Floats:
 
 
 def _scale(begin: int, lowest: int | None = None) -> Callable[[Bytes], tuple[Floats, Floats | None]]:
-    """One scale at a byte. lowest: integer of the minimum, if it has one."""
+    """Scale at a byte. lowest: integer of the minimum, if it has one."""
 
     def read(blocks_NB: Bytes) -> tuple[Floats, Floats | None]:
         scales = _float16(blocks_NB, begin)

@@ -69,7 +69,7 @@ class TransformersTexts(CausalLM):
             with self._slot.holding(of_all.of_rows(itemgetter(slice(begin, end)))):
                 output = self.model(**text)
             out_TD[begin:end] = output.logits[0] if self._is_classifier else output[0][0]
-        return context.asked_for(out_TD)
+        return context.narrowed(out_TD)
 
     def _is_dummy(self, starts: list[int]) -> bool:
         """Whether a step has no request, or one that is longer than any text; one text is run in it then."""

@@ -94,7 +94,7 @@ class TransformersForCausalLM(CausalLM):
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         # Its layers add attention's output to their input, and so need a row for every token.
-        return context.asked_for(self._run(input_ids_T, positions_T, context.of_all_tokens()))
+        return context.narrowed(self._run(input_ids_T, positions_T, context.of_all_tokens()))
 
     def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         with self._slot.holding(context):

@@ -82,7 +82,7 @@ _MEANINGS = {"position_bias": "a bias that depends on positions"}
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of the attention interface, by one module."""
+    """Call of the attention interface by a module."""
 
     module: nn.Module
     query_shape: torch.Size

@@ -36,7 +36,7 @@ class ProgramExecution(Execution):
         self.programs.forget()
 
     def _choose(self, frame: Frame) -> Callable[[Frame], str]:
-        """One call from token ids to greedy tokens, for a repeated frame that wants no more of its logits."""
+        """Choose the frame's way: one call from token ids to greedy tokens for a repeated frame that wants no more."""
         wants = frame.wants
         if not (frame.is_repeated and wants.row_output is RowOutput.GREEDY and frame.batch.layout.has_one_token_each):
             return self._run_forward

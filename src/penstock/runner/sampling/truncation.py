@@ -54,7 +54,7 @@ class MinP(LogitsTransform):
 
 
 class TopKTopP(LogitsTransform):
-    """One transform for both, since both need the same sort, or the same search."""
+    """Top-k and top-p truncation, in one transform, since both need the same sort or search."""
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -65,7 +65,7 @@ _LONGEST_HEADER = 512
 
 
 class _Text(Enum):
-    """What becomes of a message's text. HELD: reasoning if another message follows, content if none does."""
+    """Use of a message's text. HELD: reasoning if another message follows, content if none does."""
 
     REASONING = auto()
     CONTENT = auto()

@@ -42,7 +42,7 @@ class Backlog(Protocol):
 
 
 class ClientConnection:
-    """One connection. protocol: that of uvicorn, which has the transport.
+    """Connection of a client. protocol: that of uvicorn, which has the transport.
 
     unread_bytes: what the client had not taken at the last look. stalled_since: since when it takes nothing, though
     there is something, in the event loop's seconds; None otherwise. is_surplus: whether it has come when all

@@ -76,7 +76,7 @@ class ClassifyRequest(_InputFields):
 
 
 class ScoreRequest(PoolingFields):
-    """One of `text_1` with each of `text_2`, or pair by pair. chat_template: of a reranker."""
+    """Request to score one of `text_1` with each of `text_2`, or pair by pair. chat_template: of a reranker."""
 
     text_1: OneOrMore
     text_2: OneOrMore

@@ -29,7 +29,7 @@ _SUBMITTED_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One prompt for the engine. request_id: its name there. where: its name in errors, such as "prompt[3]"."""
+    """Prompt for the engine. request_id: its name there. where: its name in errors, such as "prompt[3]"."""
 
     prompt: Prompt
     params: SamplingParams
@@ -40,7 +40,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class PoolingSubmission:
-    """One text for an engine that pools; as `Submission`."""
+    """Text for an engine that pools; as `Submission`."""
 
     prompt: Prompt
     params: PoolingParams

@@ -57,7 +57,7 @@ class Usage:
 
 
 class AnswerSample:
-    """One sample of an answer: its parser, and what has come of it.
+    """Sample of an answer: its parser and its events so far.
 
     token_ids: so far. reasons: whether it has reasoning.
     finish_reason: as chat completions have it, "tool_calls" if the answer calls tools; None while it goes on. It stays

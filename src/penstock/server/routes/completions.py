@@ -78,7 +78,7 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
 
 
 def prompt_of(given: str | list[int], request: CompletionRequest) -> PromptDict:
-    """One prompt of a request."""
+    """Prompt of a completion request, from text or token ids."""
     prompt: PromptDict = {"cache_salt": request.cache_salt}
     if isinstance(given, str):
         prompt["prompt"] = given if request.add_special_tokens else RenderedText(given)

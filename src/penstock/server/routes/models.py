@@ -29,7 +29,7 @@ async def list_models(http: Request) -> Response:
 
 @router.get("/v1/models/{id:path}", responses={200: {"model": ModelCard}, **errors(401, 404)})
 async def retrieve_model(id: str, http: Request) -> Response:
-    """One name of the served model, or a LoRA adapter."""
+    """Retrieve a name of the served model, or a LoRA adapter."""
     model = await served_model(http).named(id)
     return json_response(_card(model, id) if model.adapter is None else _adapter_card(model, model.adapter))
 
