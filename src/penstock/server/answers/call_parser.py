@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from penstock.server.answers.events import merged
+from penstock.server.answers.events import StateParser
 from penstock.server.answers.json_scanner import CallObject, CallState, ValueScanner
 from penstock.server.answers.markers import Markers
 from penstock.server.requests.answer import AnswerEvent, ContentDelta, ToolCallArguments, ToolCallStart
@@ -56,7 +56,7 @@ class CallSyntax:
         return (*self.openers, *self.closers, *self.skipped)
 
 
-class CallParser:
+class CallParser(StateParser):
     """Incremental parser of one answer's tool calls. names: those of the tools.
 
     Text that turns out to be no call becomes content with all its characters. Whitespace around calls is dropped, and
@@ -64,6 +64,7 @@ class CallParser:
     """
 
     def __init__(self, syntax: CallSyntax, names: Collection[str], *, parallel: bool) -> None:
+        super().__init__(self._content)
         self._syntax = syntax
         self._names = names
         self._max_calls = None if parallel else 1
@@ -71,11 +72,6 @@ class CallParser:
         self._content_markers = Markers((*syntax.openers, *syntax.closers))
         self._markers = Markers(syntax.markers)
         self._inner_markers = Markers((*syntax.closers, *syntax.skipped))
-        self._events: list[AnswerEvent] = []
-        self._pending = ""
-        self._is_at_end = False
-        # State: takes what it can from the pending text; whether it went on.
-        self._state: Callable[[], bool] = self._content
         self._may_start = bool(syntax.starts)
         self._num_calls = 0
         self._drops_blanks = False
@@ -88,12 +84,6 @@ class CallParser:
         self._value = ValueScanner()
         self._name = ""
         self._has_begun = False
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        self._pending += text
-        while self._pending and self._state():
-            pass
-        return self._take_events()
 
     def finish(self) -> list[AnswerEvent]:
         self._is_at_end = True
@@ -110,10 +100,6 @@ class CallParser:
     def _is_behind_call(self) -> bool:
         return self._drops_blanks if self._state == self._content else self._num_in_section > 0
 
-    def _take_events(self) -> list[AnswerEvent]:
-        events, self._events = merged(self._events), []
-        return events
-
     # Content, up to a marker.
 
     def _content(self) -> bool:
@@ -125,12 +111,7 @@ class CallParser:
         found = self._content_markers.find(self._pending)
         if found is not None:
             return self._open(found)
-        kept = 0 if self._is_at_end else self._content_markers.num_kept(self._pending)
-        free = self._pending[: len(self._pending) - kept]
-        if not self._is_at_end:
-            free = free.rstrip()
-        self._emit_content(free)
-        self._pending = self._pending[len(free) :]
+        self._emit_content(self._take_free(self._content_markers, keeps_blanks=True))
         return False
 
     def _starts_calls(self) -> bool:

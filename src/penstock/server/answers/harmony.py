@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
 from penstock.server.answers.call_parser import openai_call_id
-from penstock.server.answers.events import merged
+from penstock.server.answers.events import StateParser, merged
 from penstock.server.answers.markers import Markers
 from penstock.server.answers.tool_format import CallableTool, ToolFormat
 from penstock.server.requests.answer import (
@@ -73,7 +73,7 @@ class _Text(Enum):
     HELD = auto()
 
 
-class HarmonyParser:
+class HarmonyParser(StateParser):
     """Parser of one answer: analysis is reasoning, and so is what is for other tools than functions.
 
     content: parser of the text that is for the user. takes_calls: whether calls of functions are calls; they are
@@ -85,12 +85,10 @@ class HarmonyParser:
     """
 
     def __init__(self, content: AnswerParser, *, takes_calls: bool, parallel: bool, opened: str = "") -> None:
+        super().__init__(self._header if opened else self._before_header, opened)
         self._content = content
         self._takes_calls = takes_calls
         self._max_calls = None if parallel else 1
-        self._events: list[AnswerEvent] = []
-        self._pending = opened
-        self._is_at_end = False
         self._text = _Text.CONTENT
         self._held = ""
         self._num_calls = 0
@@ -98,15 +96,6 @@ class HarmonyParser:
         self._function = ""
         self._has_begun = False
         self._blanks = ""
-        # State: takes what it can from the pending text; whether it went on.
-        self._state: Callable[[], bool] = self._header if opened else self._before_header
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        self._pending += text
-        while self._pending and self._state():
-            pass
-        events, self._events = merged(self._events), []
-        return events
 
     def finish(self) -> list[AnswerEvent]:
         self._is_at_end = True
@@ -168,10 +157,7 @@ class HarmonyParser:
     def _message(self) -> bool:
         found = _TEXT_ENDS.find(self._pending)
         if found is None:
-            kept = 0 if self._is_at_end else _TEXT_ENDS.num_kept(self._pending)
-            free = self._pending[: len(self._pending) - kept]
-            self._take(free)
-            self._pending = self._pending[len(free) :]
+            self._take(self._take_free(_TEXT_ENDS))
             return False
         self._take(self._pending[: found.start()])
         begins_header = found.group() in _HEADER_BEGINS.texts

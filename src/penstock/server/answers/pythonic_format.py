@@ -11,16 +11,13 @@ from typing import Any
 from penstock.errors import InvalidParameter
 from penstock.server.answers.call_parser import CallParser, CallSyntax
 from penstock.server.answers.python_literal import LiteralScanner
-from penstock.server.answers.tool_format import CallableTool
+from penstock.server.answers.tool_format import OF_PARAMETERS, CallableTool, tag_of
 from penstock.server.requests.answer import AnswerParser
 
 _SYNTAX = CallSyntax(openers=("<|python_start|>",), closers=("<|python_end|>",), starts="[", bare_names=True)
 _NAME = r"""[^\s=(),:\[\]{}"']{1,256}"""
 _ARGUMENT = re.compile(rf"({_NAME})\s*=\s*(?=[^\s=),])")
 _PART_OF_ARGUMENT = re.compile(rf"{_NAME}\s*(=\s*)?")
-# Keywords of a function's parameters that separate arguments can follow.
-_OF_PARAMETERS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-_OF_PARAMETERS |= {"title", "description"}
 _EMPTY = {"type": "const_string", "value": ""}
 
 
@@ -35,7 +32,7 @@ class PythonicFormat:
     def calls(self, tools: Sequence[CallableTool], *, parallel: bool) -> dict[str, Any]:
         listed = {
             "type": "tags_with_separator",
-            "tags": [_tag(tool) for tool in tools],
+            "tags": [tag_of(tool, f"{tool.name}(", _arguments, ")") for tool in tools],
             "separator": ", ",
             "at_least_one": True,
             "stop_after_first": not parallel,
@@ -51,22 +48,12 @@ class PythonicFormat:
         return PythonicCallParser(_SYNTAX, {tool.name for tool in tools}, parallel=parallel)
 
 
-def _tag(tool: CallableTool) -> dict[str, Any]:
-    try:
-        content = _arguments(tool)
-    except InvalidParameter:
-        if tool.must_be_valid:
-            raise
-        content = {"type": "any_text"}
-    return {"type": "tag", "begin": f"{tool.name}(", "content": content, "end": ")"}
-
-
 def _arguments(tool: CallableTool) -> dict[str, Any]:
     """Format of a call's arguments: required ones, then others, each in the order of the schema."""
     parameters = tool.parameters
     for keyword in parameters:
-        if keyword not in _OF_PARAMETERS:
-            raise _not_enforced(tool, keyword, _OF_PARAMETERS)
+        if keyword not in OF_PARAMETERS:
+            raise _not_enforced(tool, keyword, OF_PARAMETERS)
     if "properties" not in parameters:
         return {"type": "any_text"}
     properties, required = parameters["properties"], parameters.get("required", [])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from penstock.config.reasoning import ReasoningMarkers
-from penstock.server.answers.events import merged
+from penstock.server.answers.events import StateParser, merged
 from penstock.server.answers.markers import Markers
 from penstock.server.requests.answer import AnswerEvent, AnswerParser, ReasoningDelta
 
 
-class ReasoningParser:
+class ReasoningParser(StateParser):
     """Parser of reasoning, which gives the text behind it to the parser of the answer.
 
     reasons: whether the text begins within reasoning, as after a prompt that opened it. answer_begins: markers that end
@@ -20,22 +18,12 @@ class ReasoningParser:
     def __init__(
         self, markers: ReasoningMarkers, answer: AnswerParser, *, reasons: bool, answer_begins: tuple[str, ...] = ()
     ) -> None:
+        super().__init__(self._reasoning if reasons else self._before_reasoning)
         self._start = Markers([markers.start])
         self._ends = Markers([markers.end, *answer_begins])
         self._answer_begins = answer_begins
         self._answer = answer
-        self._events: list[AnswerEvent] = []
-        self._pending = ""
-        self._is_at_end = False
         self._is_at_start = True
-        self._state: Callable[[], bool] = self._reasoning if reasons else self._before_reasoning
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        self._pending += text
-        while self._pending and self._state():
-            pass
-        events, self._events = merged(self._events), []
-        return events
 
     def finish(self) -> list[AnswerEvent]:
         self._is_at_end = True
@@ -53,11 +41,7 @@ class ReasoningParser:
             return False
         found = self._ends.find(self._pending)
         if found is None:
-            kept = 0 if self._is_at_end else self._ends.num_kept(self._pending)
-            free = self._pending[: len(self._pending) - kept]
-            free = free if self._is_at_end else free.rstrip()
-            self._emit(free)
-            self._pending = self._pending[len(free) :]
+            self._emit(self._take_free(self._ends, keeps_blanks=True))
             return False
         self._emit(self._pending[: found.start()].rstrip())
         is_of_answer = found.group() in self._answer_begins

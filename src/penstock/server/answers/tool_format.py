@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.errors import InvalidParameter
 from penstock.server.answers.call_parser import CallParser, CallSyntax
 from penstock.server.requests.answer import AnswerParser
 
@@ -23,6 +24,35 @@ class CallableTool:
     name: str
     parameters: Mapping[str, Any]
     must_be_valid: bool = True
+
+
+# Keywords of a function's parameters that separate arguments can follow.
+OF_PARAMETERS = frozenset(
+    [
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "$defs",
+        "definitions",
+        "$schema",
+        "title",
+        "description",
+    ]
+)
+
+
+def tag_of(
+    tool: CallableTool, begin: str, arguments: Callable[[CallableTool], dict[str, Any]], end: str
+) -> dict[str, Any]:
+    """Format of one call. arguments: their format, which raises InvalidParameter where it cannot enforce the schema."""
+    try:
+        content = arguments(tool)
+    except InvalidParameter:
+        if tool.must_be_valid:
+            raise
+        content = {"type": "any_text"}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 class ToolCallFormat(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import InvalidParameter
 from penstock.server.answers.call_parser import CallParser, CallSyntax
 from penstock.server.answers.markers import Markers
-from penstock.server.answers.tool_format import CallableTool
+from penstock.server.answers.tool_format import OF_PARAMETERS, CallableTool, tag_of
 from penstock.server.requests.answer import AnswerParser
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -18,9 +18,7 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _SYNTAX = CallSyntax(openers=("<tool_call>", _FUNCTION), closers=("</tool_call>",), skipped=(_FUNCTION,))
 _ENDS_OF_TEXT = Markers([f"\n{_PARAMETER_END}", _PARAMETER_END])
 _LONGEST_NAME = 1024
-# Keywords of a function's parameters, and of an argument that is text, which this form can follow.
-_OF_PARAMETERS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-_OF_PARAMETERS |= {"title", "description"}
+# Keywords of an argument that is text, which this form can follow.
 _OF_TEXT = {"type", "title", "description", "default", "examples"}
 
 
@@ -54,23 +52,12 @@ class XMLFormat:
 
 
 def _tag(tool: CallableTool) -> dict[str, Any]:
-    try:
-        content = _arguments(tool)
-    except InvalidParameter:
-        if tool.must_be_valid:
-            raise
-        content = {"type": "any_text"}
-    return {
-        "type": "tag",
-        "begin": f"<tool_call>\n{_FUNCTION}{tool.name}>\n",
-        "content": content,
-        "end": f"{_FUNCTION_END}\n</tool_call>",
-    }
+    return tag_of(tool, f"<tool_call>\n{_FUNCTION}{tool.name}>\n", _arguments, f"{_FUNCTION_END}\n</tool_call>")
 
 
 def _arguments(tool: CallableTool) -> dict[str, Any]:
     """Format of a call's arguments, in the order of the schema; any text for a schema of any object."""
-    _check(tool.name, "parameters", tool.parameters, _OF_PARAMETERS)
+    _check(tool.name, "parameters", tool.parameters, OF_PARAMETERS)
     if "properties" not in tool.parameters:
         return {"type": "any_text"}
     required = tool.parameters.get("required", [])
