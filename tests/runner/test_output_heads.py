@@ -8,7 +8,7 @@ import torch
 
 from penstock.contract import PooledOutput, SampledOutput
 from penstock.runner.async_output import ReadyOutput
-from penstock.runner.output_heads import HeadParts, OutputHead
+from penstock.runner.output_heads import HeadServices, OutputHead
 from penstock.step.frame import Frame, RowOutput, WantedOutputs
 from support.runners import Driver, make_runner, new_request, next_token, state_of
 
@@ -16,8 +16,8 @@ from support.runners import Driver, make_runner, new_request, next_token, state_
 class LastHidden(OutputHead):
     """Pools to the hidden state of a prompt's last token."""
 
-    def __init__(self, parts: HeadParts) -> None:
-        self._owners = parts.owners
+    def __init__(self, services: HeadServices) -> None:
+        self._owners = services.owners
 
     def wants(self, frame: Frame) -> WantedOutputs:
         return WantedOutputs(RowOutput.HIDDEN)

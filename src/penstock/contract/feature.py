@@ -40,7 +40,7 @@ class Feature:
 
     Sides: deployment_side: (DeploymentServices) -> DeploymentFeature. scheduler_side: (SchedulerServices) ->
     SchedulerFeature. worker_side: (WorkerServices) -> WorkerFeature, or a SlotOwner for a feature that has nothing else
-    there. model_state: (WorkerServices) -> ModelState, which builds the model's inputs. output_heads: (HeadParts) ->
+    there. model_state: (WorkerServices) -> ModelState, which builds the model's inputs. output_heads: (HeadServices) ->
     OutputHead by name, for the option `output_head`.
 
     options: frozen dataclass of the feature's options, whose values users give in `additional_config`, and which raises

@@ -32,14 +32,14 @@ from penstock.runner.execute.programs import ProgramExecution
 from penstock.runner.execute.recorded_programs import RecordedPrograms
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.model_states import DecoderModelState, ModelState
-from penstock.runner.output_heads import EarlierStage, Generation, HeadFactory, HeadParts
+from penstock.runner.output_heads import EarlierStage, Generation, HeadFactory, HeadServices
 from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
 from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.slot_owners import SlotOwners
-from penstock.runner.speculative import NO_SPECULATOR, RunnerParts, Speculator
+from penstock.runner.speculative import NO_SPECULATOR, Speculator, SpeculatorServices
 from penstock.runner.stage import NO_PIPELINE, Stage
 from penstock.runner.step_order import StepOrder
 from penstock.step.frame import Frame
@@ -127,14 +127,14 @@ class ModelRunner:
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
         self.padding, self.execution = self._make_execution(fast_paths, graphs or GraphConfig(), padding)
         speculator.bind(
-            RunnerParts(
+            SpeculatorServices(
                 self.requests, self.block_tables, self.kv_cache, self.sampler, self.execution, self.padding.size_for
             )
         )
         verification.bind(self.requests.draft_token_ids.tensor, speculator.draft_probs)
         self.model_state = model_state or DecoderModelState()
         self.stage = stage
-        head_parts = HeadParts(
+        head_services = HeadServices(
             device,
             self.requests,
             self.owners,
@@ -145,7 +145,7 @@ class ModelRunner:
             self.execution,
             rank,
         )
-        self.head = make_head(head_parts) if stage.is_last else EarlierStage(head_parts)
+        self.head = make_head(head_services) if stage.is_last else EarlierStage(head_services)
         self.frames = Frames(
             model,
             [self._make_buffers() for _ in range(limits.max_concurrent_steps)],
@@ -180,7 +180,7 @@ class ModelRunner:
         buffer_set = self.frames.take_buffers(output)
         has_others = self.stage.has_others
         if has_others:
-            self.head.settle(output, buffer_set)
+            self.head.receive_outcomes(output, buffer_set)
         frame = self.frames.begin(output, buffer_set, may_repeat=may_repeat)
         frame.errors = self.owners.extend(output) if frame.is_repeated else self.owners.apply(output, errors)
         if frame.errors:

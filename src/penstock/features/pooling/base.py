@@ -11,7 +11,7 @@ from penstock.device import Device
 from penstock.features.pooling.async_pooled import AsyncPooled, pooled_output
 from penstock.runner.async_output import ReadyOutput, StepOutput
 from penstock.runner.execute.execution import POOLING
-from penstock.runner.output_heads.base import HeadParts, OutputHead
+from penstock.runner.output_heads.base import HeadServices, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
 from penstock.runner.request_states import empty_outcome
 from penstock.step.frame import Frame
@@ -26,12 +26,12 @@ class PoolingHead(OutputHead):
 
     memory_name, memory_why = "pooling", "pooling"
 
-    def __init__(self, parts: HeadParts) -> None:
-        self._device: Device = parts.device
-        self._rank = parts.rank
-        self._requests = parts.requests
-        self._owners = parts.owners
-        self._execution = parts.execution
+    def __init__(self, services: HeadServices) -> None:
+        self._device: Device = services.device
+        self._rank = services.rank
+        self._requests = services.requests
+        self._owners = services.owners
+        self._execution = services.execution
 
     @abstractmethod
     def pool(self, frame: Frame, is_complete: Sequence[bool]) -> Sequence[Tensor | None]:

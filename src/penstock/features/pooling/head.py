@@ -13,16 +13,16 @@ from penstock.features.pooling.base import PoolingHead
 from penstock.features.pooling.states import AllTokens, Pooled, PoolingStates
 from penstock.models.interface import LanguageModel
 from penstock.models.pooling import PoolingModel
-from penstock.runner.output_heads.base import HeadParts
+from penstock.runner.output_heads.base import HeadServices
 from penstock.step.frame import Frame, RowOutput, WantedOutputs
 
 
 class TextPooling(PoolingHead):
     """Output head of `PoolingModel`s. Prompts in chunks are pooled as whole ones."""
 
-    def __init__(self, parts: HeadParts) -> None:
-        super().__init__(parts)
-        states = parts.owners.of_type(PoolingStates)
+    def __init__(self, services: HeadServices) -> None:
+        super().__init__(services)
+        states = services.owners.of_type(PoolingStates)
         assert states is not None, "the runner of a pooling model has its states"
         self._states = states
 

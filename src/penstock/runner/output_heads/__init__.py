@@ -1,7 +1,7 @@
 """Output heads: from a step's hidden states to its results, one file per kind."""
 
-from penstock.runner.output_heads.base import HeadFactory, HeadParts, OutputHead
+from penstock.runner.output_heads.base import HeadFactory, HeadServices, OutputHead
 from penstock.runner.output_heads.earlier_stage import EarlierStage
 from penstock.runner.output_heads.generation import Generation
 
-__all__ = ["EarlierStage", "Generation", "HeadFactory", "HeadParts", "OutputHead"]
+__all__ = ["EarlierStage", "Generation", "HeadFactory", "HeadServices", "OutputHead"]

@@ -21,8 +21,8 @@ from penstock.runner.stage import Stage
 from penstock.step.frame import Frame, WantedOutputs
 
 
-class HeadParts(NamedTuple):
-    """Parts of a runner that its output head uses. rank: named in errors."""
+class HeadServices(NamedTuple):
+    """Services of a runner for its output head. rank: named in errors."""
 
     device: Device
     requests: RequestStates
@@ -57,7 +57,7 @@ class OutputHead(ABC):
     def profile_prompt(self, model: LanguageModel, hidden_TD: Tensor) -> None:  # noqa: B027
         """Make the results of the largest prompt, which asks for everything. hidden_TD: its hidden states."""
 
-    def settle(self, output: SchedulerOutput, buffer_set: int | None) -> None:  # noqa: B027
+    def receive_outcomes(self, output: SchedulerOutput, buffer_set: int | None) -> None:  # noqa: B027
         """Receive and commit the outcomes that a step depends on, or whose frames are in the buffers that it takes."""
 
     def catch_up(self) -> None:  # noqa: B027
@@ -65,4 +65,4 @@ class OutputHead(ABC):
 
 
 # Makes the output head of a runner.
-HeadFactory: TypeAlias = Callable[[HeadParts], OutputHead]
+HeadFactory: TypeAlias = Callable[[HeadServices], OutputHead]

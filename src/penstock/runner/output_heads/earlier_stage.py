@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from penstock.contract import SampledOutput, SchedulerOutput
 from penstock.runner.async_output import ReadyOutput
-from penstock.runner.output_heads.base import HeadParts, OutputHead
+from penstock.runner.output_heads.base import HeadServices, OutputHead
 from penstock.runner.request_states import RequestStates, empty_outcome
 from penstock.step.batch import BatchLayout
 from penstock.step.frame import Frame, WantedOutputs
 
 
 @dataclass(frozen=True, slots=True)
-class _UnsettledStep:
+class _AwaitedStep:
     """A step whose outcome is not received yet. Its frame keeps its inputs till then."""
 
     step_id: int
@@ -37,12 +37,12 @@ class EarlierStage(OutputHead):
     wait; sampled tokens when a step depends on them. Outcomes are received in the order of their steps.
     """
 
-    def __init__(self, parts: HeadParts) -> None:
-        self._requests = parts.requests
-        self._owners = parts.owners
-        self._speculator = parts.speculator
-        self._stage = parts.stage
-        self._unsettled: list[_UnsettledStep] = []
+    def __init__(self, services: HeadServices) -> None:
+        self._requests = services.requests
+        self._owners = services.owners
+        self._speculator = services.speculator
+        self._stage = services.stage
+        self._awaited: list[_AwaitedStep] = []
 
     def wants(self, frame: Frame) -> WantedOutputs:
         return WantedOutputs(all_rows=True, aux_layers=self._stage.aux_here(self._speculator.aux_layers))
@@ -53,19 +53,19 @@ class EarlierStage(OutputHead):
             self._owners.commit_computed(frame)
             req_ids = sampling_requests(frame.batch.layout, self._requests)
             if req_ids:
-                self._unsettled.append(_UnsettledStep(frame.step_id, frame, req_ids))
+                self._awaited.append(_AwaitedStep(frame.step_id, frame, req_ids))
         return ReadyOutput(SampledOutput(step_id=frame.step_id, errors=frame.errors))
 
-    def settle(self, output: SchedulerOutput, buffer_set: int | None) -> None:
-        while any(step.frame.buffer_set == buffer_set or step.concerns(output) for step in self._unsettled):
-            self._settle_oldest()
+    def receive_outcomes(self, output: SchedulerOutput, buffer_set: int | None) -> None:
+        while any(step.frame.buffer_set == buffer_set or step.concerns(output) for step in self._awaited):
+            self._receive_oldest()
 
     def catch_up(self) -> None:
-        while self._unsettled:
-            self._settle_oldest()
+        while self._awaited:
+            self._receive_oldest()
 
-    def _settle_oldest(self) -> None:
-        step = self._unsettled.pop(0)
+    def _receive_oldest(self) -> None:
+        step = self._awaited.pop(0)
         frame = step.frame
         outcome = empty_outcome(frame.batch)
         self._stage.receive_outcome(step.step_id, outcome)

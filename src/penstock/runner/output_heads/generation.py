@@ -11,7 +11,7 @@ from penstock.contract import SampledOutput
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.execute.execution import PROMPT_LOGITS
-from penstock.runner.output_heads.base import HeadParts, OutputHead
+from penstock.runner.output_heads.base import HeadServices, OutputHead
 from penstock.runner.output_heads.earlier_stage import sampling_requests
 from penstock.runner.sampling.heaviest import profile_prompt_logprobs, profile_sampling
 from penstock.runner.sampling.sampler import SamplerOutput
@@ -23,16 +23,16 @@ class Generation(OutputHead):
 
     memory_name, memory_why = "sampling", "logits and sampling"
 
-    def __init__(self, parts: HeadParts) -> None:
-        self._device = parts.device
-        self._requests = parts.requests
-        self._owners = parts.owners
-        self._sampler = parts.sampler
-        self._prompt_logprobs = parts.prompt_logprobs
-        self._speculator = parts.speculator
-        self._stage = parts.stage
-        self._execution = parts.execution
-        self._rank = parts.rank
+    def __init__(self, services: HeadServices) -> None:
+        self._device = services.device
+        self._requests = services.requests
+        self._owners = services.owners
+        self._sampler = services.sampler
+        self._prompt_logprobs = services.prompt_logprobs
+        self._speculator = services.speculator
+        self._stage = services.stage
+        self._execution = services.execution
+        self._rank = services.rank
 
     def wants(self, frame: Frame) -> WantedOutputs:
         batch, speculator = frame.batch, self._speculator

@@ -11,7 +11,7 @@ from penstock.contract import NewRequestData
 from penstock.kernels.bound_step import StepOutcome
 from penstock.models.interface import ModelInputs
 from penstock.runner.speculative.model_drafter import MOST_WAITING, ModelDrafter
-from penstock.runner.speculative.speculator import RunnerParts
+from penstock.runner.speculative.speculator import SpeculatorServices
 from penstock.step.batch import BatchLayout
 from penstock.step.frame import Frame
 
@@ -25,10 +25,10 @@ class DraftModel(ModelDrafter):
 
     reads_ahead = 0
 
-    def bind(self, parts: RunnerParts) -> None:
-        super().bind(parts)
+    def bind(self, services: SpeculatorServices) -> None:
+        super().bind(services)
         # Postponed tokens by slot.
-        self._num_waiting = np.zeros(parts.requests.max_num_reqs + 1, dtype=np.int64)
+        self._num_waiting = np.zeros(services.requests.max_num_reqs + 1, dtype=np.int64)
 
     def add(self, slot: int, request: NewRequestData) -> None:
         super().add(slot, request)

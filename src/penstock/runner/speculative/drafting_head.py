@@ -19,7 +19,7 @@ from penstock.kernels.bound_step import StepOutcome
 from penstock.models.draft_head import DraftHead
 from penstock.models.interface import ModelInputs
 from penstock.runner.speculative.model_drafter import MOST_WAITING, ModelDrafter
-from penstock.runner.speculative.speculator import RunnerParts
+from penstock.runner.speculative.speculator import SpeculatorServices
 from penstock.step.batch import InputBatch
 from penstock.step.frame import Frame
 
@@ -42,8 +42,8 @@ class DraftingHead(ModelDrafter):
     def aux_layers(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.head.aux_layers
 
-    def bind(self, parts: RunnerParts) -> None:
-        super().bind(parts)
+    def bind(self, services: SpeculatorServices) -> None:
+        super().bind(services)
         target = self.head.target
         # Postponed tokens in the order of their steps: hidden states, positions and slots.
         dtype, shape = target.model.norm.weight.dtype, (MOST_WAITING, target.config.hidden_size)

@@ -34,7 +34,7 @@ from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
 from penstock.runner.speculative.draft_graphs import DraftGraphs, DraftInputs
-from penstock.runner.speculative.speculator import RunnerParts, Speculator, on_host
+from penstock.runner.speculative.speculator import Speculator, SpeculatorServices, on_host
 from penstock.runner.staging import SlotParameter
 from penstock.step.batch import BatchLayout
 from penstock.step.frame import Frame
@@ -67,8 +67,8 @@ class ModelDrafter(Speculator):
         self._length_limit: SlotParameter
         self._proposed: tuple[list[str], Tensor] | None = None
 
-    def bind(self, parts: RunnerParts) -> None:
-        self.requests, self._block_tables, self.kv_cache, self._sampler, self.execution, size_for = parts
+    def bind(self, services: SpeculatorServices) -> None:
+        self.requests, self._block_tables, self.kv_cache, self._sampler, self.execution, size_for = services
         requests = self.requests
         self._max_model_len = requests.all_token_ids.tensor.shape[1] - 1
         self._length_limit = SlotParameter(self.device, requests.max_num_reqs + 1, np.int64, 1)

@@ -13,7 +13,7 @@ from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.prompt_lookup import NO_DRAFT, look_up, look_up_reference
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import Sampler
-from penstock.runner.speculative.speculator import HostSpeculator, RunnerParts, Speculator, on_host
+from penstock.runner.speculative.speculator import HostSpeculator, Speculator, SpeculatorServices, on_host
 from penstock.step.frame import Frame
 
 
@@ -39,8 +39,8 @@ class NgramOnDevice(Speculator):
         self._sampler: Sampler
         self._proposed: tuple[list[str], Tensor] | None = None
 
-    def bind(self, parts: RunnerParts) -> None:
-        self._requests, self._sampler, self._proposed = parts.requests, parts.sampler, None
+    def bind(self, services: SpeculatorServices) -> None:
+        self._requests, self._sampler, self._proposed = services.requests, services.sampler, None
 
     def propose(self, frame: Frame, outcome: StepOutcome) -> None:
         self._proposed = None

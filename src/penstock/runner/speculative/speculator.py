@@ -25,8 +25,8 @@ from penstock.runner.slot_owner import SlotOwner
 from penstock.step.frame import Frame
 
 
-class RunnerParts(NamedTuple):
-    """Parts of a runner that its speculator uses.
+class SpeculatorServices(NamedTuple):
+    """Services of a runner for its speculator.
 
     execution: runs the drafter's forward passes. size_for: padded number of requests of decode steps that can be
     CUDA graphs (`Padding.size_for`).
@@ -58,7 +58,7 @@ class Speculator(SlotOwner):
     needs_hidden: bool = False
     aux_layers: tuple[int, ...] = ()
 
-    def bind(self, parts: RunnerParts) -> None:
+    def bind(self, services: SpeculatorServices) -> None:
         """Attach to a runner; state of an earlier one is dropped."""
 
     @abstractmethod
@@ -131,8 +131,8 @@ class HostSpeculator(Speculator):
         self._num_tokens: np.ndarray
         self._drafts: np.ndarray
 
-    def bind(self, parts: RunnerParts) -> None:
-        self.requests, self._sampler = parts.requests, parts.sampler
+    def bind(self, services: SpeculatorServices) -> None:
+        self.requests, self._sampler = services.requests, services.sampler
         self._silent_slots.clear()
         self._proposed = None
         self._token_ids = host_array(self.requests.all_token_ids.tensor)
@@ -192,8 +192,8 @@ class ReceivedDrafts(Speculator):
         self._table_SK: Tensor
         self._proposed: tuple[Sequence[str], Tensor, int] | None = None
 
-    def bind(self, parts: RunnerParts) -> None:
-        self._table_SK = parts.requests.draft_token_ids.tensor
+    def bind(self, services: SpeculatorServices) -> None:
+        self._table_SK = services.requests.draft_token_ids.tensor
         self._proposed = None
 
     def propose(self, frame: Frame, outcome: StepOutcome) -> None:

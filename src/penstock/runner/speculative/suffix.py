@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.config import SpeculativeConfig
 from penstock.contract import NewRequestData
-from penstock.runner.speculative.speculator import HostSpeculator, RunnerParts
+from penstock.runner.speculative.speculator import HostSpeculator, SpeculatorServices
 
 
 class Continuation(NamedTuple):
@@ -214,8 +214,8 @@ class SuffixSpeculator(HostSpeculator):
         # Length of prefill_token_ids, by slot.
         self._prefill_lengths: dict[int, int] = {}
 
-    def bind(self, parts: RunnerParts) -> None:
-        super().bind(parts)
+    def bind(self, services: SpeculatorServices) -> None:
+        super().bind(services)
         self.earlier = EarlierOutputs(self._max_outputs)
         self._prefill_lengths.clear()
 
