@@ -35,6 +35,26 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert missing == []
 
 
+@pytest.fixture(scope="module")
+def identifiers() -> set[str]:
+    """Identifiers of the source, the tests and the tools."""
+    files = (file for folder in ("src", "tests", "tools", "benchmarks") for file in (REPOSITORY / folder).rglob("*.py"))
+    return {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+
+
+ENDINGS = (".py", ".cpp", ".inl", ".h", ".md", ".toml", ".json", ".jsonl")
+INTERNALS = [page for page in PAGES if page.parent.name == "internals"]
+
+
+@pytest.mark.parametrize("page", INTERNALS, ids=lambda page: page.name)
+def test_classes_and_functions_that_a_page_names_exist(page: Path, identifiers: set[str]) -> None:
+    names = set(re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", "\n".join(said_to_be_there(page))))
+    # Classes and attributes; other names are files, options, functions of C++ or words.
+    named = [name for name in names if re.search(r"[a-z][A-Z]|\.[a-z_]+$", name)]
+    parts = {part for name in named if not name.endswith(ENDINGS) for part in name.split(".")}
+    assert parts - identifiers == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
