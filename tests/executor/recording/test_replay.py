@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -28,6 +29,7 @@ from penstock.errors import ConfigError, InvalidRecording
 from penstock.executor.recording.entries import Called, Entry, Executed, RecordingFile, read_recording
 from penstock.executor.recording.recorder import Recorder
 from penstock.features.lora.recording import RecordedAdapter
+from penstock.features.lora.request import LoRARequest
 from penstock.kernels.native import describe_kernels
 from penstock.runner.build.frames import Frames
 from penstock.step.frame import Frame
@@ -423,6 +425,25 @@ def test_windows_begin_with_the_adapters_of_their_requests(tmp_path: Path) -> No
     assert any(read_recording(one).start.calls for one in files)
     for one in files:
         assert replay(one).differences == []
+
+
+def test_weights_replace_those_of_an_adapter_at_the_recorded_step(tmp_path: Path) -> None:
+    file = tmp_path / "steps.rec"
+    with adapted(tmp_path / "adapted", variants=VARIANTS[:2]) as model:
+        _, first, second = model.requests
+        assert first is not None
+        assert second is not None
+        other = LoRARequest(first.lora_name, 1, second.lora_path, load_inplace=True)
+        core = make_core(model.folder, **OPTIONS, record=str(file), record_prompts=True)
+        core.collective_rpc(RpcCall("add_lora", (first,)))
+        model = dataclasses.replace(model, requests=[None, first.reference])
+        tokens = []
+        for call in ("list_loras", "prefetch_lora", "add_lora"):
+            core.collective_rpc(RpcCall(call, () if call == "list_loras" else (other,)))
+            tokens.append(run_adapted(core, model, [PREFIX[:9]], [1])[0].tokens)
+        core.close()
+        assert tokens[0] == tokens[1] != tokens[2]
+        assert replay(file).differences == []
 
 
 class DialCall(RecordedCall, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.contract import decode
+from penstock.contract.feature import register_built_in_features
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.messages import (
     AbortRequests,
@@ -65,6 +66,8 @@ class ServedCore(CoreClient, Protocol):
 def serve_core(argument: tuple[Callable[[EngineConfig], ServedCore], EngineConfig], parent: ParentConnection) -> None:
     """Load a core and serve it to the parent process. argument: function that loads it, and its configuration."""
     load_core, config = argument
+    # Messages to any core may have their parts.
+    register_built_in_features()
     core = load_core(config)
     try:
         parent.send(
