@@ -3,8 +3,8 @@
     python -m benchmarks.broadcast [--ranks 4] [--steps 3000] [--pause-us 1000] [--deaths 30] [--output FOLDER]
 
 The steps are the scheduler's: 32 decodes, and 32 new prompts of 512 tokens at once. All workers wait for a step before
-it is sent, in one message, or in two as with a grammar, in turns. "engine thread" is the time of the executor's calls;
-"received" is from the first call until the last worker has read and decoded the message.
+it is sent, in one message, or in two as with structured output, in turns. "engine thread" is the time of the executor's
+calls; "received" is from the first call until the last worker has read and decoded the message.
 
 For the deaths, the last of two workers is killed while a call waits for both, or between calls: it is detected when the
 call raises, or when the executor's loss callback runs.
@@ -24,17 +24,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.machine import described, machine, save
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.contract import (
     FullAttentionSpec,
-    GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCachePool,
     KVCacheSpec,
     RpcCall,
     SampledOutput,
+    SamplingInput,
     SamplingParams,
     SchedulerOutput,
     encode,
@@ -70,9 +72,9 @@ class ListeningWorker(WorkerBase):
         # Cores are few here, and the others are to be told too, before there are answers.
         time.sleep(_STEP_S)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> ReadyOutput:
+    def sample_tokens(self, sampling: SamplingInput) -> ReadyOutput:
         tokens = [[1000]] * len(self._req_ids)
-        return ReadyOutput(SampledOutput(step_id=grammar.step_id, req_ids=self._req_ids, sampled_token_ids=tokens))
+        return ReadyOutput(SampledOutput(step_id=sampling.step_id, req_ids=self._req_ids, sampled_token_ids=tokens))
 
     def wait(self) -> None:
         time.sleep(600)
@@ -162,17 +164,18 @@ def measure(
     executor: MultiprocessExecutor, steps: Iterable[SchedulerOutput], pause_s: float
 ) -> tuple[int, list[Times]]:
     """Bytes of the last step, and times of steps in one message and in two, in turns."""
-    ways = executor.execute_unconstrained, executor.execute_model
     times = [Times(), Times()]
     executor.collective_rpc(RpcCall("take_told"))
     for number, output in enumerate(steps):
-        turn = number % len(ways)
-        execute, by_way = ways[turn], times[turn]
-        grammar = GrammarOutput(step_id=output.step_id)
+        turn = number % len(times)
+        by_way = times[turn]
+        awaiting_req_ids = list(output.num_scheduled_tokens) if turn else []
+        output = msgspec.structs.replace(output, awaiting_req_ids=awaiting_req_ids)
+        sampling = SamplingInput(step_id=output.step_id)
         time.sleep(pause_s)
         begin = _now_us()
-        execute(output)
-        handle = executor.sample_tokens(grammar)
+        executor.execute_model(output)
+        handle = executor.sample_tokens(sampling)
         sent = _now_us()
         handle.get_output()
         by_way.answered.append(_now_us() - begin)
@@ -180,7 +183,7 @@ def measure(
         by_way.begin.append(begin)
     told = list(map(max, zip(*executor.collective_rpc(RpcCall("take_told")), strict=True)))
     for turn, by_way in enumerate(times):
-        by_way.told = [a - b for a, b in zip(told[turn :: len(ways)], by_way.begin, strict=True)]
+        by_way.told = [a - b for a, b in zip(told[turn :: len(times)], by_way.begin, strict=True)]
     return len(encode(pack_step(output))), times
 
 

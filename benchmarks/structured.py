@@ -26,14 +26,15 @@ from benchmarks.peers.shapes import SHAPES
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.engine.session import Session
+from penstock.features.structured_output.bitmask import Bitmask
 from penstock.structured.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 
 _VOCAB_SIZE = 32_000
 # Prefills, and a few steps for caches to settle.
 _SKIPPED_STEPS = 10
 _WHOLE = "whole step"
-_ON_THE_HOST = ("bitmasks", "matchers")
-_PARTS = (*_ON_THE_HOST, "applying the masks")
+_ON_THE_HOST = "bitmasks and matchers"
+_PARTS = (_ON_THE_HOST, "applying the masks")
 _SHARES = (
     "share of bitmasks and matchers",
     "share with applying the masks",
@@ -96,10 +97,10 @@ def run(session: Session, requests: list[SamplingParams], steps: int) -> list[di
     """Seconds of each part, step by step, once all requests decode."""
     clock = PartClock()
     core, runner = parts_of(session)
-    clock.wrap(core._constrained, "bitmask", "bitmasks")
-    clock.wrap(core._constrained, "accept", "matchers")
-    clock.wrap(runner.sampler.grammar, "take", "applying the masks")
-    clock.wrap(runner.sampler.grammar, "apply", "applying the masks")
+    clock.wrap(core.scheduler, "sampling_input", _ON_THE_HOST)
+    (bitmask,) = (one for one in runner.sampler.shaping if isinstance(one, Bitmask))
+    clock.wrap(bitmask, "begin_step", "applying the masks")
+    clock.wrap(bitmask, "apply", "applying the masks")
     clock.wrap(session, "_turn", _WHOLE, ends_step=True)
     accepted = [session.accept(f"def function_{index}():", params) for index, params in enumerate(requests)]
     with closing(session.run(accepted)) as progress:

@@ -131,7 +131,7 @@ def count_files_of_step(_: House) -> Iterator[Count]:
 _FAST_PACKAGES = ("contract/", "engine/", "executor/", "features/", "runner/", "scheduler/", "step/", "worker/")
 _DECISIONS = (
     r"is_repeated|repeats|repeats_step_id|repeated_id|(may|can)_(be_)?repeat(ed)?|is_plain_greedy|keeps_frames"
-    r"|go_on_after|execute_unconstrained|ReadyOutput"
+    r"|go_on_after|awaits_parts|awaiting_req_ids|ReadyOutput"
 )
 _FAST_NAMES = re.compile(rf"_?({_DECISIONS}|has_one_token_each|is_all_decodes)")
 _DECIDING = re.compile(rf"_?({_DECISIONS})")

@@ -244,7 +244,7 @@ def _seconds_of_parts(engine: Engine, load: Load, num_steps: int, *, in_parts: b
     if in_parts:
         executor = core._executor
         clock.wrap(core.scheduler, "schedule", "schedule")
-        clock.wrap(executor, "execute_unconstrained", _INPUTS)
+        clock.wrap(executor, "execute_model", _INPUTS)
         clock.wrap(Frame, "run", "launch")
         clock.wrap(executor, "sample_tokens", "sample")
         clock.wrap(type(core._in_flight[0][1]), "get_output", _READ)

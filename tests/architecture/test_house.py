@@ -133,7 +133,7 @@ def test_a_condition_that_joins_the_repetition_with_something_else_decides(tmp_p
         "def g(self, step):\n    if self._can_be_repeated(step):\n        return 1\n    return 2\n"
         "def is_all_decodes(self):\n    return self.a == self.b\n",
         "runner/decides.py": "def f(frame, is_on):\n    if frame.is_repeated and is_on:\n        return 1\n"
-        "def g(executor, is_on):\n    (executor.execute if is_on else executor.execute_unconstrained)()\n"
+        "def g(step, is_on):\n    return 1 if is_on and step.awaiting_req_ids else 2\n"
         "def may_repeat(self):\n    return self.a or self.b\n"
         "def h(self, step):\n    while step.id == self.repeats_step_id:\n        pass\n"
         "def k(self, step):\n    if self.a and self._can_be_repeated(step):\n        pass\n"

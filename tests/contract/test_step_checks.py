@@ -9,11 +9,13 @@ import pytest
 from penstock.contract import (
     CachedRequestData,
     FullAttentionSpec,
-    GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCachePool,
     NewRequestData,
+    Part,
+    Parts,
+    SamplingInput,
     SamplingParams,
     SchedulerOutput,
 )
@@ -153,19 +155,17 @@ def test_a_step_that_changes_more_repeats_none(checks: StepChecks, fields: dict[
     assert not checks.check(going_on(2, 7, **{"repeats_step_id": 1, **fields})).may_repeat
 
 
-def test_bitmasks_have_a_row_of_each_request_and_draft(checks: StepChecks) -> None:
-    def grammar(num_bytes: int, num_words: int, num_rows: list[int]) -> GrammarOutput:
-        return GrammarOutput(
-            step_id=3,
-            structured_output_request_ids=["a", "b"],
-            grammar_bitmask=bytes(num_bytes),
-            num_words=num_words,
-            num_rows=num_rows,
-        )
+class Checked(Part, frozen=True, kw_only=True):
+    feature = "checked"
+    token_id: int
 
-    checks.check_grammar(GrammarOutput(step_id=1))
-    checks.check_grammar(grammar(16, 2, []))
-    checks.check_grammar(grammar(40, 2, [4, 1]))
-    for wrong in ((16, 1, []), (12, 2, []), (16, 2, [3, -1]), (8, 2, [1]), (0, 0, [])):
-        with pytest.raises(InvalidMessage, match="Step 3 has "):
-            checks.check_grammar(grammar(*wrong))
+    def check(self, vocab_size: int) -> None:
+        if self.token_id >= vocab_size:
+            raise InvalidMessage(f"token_id: {self.token_id}")
+
+
+def test_parts_of_a_steps_sampling_are_checked_by_their_types(checks: StepChecks) -> None:
+    checks.check_sampling(SamplingInput(step_id=1))
+    checks.check_sampling(SamplingInput(step_id=1, parts=Parts.of([Checked(token_id=checks.vocab_size - 1)])))
+    with pytest.raises(InvalidMessage, match=f"Step 3 has token_id: {checks.vocab_size}"):
+        checks.check_sampling(SamplingInput(step_id=3, parts=Parts.of([Checked(token_id=checks.vocab_size)])))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from penstock.contract import DraftTokenIds, GrammarOutput, SamplingParams, SchedulerOutput
+from penstock.contract import DraftTokenIds, SamplingInput, SamplingParams, SchedulerOutput
 from penstock.engine.core.engine_core import EngineCore
 from penstock.runner.async_output import AsyncOutput, ReadyOutput
 from penstock.runner.model_runner import RunnerLimits
@@ -121,9 +121,9 @@ class SpeculatingWorker(Worker):
         super().execute_model(output)
         self.verified.append(output.scheduled_spec_decode_tokens)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> AsyncOutput | ReadyOutput:
-        result = super().sample_tokens(grammar)
-        requests, rng = self.runner.requests, random.Random(grammar.step_id)
+    def sample_tokens(self, sampling: SamplingInput) -> AsyncOutput | ReadyOutput:
+        result = super().sample_tokens(sampling)
+        requests, rng = self.runner.requests, random.Random(sampling.step_id)
         for req_id, slot in requests.slot_of.items():
             num_known = int(requests.total_len.tensor[slot, 0])
             ahead = [*self.truth[req_id][num_known:], *[0] * MAX_DRAFTS][:MAX_DRAFTS]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from penstock.config import EngineConfig
 from penstock.contract import (
-    GrammarOutput,
     KVCacheConfig,
     SampledOutput,
+    SamplingInput,
     SamplingParams,
     SchedulerOutput,
     decode,
@@ -290,7 +290,7 @@ def test_a_recorded_stream_of_messages_gives_the_same_tokens_in_another_worker(
     for data in executors[0].recording:
         output = decode(data, SchedulerOutput)
         replayed.execute_model(output)
-        answer = replayed.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output()
+        answer = replayed.sample_tokens(SamplingInput(step_id=output.step_id)).get_output()
         for req_id, new in zip(answer.req_ids, answer.sampled_token_ids, strict=True):
             tokens.setdefault(req_id, []).extend(new)
     replayed.shutdown()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.contract import GrammarOutput, RpcCall, SchedulerOutput
+from penstock.contract import RpcCall, SamplingInput, SchedulerOutput
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import EngineDead, WaitTimeout, WorkerError
 from penstock.worker.worker import Worker
@@ -40,7 +40,7 @@ class LosingWorker(Worker):
         self._fail_if_due("execute_model")
         super().execute_model(output)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> Any:
+    def sample_tokens(self, sampling: SamplingInput) -> Any:
         self._fail_if_due("sample_tokens")
         return self
 

@@ -12,9 +12,9 @@ from penstock.config import EngineConfig
 from penstock.contract import (
     ArrayBytes,
     FullAttentionSpec,
-    GrammarOutput,
     PooledOutput,
     RpcCall,
+    SamplingInput,
     SamplingParams,
     SchedulerOutput,
 )
@@ -85,8 +85,8 @@ class PoolingExecutor(Executor):
             raise WorkerError("gone", method="execute_model", rank=0, cause_type="RuntimeError")
         self.pending[output.step_id] = output
 
-    def sample_tokens(self, grammar: GrammarOutput) -> PooledHandle:
-        output = self.pending.pop(grammar.step_id)
+    def sample_tokens(self, sampling: SamplingInput) -> PooledHandle:
+        output = self.pending.pop(sampling.step_id)
         req_ids = list(output.num_scheduled_tokens)
         return PooledHandle(
             PooledOutput(

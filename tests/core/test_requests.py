@@ -13,6 +13,7 @@ from penstock import LLM, AsyncEngine, RequestOutput, RequestOutputKind, Samplin
 from penstock.contract import SchedulerOutput
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import EngineDead
+from penstock.features.structured_output.scheduling import StructuredOutputScheduling
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import SMALL, Result, add, finish, greedy, make_core, random_prompts, run
@@ -319,7 +320,7 @@ def test_what_one_request_makes_the_scheduler_raise_ends_no_other_stream(
 def test_a_request_whose_grammar_cannot_be_followed_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(folder)
     try:
-        monkeypatch.setattr(core._constrained, "add", lambda request: 1 // 0)
+        monkeypatch.setattr(StructuredOutputScheduling, "request_added", lambda self, request: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             add(core, "a", [1, 2, 3], greedy(4))
         assert_nothing_is_left(core)

@@ -8,23 +8,27 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, SamplingParams, SchedulerOutput
+from penstock.contract import SamplingParams
+from penstock.contract.feature import Feature, register_feature
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core import engine_core as core_module
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
+from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.outputs import FinishReason
+from penstock.scheduler.request import Request
+from penstock.scheduler.services import SchedulerServices
 from support.checkpoints import tiny_checkpoint
 from support.engines import SMALL, Result, add, greedy
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
+from support.features import scheduler_side, use_feature
 from support.waiting import wait_until
 
 FOREVER_S = 120.0
@@ -33,46 +37,33 @@ SOON_S = 60.0
 PROMPT = [5, 6, 7]
 
 
-class SlowGrammar:
-    """Compiles the grammar of requests with the seed 1 until another thread says that it is done."""
+class Slow(SchedulerFeature):
+    """Lets requests with the seed 1 wait until another thread says that it is done.
 
-    def __init__(self) -> None:
-        self._wake: Callable[[], None] = lambda: None
-        self.compiling: list[str] = []
-        self._ready: list[str] = []
+    waiting: their ids. num_asked: turns of the core so far.
+    """
+
+    def __init__(self, services: SchedulerServices) -> None:
+        self._services = services
+        self.waiting: list[str] = []
         self.num_asked = 0
 
-    def on_ready(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def request_added(self, request: Request) -> None:
+        if request.sampling_params.seed == 1:
+            self.waiting.append(request.req_id)
+            self._services.scheduler.wait_for(request.req_id, "another thread")
 
-    def add(self, request: EngineRequest) -> bool:
-        if request.sampling_params.seed != 1:
-            return True
-        self.compiling.append(request.req_id)
-        return False
-
-    def take_ready(self) -> Sequence[str]:
+    def before_step(self) -> None:
         self.num_asked += 1
-        ready, self._ready = self._ready, []
-        return ready
-
-    def constrains(self, req_id: str) -> bool:
-        return False
-
-    def constrains_any(self, req_ids: Set[str]) -> bool:
-        return False
-
-    def accept(self, outputs: Sequence[EngineCoreOutput]) -> None: ...
-
-    def bitmask(self, output: SchedulerOutput) -> GrammarOutput:
-        return GrammarOutput(step_id=output.step_id)
-
-    def close(self) -> None: ...
 
     def finish(self) -> None:
-        """Complete the compilation, from another thread."""
-        self._ready, self.compiling = self.compiling, []
-        self._wake()
+        """Let the requests run, from another thread."""
+        self._services.call_soon(self._end_wait)
+
+    def _end_wait(self) -> None:
+        ready, self.waiting = self.waiting, []
+        for req_id in ready:
+            self._services.scheduler.ready(req_id, "another thread")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[False, True], ids=["sync", "async scheduling"])
 def config(folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> EngineConfig:
     monkeypatch.setattr(core_module, "_LONGEST_WAIT_S", FOREVER_S)
+    use_feature(monkeypatch, name="slow", scheduler_side=Slow)
     return EngineConfig.create(str(folder), **SMALL, async_scheduling=request.param)
 
 
@@ -101,16 +93,16 @@ def run_waiting(core: EngineCore) -> dict[str, Result]:
     return results
 
 
-def test_a_grammar_that_another_thread_compiles_is_waited_for_without_asking(config: EngineConfig) -> None:
-    grammar = SlowGrammar()
-    core = EngineCore(config, grammar)
+def test_what_another_thread_prepares_is_waited_for_without_asking(config: EngineConfig) -> None:
+    core = EngineCore(config)
+    feature = scheduler_side(core, Slow)
     add(core, "r0", PROMPT, slow())
     finished_at: list[float] = []
 
     def compile_it() -> None:
         time.sleep(0.3)
         finished_at.append(time.monotonic())
-        grammar.finish()
+        feature.finish()
 
     compiler = threading.Thread(target=compile_it, daemon=True)
     compiler.start()
@@ -121,16 +113,16 @@ def test_a_grammar_that_another_thread_compiles_is_waited_for_without_asking(con
     assert len(results["r0"].tokens) == 3
     assert latency_s < SOON_S
     # Twice before it is ready, since adding the request ends the first wait, and once or twice for each token.
-    assert grammar.num_asked < 12
+    assert feature.num_asked < 12
 
 
 def test_what_becomes_ready_before_the_wait_is_not_waited_for(config: EngineConfig) -> None:
-    grammar = SlowGrammar()
-    core = EngineCore(config, grammar)
+    core = EngineCore(config)
+    feature = scheduler_side(core, Slow)
     add(core, "r0", PROMPT, slow())
     for _ in range(3):
         assert core.step() == []
-    grammar.finish()
+    feature.finish()
     began = time.monotonic()
     core.wait_for_work()
     assert time.monotonic() - began < SOON_S
@@ -139,8 +131,7 @@ def test_what_becomes_ready_before_the_wait_is_not_waited_for(config: EngineConf
 
 
 def test_a_core_with_something_to_do_or_with_nothing_at_all_does_not_wait(config: EngineConfig) -> None:
-    grammar = SlowGrammar()
-    core = EngineCore(config, grammar)
+    core = EngineCore(config)
     began = time.monotonic()
     core.wait_for_work()
     core.step()
@@ -161,8 +152,7 @@ def test_a_core_with_something_to_do_or_with_nothing_at_all_does_not_wait(config
 
 def test_a_wait_is_bounded_whatever_is_forgotten(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "_LONGEST_WAIT_S", 0.05)
-    grammar = SlowGrammar()
-    core = EngineCore(config, grammar)
+    core = EngineCore(config)
     add(core, "r0", PROMPT, slow())
     core.step()
     core._woken.clear()
@@ -173,32 +163,38 @@ def test_a_wait_is_bounded_whatever_is_forgotten(config: EngineConfig, monkeypat
 
 
 def test_requests_and_aborts_of_other_threads_are_taken_while_an_async_engine_waits(config: EngineConfig) -> None:
-    grammar = SlowGrammar()
+    features: list[Slow] = []
+
+    def load(config: EngineConfig) -> EngineCore:
+        core = EngineCore(config)
+        features.append(scheduler_side(core, Slow))
+        return core
 
     async def read(engine: AsyncEngine, params: SamplingParams) -> int:
         outputs = [output async for output in engine.generate({"prompt_token_ids": PROMPT}, params)]
         return len(outputs[-1].outputs[0].token_ids)
 
     async def serve() -> None:
-        async with AsyncEngine.from_config(config, lambda config: EngineCore(config, grammar)) as engine:
+        async with AsyncEngine.from_config(config, load) as engine:
+            (feature,) = features
             waiting = asyncio.create_task(read(engine, slow()))
             await asyncio.sleep(0.2)
             assert await asyncio.wait_for(read(engine, greedy(4)), SOON_S) == 4
             num_asked = -1
             for _ in range(50):
-                if grammar.num_asked == num_asked:
+                if feature.num_asked == num_asked:
                     break
-                num_asked = grammar.num_asked
+                num_asked = feature.num_asked
                 await asyncio.sleep(0.2)
-            assert grammar.num_asked == num_asked, "it never does nothing"
+            assert feature.num_asked == num_asked, "it never does nothing"
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(waiting, SOON_S)
             second = asyncio.create_task(read(engine, slow()))
-            while len(grammar.compiling) < 2:
+            while len(feature.waiting) < 2:
                 await asyncio.sleep(0.01)
             # The first one was aborted, and only the second is ready now.
-            grammar.finish()
+            feature.finish()
             assert await asyncio.wait_for(second, SOON_S) == 3
             third = asyncio.create_task(read(engine, slow()))
             await asyncio.sleep(0.2)
@@ -211,8 +207,15 @@ def test_requests_and_aborts_of_other_threads_are_taken_while_an_async_engine_wa
 
 
 def test_another_thread_has_the_core_of_a_session_that_waits(config: EngineConfig) -> None:
-    grammar = SlowGrammar()
-    session = Session(config, load_core=lambda config: EngineCore(config, grammar))
+    features: list[Slow] = []
+
+    def load(config: EngineConfig) -> EngineCore:
+        core = EngineCore(config)
+        features.append(scheduler_side(core, Slow))
+        return core
+
+    session = Session(config, load_core=load)
+    (feature,) = features
     ended: set[str] = set()
 
     def drive() -> None:
@@ -221,14 +224,14 @@ def test_another_thread_has_the_core_of_a_session_that_waits(config: EngineConfi
 
     waiting = threading.Thread(target=drive, daemon=True)
     waiting.start()
-    wait_until(lambda: grammar.compiling, "the other thread adds its request")
+    wait_until(lambda: feature.waiting, "the other thread adds its request")
     began = time.monotonic()
     requests = [session.accept({"prompt_token_ids": PROMPT}, greedy(4))]
     *_, progress = session.run(requests)
     assert len(progress.output().outputs[0].token_ids) == 4
     assert session.reset_prefix_cache()
     assert not ended
-    grammar.finish()
+    feature.finish()
     waiting.join(SOON_S)
     assert len(ended) == 1
     assert time.monotonic() - began < SOON_S
@@ -237,7 +240,8 @@ def test_another_thread_has_the_core_of_a_session_that_waits(config: EngineConfi
 
 def load_waiting_core(config: EngineConfig) -> EngineCore:
     core_module._LONGEST_WAIT_S = FOREVER_S  # in the process that loads it
-    return EngineCore(config, SlowGrammar())
+    register_feature(Feature(name="slow", scheduler_side=Slow))
+    return EngineCore(config)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,14 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import EngineConfig
-from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, RpcCall, SamplingParams, SchedulerOutput
+from penstock.contract import (
+    CachedRequestData,
+    NewRequestData,
+    Parts,
+    RpcCall,
+    SamplingInput,
+    SamplingParams,
+    SchedulerOutput,
+)
 from penstock.contract.codec import decode, encode
 from penstock.errors import LifecycleError, WorkerError
 from penstock.executor import MultiprocessExecutor
 from penstock.executor.messages import ExecuteStep, ToWorker, pack_step, unpack_step
+from penstock.features.structured_output.messages import BitmaskPart
 from support.checkpoints import tiny_checkpoint
 from support.noting_worker import FAILS_AT, NotingWorker
 
+BITMASK = Parts.of([BitmaskPart(req_ids=["r1"], bitmask=b"\1\0\0\0" * 4)])
 TOKEN_IDS = st.lists(st.integers(0, 200_000), max_size=12)
 
 
@@ -32,11 +42,15 @@ def new_request(req_id: str, prompt: list[int], generated: list[int]) -> NewRequ
     )
 
 
-def decoding(step_id: int) -> SchedulerOutput:
+def decoding(step_id: int, awaiting: Sequence[str] = ()) -> SchedulerOutput:
     counts = {f"r{index}": 1 + index % 2 for index in range(5)}
     cached = CachedRequestData(req_ids=list(counts), num_computed_tokens=[step_id] * 5)
     return SchedulerOutput(
-        step_id=step_id, scheduled_cached_reqs=cached, num_scheduled_tokens=counts, total_num_scheduled_tokens=7
+        step_id=step_id,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=7,
+        awaiting_req_ids=list(awaiting),
     )
 
 
@@ -76,25 +90,24 @@ def test_steps_and_calls_come_to_all_workers_whole_and_in_order(executor: Multip
     long = new_request("long", list(range(100_000)), [7] * 50_000)
     steps = [
         SchedulerOutput(step_id=0, scheduled_new_reqs=[long], num_scheduled_tokens={"long": 1}),
-        *map(decoding, range(1, 6)),
+        *map(decoding, range(1, 5)),
+        decoding(5, awaiting=["r1"]),
     ]
-    grammar = GrammarOutput(
-        step_id=5, structured_output_request_ids=["r1"], grammar_bitmask=b"\1\0\0\0" * 4, num_words=4
-    )
+    sampling = SamplingInput(step_id=5, parts=BITMASK)
     handles = []
     for step in steps[:5]:
-        executor.execute_unconstrained(step)
-        handles.append(executor.sample_tokens(GrammarOutput(step_id=step.step_id)))
+        executor.execute_model(step)
+        handles.append(executor.sample_tokens(SamplingInput(step_id=step.step_id)))
     executor.execute_model(steps[5])
     heard = executor.collective_rpc(RpcCall("take_calls"))
     before = [
         event
         for step in steps[:5]
-        for event in (("execute_model", step), ("sample_tokens", GrammarOutput(step_id=step.step_id)))
+        for event in (("execute_model", step), ("sample_tokens", SamplingInput(step_id=step.step_id)))
     ]
     assert heard == [[*before, ("execute_model", steps[5])]] * 2
-    handles.append(executor.sample_tokens(grammar))
-    assert executor.collective_rpc(RpcCall("take_calls")) == [[("sample_tokens", grammar)]] * 2
+    handles.append(executor.sample_tokens(sampling))
+    assert executor.collective_rpc(RpcCall("take_calls")) == [[("sample_tokens", sampling)]] * 2
     for step, handle in zip(steps, handles, strict=True):
         result = handle.get_output()
         assert result.step_id == step.step_id
@@ -102,20 +115,20 @@ def test_steps_and_calls_come_to_all_workers_whole_and_in_order(executor: Multip
         assert list(map(len, result.sampled_token_ids)) == list(step.num_scheduled_tokens.values())
 
 
-def test_what_no_grammar_limits_is_sampled_without_another_word(executor: MultiprocessExecutor) -> None:
-    executor.execute_unconstrained(decoding(0))
+def test_what_awaits_no_parts_is_sampled_without_another_word(executor: MultiprocessExecutor) -> None:
+    executor.execute_model(decoding(0))
     heard = executor.collective_rpc(RpcCall("take_calls"))
     assert [[name for name, _ in of_rank] for of_rank in heard] == [["execute_model", "sample_tokens"]] * 2
-    with pytest.raises(LifecycleError, match="Step 0 was executed without grammar constraints"):
-        executor.sample_tokens(GrammarOutput(step_id=0, structured_output_request_ids=["r1"], num_words=1))
-    assert executor.sample_tokens(GrammarOutput(step_id=0)).get_output().step_id == 0
+    with pytest.raises(LifecycleError, match="Step 0 was sampled without parts.*bitmask"):
+        executor.sample_tokens(SamplingInput(step_id=0, parts=BITMASK))
+    assert executor.sample_tokens(SamplingInput(step_id=0)).get_output().step_id == 0
     assert executor.collective_rpc(RpcCall("take_calls")) == [[], []]
 
 
 def test_a_step_that_fails_is_not_sampled(config: EngineConfig) -> None:
     executor = MultiprocessExecutor(config)
-    executor.execute_unconstrained(decoding(FAILS_AT))
-    handle = executor.sample_tokens(GrammarOutput(step_id=FAILS_AT))
+    executor.execute_model(decoding(FAILS_AT))
+    handle = executor.sample_tokens(SamplingInput(step_id=FAILS_AT))
     with pytest.raises(WorkerError, match="failed in execute_model: RuntimeError: no luck"):
         handle.get_output()
     executor.shutdown()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.attention import ForwardContext
 from penstock.config import SamplingConfig
-from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, RpcCall, SamplingParams, SchedulerOutput
+from penstock.contract import CachedRequestData, NewRequestData, RpcCall, SamplingInput, SamplingParams, SchedulerOutput
 from penstock.kernels import step_state
 from penstock.kernels.native import NATIVE
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
@@ -121,7 +121,7 @@ class Speculator:
         known.update(counts)
         self.step_id += 1
         self.runner.execute_model(output)
-        result = self.runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(5.0)
+        result = self.runner.sample_tokens(SamplingInput(step_id=output.step_id)).get_output(5.0)
         assert not result.errors
         logprobs = result.logprobs
         rows = [] if logprobs is None else list(zip(logprobs.logprob_token_ids, logprobs.logprobs, strict=True))

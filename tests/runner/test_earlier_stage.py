@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.contract import SamplingInput, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.stage import NoPipeline
@@ -32,7 +32,7 @@ def test_a_step_that_takes_the_buffers_of_another_waits_for_its_outcome(
     limits = RunnerLimits(8, 64, 64, VOCAB_SIZE, max_concurrent_steps=num_buffer_sets)
     driver = Driver(make_runner(stage=stage, limits=limits))
     driver.launch({"a": 2}, [new_request("a", [5, 6])])
-    driver.runner.sample_tokens(GrammarOutput(step_id=1))
+    driver.runner.sample_tokens(SamplingInput(step_id=1))
     other = SchedulerOutput(
         step_id=2, scheduled_new_reqs=[new_request("b", [7], first_block=20)], num_scheduled_tokens={"b": 1}
     )

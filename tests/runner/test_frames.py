@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.contract import SamplingInput, SchedulerOutput
 from penstock.runner.model_runner import ModelRunner, RunnerLimits
 from penstock.step.frame import Frame
 from support.runners import VOCAB_SIZE, Driver, make_runner, new_request
@@ -36,7 +36,7 @@ def test_a_kept_frame_is_the_same_object_with_the_same_inputs_in_every_step_that
         output = driver.launch({"a": 1}, repeats=number > 0)
         frame = driver.runner.steps._waiting[output.step_id]
         frames.append((frame, frame.inputs, frame.context))
-        driver.runner.sample_tokens(GrammarOutput(step_id=output.step_id))
+        driver.runner.sample_tokens(SamplingInput(step_id=output.step_id))
     assert all(one is other for of_step in frames[1:] for one, other in zip(frames[0], of_step, strict=True))
 
 

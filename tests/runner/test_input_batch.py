@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.contract import GrammarOutput
+from penstock.contract import SamplingInput
 from penstock.step.batch import BatchPlan, InputBatch
 from support.runners import Driver, batcher_of, make_runner, new_request
 
@@ -66,7 +66,7 @@ def test_the_hosts_bounds_are_never_below_the_devices_counts() -> None:
         (geometry,) = batch.geometry
         assert geometry.max_seq_len_upper_bound >= geometry.seq_lens.max()
         assert geometry.block_table.shape[1] * geometry.block_size >= geometry.seq_lens.max()
-        driver.runner.sample_tokens(GrammarOutput(step_id=driver.step_id))
+        driver.runner.sample_tokens(SamplingInput(step_id=driver.step_id))
 
 
 def test_one_token_of_each_request_is_laid_out_as_any_number_is() -> None:
@@ -111,7 +111,7 @@ def test_steps_find_their_inputs_where_the_step_before_had_them() -> None:
     buffers = batcher_of(driver.runner)._buffers
     for counts in ({"a": 5, "b": 1}, {"a": 1, "b": 1}, {"b": 1}):
         batch = _launch(driver, counts)
-        driver.runner.sample_tokens(GrammarOutput(step_id=driver.step_id))
+        driver.runner.sample_tokens(SamplingInput(step_id=driver.step_id))
         (geometry,) = batch.geometry
         for tensor, buffer in [
             (batch.input_ids, buffers.input_ids_T),

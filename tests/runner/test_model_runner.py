@@ -7,7 +7,7 @@ import torch
 
 from penstock.attention import ForwardContext
 from penstock.config import DeviceConfig
-from penstock.contract import GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import NewRequestData, SamplingInput, SamplingParams, SchedulerOutput
 from penstock.device import create_device
 from penstock.errors import LifecycleError, WaitTimeout
 from penstock.kernels.bound_step import StepOutcome
@@ -70,7 +70,7 @@ def test_the_next_step_may_be_launched_before_the_last_ones_tokens_are_read() ->
     for step in range(5):
         new = [new_request("a", PROMPT)] if step == 0 else []
         output = driver.launch({"a": 10 if step == 0 else 1}, new)
-        handles.append(runner.sample_tokens(GrammarOutput(step_id=output.step_id)))
+        handles.append(runner.sample_tokens(SamplingInput(step_id=output.step_id)))
     tokens = [token for handle in handles for token in handle.get_output(5.0).sampled_token_ids[0]]
     assert tokens == _continuation(PROMPT, 5)
 
@@ -134,10 +134,10 @@ def test_a_step_without_tokens_only_updates_state() -> None:
 def test_sampling_a_step_twice_or_one_never_executed_is_refused() -> None:
     driver = Driver(make_runner())
     with pytest.raises(LifecycleError, match="step 7, which is not waiting"):
-        driver.runner.sample_tokens(GrammarOutput(step_id=7))
+        driver.runner.sample_tokens(SamplingInput(step_id=7))
     driver.step({"a": 1}, [new_request("a", [1])])
     with pytest.raises(LifecycleError, match="step 1, which is not waiting"):
-        driver.runner.sample_tokens(GrammarOutput(step_id=1))
+        driver.runner.sample_tokens(SamplingInput(step_id=1))
     output = driver.launch({"a": 1})
     with pytest.raises(LifecycleError, match="Step 2 was executed before and is still waiting"):
         driver.runner.execute_model(output)
@@ -155,9 +155,9 @@ def test_a_step_out_of_turn_is_refused_by_name_and_changes_nothing() -> None:
     ends = SchedulerOutput(step_id=7, finished_req_ids={"x"})
     runner.execute_model(ends)
     with pytest.raises(LifecycleError, match=r"names step 7, but it is the turn of step 1 \(requests a, b\)"):
-        runner.sample_tokens(GrammarOutput(step_id=7))
-    runner.sample_tokens(GrammarOutput(step_id=first.step_id))
-    runner.sample_tokens(GrammarOutput(step_id=7))
+        runner.sample_tokens(SamplingInput(step_id=7))
+    runner.sample_tokens(SamplingInput(step_id=first.step_id))
+    runner.sample_tokens(SamplingInput(step_id=7))
     with pytest.raises(LifecycleError, match="Step 6 came after step 7"):
         runner.execute_model(SchedulerOutput(step_id=6))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.contract import CachedRequestData, GrammarOutput, SchedulerOutput, decode, encode
+from penstock.contract import CachedRequestData, SamplingInput, SchedulerOutput, decode, encode
 from penstock.runner.build.frames import Frames
 from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner
@@ -43,7 +43,7 @@ def run(runner: ModelRunner, steps: list[SchedulerOutput]) -> list[list[list[int
     tokens = []
     for step in steps:
         runner.execute_model(step)
-        tokens.append(runner.sample_tokens(GrammarOutput(step_id=step.step_id)).get_output(5.0).sampled_token_ids)
+        tokens.append(runner.sample_tokens(SamplingInput(step_id=step.step_id)).get_output(5.0).sampled_token_ids)
     return tokens
 
 

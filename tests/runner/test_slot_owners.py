@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention import ForwardContext
-from penstock.contract import GrammarOutput, NewRequestData, SamplingParams
+from penstock.contract import NewRequestData, SamplingInput, SamplingParams
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.build.padding import Padding
 from penstock.runner.dummy_runs import run_dummy_step
@@ -151,7 +151,7 @@ def test_a_repeated_step_asks_owners_for_their_rows_alone() -> None:
     asked: list[object] = []
     owner.has_work = lambda frame: asked.append(frame) or True  # type: ignore[method-assign, func-returns-value]
     output = driver.launch({"a": 1}, repeats=True)
-    driver.runner.sample_tokens(GrammarOutput(step_id=output.step_id))
+    driver.runner.sample_tokens(SamplingInput(step_id=output.step_id))
     assert owner.said == [("fill", ["a"]), ("commit", [1])]
     assert not asked
 

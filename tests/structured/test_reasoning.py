@@ -12,8 +12,13 @@ import pytest
 
 from penstock.config.reasoning import ReasoningMarkers
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.core.structured_grammar import reasoning_tokens
-from penstock.structured.reasoning import ReasoningBackend, ReasoningMatcher, after_last, other_spellings
+from penstock.structured.reasoning import (
+    ReasoningBackend,
+    ReasoningMatcher,
+    after_last,
+    other_spellings,
+    reasoning_tokens,
+)
 from support.constraints import (
     END,
     NUM_WORDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.contract import SamplingInput, SchedulerOutput
 from penstock.runner.model_runner import RunnerLimits
 from penstock.worker.worker import Worker
 
@@ -19,9 +19,9 @@ class FailingWorker(Worker):
         self._fail("execute", output.step_id)
         super().execute_model(output)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> Any:
-        self._fail("sample", grammar.step_id)
-        return super().sample_tokens(grammar)
+    def sample_tokens(self, sampling: SamplingInput) -> Any:
+        self._fail("sample", sampling.step_id)
+        return super().sample_tokens(sampling)
 
     def _fail(self, *event: Any) -> None:
         if event in self.fails_at:

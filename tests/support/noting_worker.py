@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCacheSpec, SampledOutput, SchedulerOutput
+from penstock.contract import KVCacheConfig, KVCacheSpec, SampledOutput, SamplingInput, SchedulerOutput
 from penstock.models.interface import LanguageModel
 from penstock.runner.async_output import ReadyOutput
 from penstock.worker import WorkerBase
@@ -29,13 +29,13 @@ class NotingWorker(WorkerBase):
             raise RuntimeError("no luck")
         self._step = output
 
-    def sample_tokens(self, grammar: GrammarOutput) -> ReadyOutput:
-        self.calls.append(("sample_tokens", grammar))
+    def sample_tokens(self, sampling: SamplingInput) -> ReadyOutput:
+        self.calls.append(("sample_tokens", sampling))
         step, self._step = self._step, None
         assert step is not None, "a step is executed before it is sampled"
         tokens = [[step.step_id] * count for count in step.num_scheduled_tokens.values()]
         req_ids = list(step.num_scheduled_tokens)
-        return ReadyOutput(SampledOutput(step_id=grammar.step_id, req_ids=req_ids, sampled_token_ids=tokens))
+        return ReadyOutput(SampledOutput(step_id=sampling.step_id, req_ids=req_ids, sampled_token_ids=tokens))
 
     def take_calls(self) -> list[tuple[str, Any]]:
         """Return the calls since the last `take_calls`."""

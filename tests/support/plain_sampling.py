@@ -15,6 +15,7 @@ from penstock.device import create_device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.random import gumbel_noise, token_bits
 from penstock.runner.sampling import Sampler, SamplerOutput
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.step.logits_rows import LogitsRows
 
 DEVICE = create_device(DeviceConfig(device="cpu", num_threads=1))
@@ -95,9 +96,16 @@ def _request(params: SamplingParams, prompt: list[int], prefill: list[int]) -> N
 class HandDriven:
     """Sampler with a token table; acts as the runner: gathers rows and appends sampled tokens."""
 
-    def __init__(self, vocab_size: int = VOCAB_SIZE, num_slots: int = NUM_SLOTS, **config: object) -> None:
+    def __init__(
+        self,
+        vocab_size: int = VOCAB_SIZE,
+        num_slots: int = NUM_SLOTS,
+        transforms: Sequence[LogitsTransform] = (),
+        **config: object,
+    ) -> None:
         self.token_ids = torch.zeros(num_slots, MAX_LEN, dtype=torch.int32)
-        self.sampler = Sampler(DEVICE, num_slots, vocab_size, self.token_ids, SamplingConfig(**config))  # type: ignore[arg-type]
+        sampling = SamplingConfig(**config)  # type: ignore[arg-type]
+        self.sampler = Sampler(DEVICE, num_slots, vocab_size, self.token_ids, sampling, transforms=transforms)
         self.lengths: dict[int, int] = {}
 
     def add(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int] = ()) -> None:

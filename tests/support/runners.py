@@ -13,11 +13,11 @@ from penstock.config import DeviceConfig
 from penstock.contract import (
     CachedRequestData,
     FullAttentionSpec,
-    GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
     NewRequestData,
     SampledOutput,
+    SamplingInput,
     SamplingParams,
     SchedulerOutput,
 )
@@ -164,7 +164,7 @@ class Driver:
     def step(self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object) -> SampledOutput:
         """Execute and sample a step."""
         output = self.launch(counts, new, **changes)  # type: ignore[arg-type]
-        return self.runner.sample_tokens(GrammarOutput(step_id=output.step_id)).get_output(5.0)
+        return self.runner.sample_tokens(SamplingInput(step_id=output.step_id)).get_output(5.0)
 
     def tokens(
         self, counts: dict[str, int], new: list[NewRequestData] | None = None, **changes: object

@@ -13,9 +13,9 @@ import torch
 from penstock.config import EngineConfig
 from penstock.contract import (
     FullAttentionSpec,
-    GrammarOutput,
     KVCacheConfig,
     KVCacheGroupSpec,
+    SamplingInput,
     SchedulerOutput,
 )
 from penstock.errors import ConfigError, LifecycleError, OutOfMemory
@@ -64,7 +64,7 @@ def test_each_call_names_the_one_that_must_come_first(folder: Path) -> None:
     worker.load_model()
     for call in (
         lambda: worker.execute_model(SchedulerOutput(step_id=0)),
-        lambda: worker.sample_tokens(GrammarOutput(step_id=0)),
+        lambda: worker.sample_tokens(SamplingInput(step_id=0)),
         worker.execute_dummy_batch,
         worker.compile_or_warm_up_model,
     ):

@@ -92,8 +92,7 @@ def _described(entry: Entry) -> tuple[str, float | None]:
     if isinstance(entry, Executed):
         return f"execute {entry.step.anon_repr()}", entry.begin_s
     if isinstance(entry, Sampled):
-        constrained = len(entry.grammar.structured_output_request_ids)
-        return f"sample step {entry.grammar.step_id}, {constrained} constrained requests", entry.begin_s
+        return f"sample {entry.sampling.anon_repr()}", entry.begin_s
     if isinstance(entry, Read):
         result = entry.result
         counts = [len(ids) for ids in getattr(result, "sampled_token_ids", [])]

@@ -30,8 +30,8 @@ from penstock.contract.runner_output import (
 from penstock.contract.sampling_params import RequestOutputKind, SamplingParams
 from penstock.contract.scheduler_output import (
     CachedRequestData,
-    GrammarOutput,
     NewRequestData,
+    SamplingInput,
     SchedulerOutput,
 )
 from penstock.contract.structured_outputs import StructuredOutputsParams
@@ -46,7 +46,6 @@ __all__ = [
     "ContractVersionError",
     "DraftTokenIds",
     "FullAttentionSpec",
-    "GrammarOutput",
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCachePool",
@@ -65,6 +64,7 @@ __all__ = [
     "RequestOutputKind",
     "RpcCall",
     "SampledOutput",
+    "SamplingInput",
     "SamplingParams",
     "SchedulerOutput",
     "SlidingWindowSpec",

@@ -36,6 +36,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         """Describe the part for logs and recordings, without a user's data."""
         return type(self).__name__
 
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidMessage for data that a worker must not use; called before a step is sampled with the part."""
+
     def block_keys(self) -> tuple[str, ...]:
         """Return extra keys of block hashes: only requests with equal keys share cached prefixes."""
         return ()

@@ -65,6 +65,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     repeats_step_id: id of an earlier decode step with the same requests in the same order, one token each, no draft
     tokens, and no request added, finished or preempted since. Only num_computed_tokens and new blocks differ; the
     worker may reuse that step's batch.
+    awaiting_req_ids: requests whose sampling awaits parts of features, made while the forward pass runs
+        (`SamplingInput`). Empty: workers sample as soon as the forward pass is done.
     clears_blocks: whether workers zero this step's new blocks, except prefix-cache hits, since they may hold NaN.
     parts: data of features from the scheduler to the workers.
     """
@@ -79,6 +81,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished_req_ids: set[str] = set()
     preempted_req_ids: set[str] = set()
     repeats_step_id: int | None = None
+    awaiting_req_ids: list[str] = []
     clears_blocks: bool = False
     parts: Parts | None = None
 
@@ -98,17 +101,16 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class GrammarOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Grammar bitmasks of a step, sent between its forward pass and sampling.
+class SamplingInput(msgspec.Struct, frozen=True, kw_only=True):
+    """Message that asks for the sampling of an executed step.
 
-    structured_output_request_ids: requests with structured outputs that sample in this step, in row order.
-    grammar_bitmask: little-endian int32 words, row-major: per request one row, and one more per draft token; a set bit
-        allows the token. num_words: words per row, ceil(vocabulary / 32).
-    num_rows: rows per request; empty if each has one.
+    parts: data of features for the step's `awaiting_req_ids`, such as the bitmask of structured output.
     """
 
     step_id: int
-    structured_output_request_ids: list[str] = []
-    grammar_bitmask: bytes = b""
-    num_words: int = 0
-    num_rows: list[int] = []
+    parts: Parts | None = None
+
+    def anon_repr(self) -> str:
+        """Describe the message for logs."""
+        parts = "" if self.parts is None else f", parts=[{self.parts.anon_repr()}]"
+        return f"SamplingInput(step_id={self.step_id}{parts})"

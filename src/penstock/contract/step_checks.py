@@ -6,17 +6,14 @@ holds by the messages alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.contract.kv_cache import KVCacheConfig
 from penstock.contract.param_checks import shown
-from penstock.contract.scheduler_output import GrammarOutput, NewRequestData, SchedulerOutput
+from penstock.contract.scheduler_output import NewRequestData, SamplingInput, SchedulerOutput
 from penstock.errors import InvalidMessage
-
-_BITS_PER_WORD = 32
 
 
 @dataclass(slots=True)
@@ -109,21 +106,13 @@ class StepChecks:
         for req_id in req_ids:
             self._requests.pop(req_id, None)
 
-    def check_grammar(self, grammar: GrammarOutput) -> None:
-        """Raise InvalidMessage for bitmasks of another size than that of their rows."""
-        num_requests = len(grammar.structured_output_request_ids)
-        if not num_requests:
-            return
-        rows = grammar.num_rows or [1] * num_requests
-        num_words = math.ceil(self.vocab_size / _BITS_PER_WORD)
-        if len(rows) != num_requests or min(rows) < 1:
-            raise _invalid(grammar, "num_rows", rows, f"a number from 1 on for each of {num_requests} requests")
-        if grammar.num_words != num_words:
-            raise _invalid(grammar, "num_words", grammar.num_words, f"{num_words}, for {self.vocab_size} tokens")
-        num_bytes = num_words * 4 * sum(rows)
-        if len(grammar.grammar_bitmask) != num_bytes:
-            found = f"{len(grammar.grammar_bitmask)} bytes"
-            raise _invalid(grammar, "grammar_bitmask", found, f"{num_bytes} bytes, for {sum(rows)} rows")
+    def check_sampling(self, sampling: SamplingInput) -> None:
+        """Raise InvalidMessage for parts that cannot be those of a step's sampling (`Part.check`)."""
+        for part in (sampling.parts or {}).values():
+            try:
+                part.check(self.vocab_size)
+            except InvalidMessage as error:
+                raise InvalidMessage(f"Step {sampling.step_id} has {error}") from error
 
     def _check_whole(self, step: SchedulerOutput) -> dict[str, str]:
         """Check a step by all of its fields, and note what it changes. Returns errors by request."""
@@ -288,6 +277,6 @@ def _wrong(name: str, value: Any, allowed: str) -> _Wrong:
     return _Wrong(f"{name}={value if isinstance(value, str) else shown(value)} is not valid. Allowed: {allowed}")
 
 
-def _invalid(message: SchedulerOutput | GrammarOutput, name: str, value: Any, allowed: str) -> InvalidMessage:
+def _invalid(message: SchedulerOutput, name: str, value: Any, allowed: str) -> InvalidMessage:
     value = value if isinstance(value, str) else shown(value)
     return InvalidMessage(f"Step {message.step_id} has {name}: {value}. Allowed: {allowed}.")

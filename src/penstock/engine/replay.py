@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCachePool, ModelRunnerOutput, Parts, SchedulerOutput
+from penstock.contract import KVCacheConfig, KVCachePool, ModelRunnerOutput, Parts, SamplingInput, SchedulerOutput
 from penstock.contract.param_checks import shown
 from penstock.contract.recorded_call import RecordedCall
 from penstock.contract.runner_output import SampledOutput
@@ -182,7 +182,7 @@ def _check_steps(recording: Recording, config: EngineConfig, path: Path) -> None
             if isinstance(entry, Executed):
                 _raise_first(checks.check(entry.step).errors, f"step {entry.step.step_id}")
             elif isinstance(entry, Sampled):
-                checks.check_grammar(entry.grammar)
+                checks.check_sampling(entry.sampling)
             elif isinstance(entry, Read) and not _is_whole(entry.result):
                 raise InvalidMessage(f"The result of step {entry.result.step_id} has lists of different lengths.")
     except InvalidMessage as error:
@@ -311,19 +311,19 @@ class _Replay:
 
     def _execute(self, entry: Executed) -> SchedulerOutput:
         for filling in self._steps.fillings(entry.step):
-            self._executor.execute_unconstrained(filling)
-            self._executor.sample_tokens(GrammarOutput(step_id=filling.step_id)).get_output(self._timeout_s)
+            self._executor.execute_model(filling)
+            self._executor.sample_tokens(SamplingInput(step_id=filling.step_id)).get_output(self._timeout_s)
         step = self._steps.replayed(entry.step)
         begin_s = now_s()
-        (self._executor.execute_model if entry.is_constrained else self._executor.execute_unconstrained)(step)
+        self._executor.execute_model(step)
         self._report.replayed_s["execute"] += now_s() - begin_s
         self._report.num_steps += 1
         return step
 
     def _sample(self, executed: Executed, step: SchedulerOutput, entry: Sampled) -> None:
-        grammar = _with_id(entry.grammar, step.step_id)
+        sampling = msgspec.structs.replace(entry.sampling, step_id=step.step_id)
         times = [now_s()]
-        handle = self._executor.sample_tokens(grammar)
+        handle = self._executor.sample_tokens(sampling)
         times.append(now_s())
         result = handle.get_output(self._timeout_s)
         times.append(now_s())
@@ -350,16 +350,6 @@ class _Replay:
         for part in call.values():
             if isinstance(part, RecordedCall):
                 self._executor.collective_rpc(part.repetition())
-
-
-def _with_id(grammar: GrammarOutput, step_id: int) -> GrammarOutput:
-    return GrammarOutput(
-        step_id=step_id,
-        structured_output_request_ids=grammar.structured_output_request_ids,
-        grammar_bitmask=grammar.grammar_bitmask,
-        num_words=grammar.num_words,
-        num_rows=grammar.num_rows,
-    )
 
 
 def _by_request(result: ModelRunnerOutput) -> Mapping[str, list[int] | str]:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from penstock.config import EngineConfig
 from penstock.contract import (
     DraftTokenIds,
-    GrammarOutput,
     KVCacheConfig,
     KVCacheSpec,
     ModelRunnerOutput,
     RpcCall,
+    SamplingInput,
     SchedulerOutput,
 )
 from penstock.errors import ConfigError
@@ -130,17 +130,13 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_model(self, output: SchedulerOutput) -> None:
-        """Launch a step; `sample_tokens` of the same step must follow."""
+        """Launch a step; `sample_tokens` of the same step must follow.
 
-    def execute_unconstrained(self, output: SchedulerOutput) -> None:
-        """Launch a step without grammar constraints, so that workers may sample as soon as the forward pass is done.
-
-        `sample_tokens` must follow nevertheless.
+        Without `awaiting_req_ids` workers may sample as soon as the forward pass is done.
         """
-        self.execute_model(output)
 
     @abstractmethod
-    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+    def sample_tokens(self, sampling: SamplingInput) -> StepHandle:
         """Launch the sampling of an executed step, unless it is under way; return a handle for its result."""
 
     def take_draft_token_ids(self, timeout_s: float = STEP_TIMEOUT_S) -> DraftTokenIds | None:

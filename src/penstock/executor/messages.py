@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock.contract import ModelRunnerOutput, NewRequestData, SamplingInput, SchedulerOutput
 from penstock.errors import ErrorData
 
 
@@ -24,20 +24,18 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class ExecuteStep(_Message, frozen=True, kw_only=True, tag="execute"):
-    """Run a step's forward pass.
+    """Run a step's forward pass, and sample at once without `awaiting_req_ids`; no `SampleStep` follows then.
 
-    output: packed (`pack_step`). is_unconstrained: no grammar constrains the step, so the worker samples at once; no
-        `SampleStep` follows.
+    output: packed (`pack_step`).
     """
 
     output: SchedulerOutput
-    is_unconstrained: bool = False
 
 
 class SampleStep(_Message, frozen=True, kw_only=True, tag="sample"):
     """Sample an executed step; the worker with the results answers with `StepDone`."""
 
-    grammar: GrammarOutput
+    sampling: SamplingInput
 
 
 class CallWorker(_Message, frozen=True, kw_only=True, tag="call"):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from penstock.config import EngineConfig
 from penstock.config.parallel import BUSY_FACTOR
-from penstock.contract import DraftTokenIds, GrammarOutput, ModelRunnerOutput, RpcCall, SchedulerOutput
+from penstock.contract import DraftTokenIds, ModelRunnerOutput, RpcCall, SamplingInput, SchedulerOutput
 from penstock.errors import (
     KILLED,
     LifecycleError,
@@ -81,8 +81,8 @@ class RanksExecutor(Executor):
         # Ranks that failed in the last call, in the order of their answers.
         self._failed: list[Rank] = []
         self._outputs: dict[int, ModelRunnerOutput] = {}
-        # Steps that sample without `SampleStep`, until `sample_tokens` is called for them.
-        self._unconstrained: set[int] = set()
+        # Steps that are sampled with `SampleStep`, until it is sent.
+        self._awaiting: set[int] = set()
         # Timeout of a call that waits for a step first.
         self._step_limit_s: float | None = None
 
@@ -217,22 +217,25 @@ class RanksExecutor(Executor):
     def execute_model(self, output: SchedulerOutput) -> None:
         self._check_usable()
         self._send(ExecuteStep(output=pack_step(output)), "execute_model")
+        if output.awaiting_req_ids:
+            self._awaiting.add(output.step_id)
 
-    def execute_unconstrained(self, output: SchedulerOutput) -> None:
-        """Launch forward pass and sampling with one message, so that workers do not wait for this process."""
-        self._check_usable()
-        self._send(ExecuteStep(output=pack_step(output), is_unconstrained=True), "execute_model")
-        self._unconstrained.add(output.step_id)
+    def sample_tokens(self, sampling: SamplingInput) -> StepHandle:
+        """Launch sampling, which `execute_model` did where no request awaits parts: workers do not wait for this
+        process then.
 
-    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
-        """Launch sampling. Raises LifecycleError for a grammar of a step that was executed without constraints."""
+        Raises LifecycleError for parts that no request of the step awaited.
+        """
         self._check_usable()
-        step_id = grammar.step_id
-        if step_id not in self._unconstrained:
-            self._send(SampleStep(grammar=grammar), "sample_tokens")
-        elif grammar.structured_output_request_ids:
-            raise LifecycleError(f"Step {step_id} was executed without grammar constraints, and has some now.")
-        self._unconstrained.discard(step_id)
+        step_id = sampling.step_id
+        if step_id in self._awaiting:
+            self._awaiting.remove(step_id)
+            self._send(SampleStep(sampling=sampling), "sample_tokens")
+        elif sampling.parts:
+            raise LifecycleError(
+                f"Step {step_id} was sampled without parts, since no request of it awaited any, and has some now: "
+                f"{', '.join(sampling.parts)}. Name the requests in awaiting_req_ids."
+            )
         return _Handle(self, step_id)
 
     def output_of(self, step_id: int, timeout_s: float) -> ModelRunnerOutput:

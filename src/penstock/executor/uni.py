@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, ModelRunnerOutput, RpcCall, SchedulerOutput
+from penstock.contract import ModelRunnerOutput, RpcCall, SamplingInput, SchedulerOutput
 from penstock.executor.base import STEP_TIMEOUT_S, Executor, StepHandle, check_reply_rank
 from penstock.parallel import ParallelState
 from penstock.worker import WorkerWrapperBase
@@ -67,9 +67,9 @@ class UniProcExecutor(Executor):
         except Exception as error:
             self._wrapper.report("execute_model", error)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+    def sample_tokens(self, sampling: SamplingInput) -> StepHandle:
         try:
-            handle: Any = (self._worker or self._wrapper.worker).sample_tokens(grammar)
+            handle: Any = (self._worker or self._wrapper.worker).sample_tokens(sampling)
         except Exception as error:
             self._wrapper.report("sample_tokens", error)
         return _ReportingHandle(self._wrapper, handle)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.contract import GrammarOutput, RpcCall, decode, encode
+from penstock.contract import RpcCall, SamplingInput, decode, encode
 from penstock.errors import error_as_data
 from penstock.executor.messages import (
     Answer,
@@ -133,12 +133,12 @@ class WorkerLoop:
         try:
             if isinstance(message, ExecuteStep):
                 self._wrapper.execute_method("execute_model", unpack_step(message.output))
-                if not message.is_unconstrained:
+                if message.output.awaiting_req_ids:
                     return
-                grammar = GrammarOutput(step_id=message.output.step_id)
+                sampling = SamplingInput(step_id=message.output.step_id)
             else:
-                grammar = message.grammar
-            handle = self._wrapper.execute_method("sample_tokens", grammar)
+                sampling = message.sampling
+            handle = self._wrapper.execute_method("sample_tokens", sampling)
             if self._has_results:
                 output = self._reporting("get_output", lambda: handle.get_output(self._step_timeout_s))
                 self._outbox.put(StepDone(output=output))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.attention import CacheLayer
 from penstock.config import EngineConfig, GraphConfig, SamplingConfig
 from penstock.config.graphs import FULL
-from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, SchedulerOutput
+from penstock.contract import DraftTokenIds, KVCacheConfig, SamplingInput, SchedulerOutput
 from penstock.contract.step_checks import StepChecks
 from penstock.device import Device
 from penstock.errors import UnsupportedFeature
@@ -37,6 +37,7 @@ from penstock.runner.poisoned_blocks import PoisonedBlocks
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling import PromptLogprobs, Sampler
 from penstock.runner.sampling.logits_processor import LogitsProcessor
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.slot_owners import SlotOwners
 from penstock.runner.speculative import NO_SPECULATOR, Speculator, SpeculatorServices
@@ -79,6 +80,7 @@ class ModelRunner:
     run recorded programs or the CUDA graphs of `graphs`. model_state: builds the model's inputs; by default
     `DecoderModelState`. agreement: check that all ranks run the same step. speculator: proposes draft tokens, at most
     `limits.max_drafts`. stage: this rank's pipeline stage. owners: further owners of per-slot state.
+    transforms: logits transforms of features.
     make_head: makes the output head, on the last stage. spans: receives the times of a step's phases.
     """
 
@@ -102,6 +104,7 @@ class ModelRunner:
         speculator: Speculator = NO_SPECULATOR,
         stage: Stage = NO_PIPELINE,
         owners: Sequence[SlotOwner] = (),
+        transforms: Sequence[LogitsTransform] = (),
         make_head: HeadFactory = Generation,
         spans: SpanLog | None = None,
     ) -> None:
@@ -115,7 +118,7 @@ class ModelRunner:
         token_ids = self.requests.all_token_ids.tensor
         sampling = sampling or SamplingConfig()
         self.sampler = Sampler(
-            device, num_slots, limits.vocab_size, token_ids, sampling, logits_processors, verification
+            device, num_slots, limits.vocab_size, token_ids, sampling, logits_processors, verification, transforms
         )
         self.prompt_logprobs = PromptLogprobs(device, num_slots, limits.vocab_size, token_ids)
         self.speculator = speculator
@@ -200,15 +203,16 @@ class ModelRunner:
                 self.stage.send(frame)
         self.steps.wait(output.step_id, frame)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
+    def sample_tokens(self, sampling: SamplingInput) -> StepOutput:
         """Sample the tokens of an executed step and advance the state on the device.
 
         Raises LifecycleError where the step was not executed, was sampled before, or another one is to be sampled
-        first; InvalidMessage for bitmasks of another size.
+        first; InvalidMessage for parts that are not allowed (`Part.check`).
         """
-        self._checks.check_grammar(grammar)
-        frame = self.steps.take(grammar.step_id)
-        frame.grammar = grammar
+        if sampling.parts:
+            self._checks.check_sampling(sampling)
+        frame = self.steps.take(sampling.step_id)
+        frame.sampling = sampling
         result = self.head.finish(frame)
         parts = self.owners.parts_of_results(frame.output)
         return result if parts is None else OutputWithParts(result, parts)

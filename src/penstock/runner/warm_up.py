@@ -9,7 +9,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from penstock.contract import CachedRequestData, GrammarOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import CachedRequestData, NewRequestData, SamplingInput, SamplingParams, SchedulerOutput
 from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.heaviest import heaviest_params
@@ -41,7 +41,7 @@ def warm_up_requests(runner: ModelRunner) -> None:
             requests = _requests(num_reqs, params, block_ids)
             for output in _steps(requests, limits.max_drafts, step_ids):
                 runner.execute_model(output)
-                runner.sample_tokens(_grammar(runner, output, params)).get_output(_TIMEOUT_S)
+                runner.sample_tokens(_sampling(runner, output)).get_output(_TIMEOUT_S)
     for group, ids in enumerate(block_ids):
         runner.kv_cache.clear_blocks(group, runner.device.upload(np.array(ids)))
     runner.begin_anew()
@@ -103,6 +103,7 @@ def _steps(requests: list[NewRequestData], num_drafts: int, step_ids: Iterator[i
         num_scheduled_tokens=dict.fromkeys(req_ids, len(_PROMPT)),
         total_num_scheduled_tokens=len(_PROMPT) * num_reqs,
         num_drafts_wanted=num_drafts,
+        awaiting_req_ids=req_ids,
     )
     num_computed = len(_PROMPT)
     for drafts in sorted({num_drafts, 0}, reverse=True):
@@ -112,22 +113,13 @@ def _steps(requests: list[NewRequestData], num_drafts: int, step_ids: Iterator[i
             num_scheduled_tokens=dict.fromkeys(req_ids, 1 + drafts),
             total_num_scheduled_tokens=(1 + drafts) * num_reqs,
             scheduled_spec_decode_tokens=dict.fromkeys(req_ids, [-1] * drafts) if drafts else {},
+            awaiting_req_ids=req_ids,
         )
         num_computed += 1 + drafts
     yield SchedulerOutput(step_id=next(step_ids), finished_req_ids=set(req_ids))
 
 
-def _grammar(runner: ModelRunner, output: SchedulerOutput, params: SamplingParams) -> GrammarOutput:
-    """Allow all tokens, in a bitmask where the requests have structured outputs."""
-    if params.structured_outputs is None or not output.num_scheduled_tokens:
-        return GrammarOutput(step_id=output.step_id)
-    num_words = -(-runner.limits.vocab_size // 32)
-    req_ids = list(output.num_scheduled_tokens)
-    num_rows = [1 + len(output.scheduled_spec_decode_tokens.get(req_id, ())) for req_id in req_ids]
-    return GrammarOutput(
-        step_id=output.step_id,
-        structured_output_request_ids=req_ids,
-        grammar_bitmask=b"\xff" * (4 * num_words * sum(num_rows)),
-        num_words=num_words,
-        num_rows=num_rows,
-    )
+def _sampling(runner: ModelRunner, output: SchedulerOutput) -> SamplingInput:
+    """Ask for the sampling, with parts for requests that await some."""
+    parts = runner.sampler.dummy_parts(output) if output.awaiting_req_ids else None
+    return SamplingInput(step_id=output.step_id, parts=parts or None)

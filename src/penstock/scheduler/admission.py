@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.config import SchedulerConfig
-from penstock.scheduler.feature import Chunks, SchedulerFeature
+from penstock.scheduler.feature import Chunks, SchedulerFeature, methods_of
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request, RequestStatus, no_logprobs
 from penstock.scheduler.request_lists import RequestLists
@@ -38,19 +38,21 @@ class Admission:
         self._requests = requests
         self._in_flight = in_flight
         self._kv_cache = kv_cache
-        self._features = features
+        self._begin_methods = methods_of(features, "begin_admission")
+        self._skip_methods = methods_of(features, "skips")
+        self._admit_methods = methods_of(features, "admits")
         self._chunks = chunks
         self._break_off = break_off
 
     def admit_to(self, step: StepBuilder) -> None:
         """Add waiting requests to a step, after all running ones."""
-        for feature in self._features:
-            feature.begin_admission(self._requests.running)
+        for begin_admission in self._begin_methods:
+            begin_admission(self._requests.running)
         while step.token_budget > 0 and not step.is_full and len(self._requests.running) < self._max_num_seqs:
             request = self._requests.waiting.peek()
             if request is None:
                 return
-            if self._features and self._is_skipped(request):
+            if self._skip_methods and self._is_skipped(request):
                 continue
             try:
                 if not self._admit(request, step) and not self._take_reserved_blocks(request):
@@ -60,7 +62,7 @@ class Admission:
 
     def _is_skipped(self, request: Request) -> bool:
         """Whether a feature skips the first waiting request, which then waits until the feature is ready for it."""
-        reason = next((why for feature in self._features if (why := feature.skips(request)) is not None), None)
+        reason = next((why for skips in self._skip_methods if (why := skips(request)) is not None), None)
         if reason is not None:
             self._requests.wait_for(request.req_id, reason, is_there=False)
         return reason is not None
@@ -83,7 +85,7 @@ class Admission:
         hit = self._kv_cache.get_computed_blocks(request)
         if not self._kv_cache.has_room_for(request, hit):
             return False
-        if not all(feature.admits(request, step.requests) for feature in self._features):
+        if not all(admits(request, step.requests) for admits in self._admit_methods):
             return False
         num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
         num_tokens = self._chunks.length(request, hit.num_tokens, num_tokens)

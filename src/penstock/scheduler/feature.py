@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.contract import ModelRunnerOutput, Part, RpcCall, SchedulerOutput
@@ -36,6 +36,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """
         return num_tokens
 
+    def request_ended(self, request: Request) -> None:  # noqa: B027
+        """Note the end of a request, for whatever reason; its id may be used again."""
+
     def begin_admission(self, running: Sequence[Request]) -> None:  # noqa: B027
         """Note the running requests of a step, before waiting ones are admitted to it."""
 
@@ -48,6 +51,16 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
 
     def part_of_step(self, message: SchedulerOutput) -> Part | None:
         """Return the feature's part of a step's message before its launch; None without one."""
+        return None
+
+    def sampling_part(self, message: SchedulerOutput) -> Part | None:
+        """Return the feature's part for the sampling of a launched step, made while its forward pass runs.
+
+        Called for steps with `awaiting_req_ids`, which are requests whose `awaits_parts` a feature has set. All tokens
+        of these requests before the step are known (`Request.all_token_ids`), and so are their draft tokens in it,
+        except for -1. A request may have ended meanwhile, and the feature may end others: the step's results leave
+        them out.
+        """
         return None
 
     def take_results(self, message: SchedulerOutput, results: ModelRunnerOutput) -> None:  # noqa: B027
@@ -70,20 +83,30 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """Whether `before_step` is to be called soon, though all requests wait."""
         return False
 
+    def close(self) -> None:  # noqa: B027
+        """End threads; the core is closed. Idempotent."""
+
     def call(self, call: RpcCall) -> list[Any]:
         """Answer a call of the feature's deployment side, between two steps, by the method of its name."""
         answers: list[Any] = getattr(self, call.name)(*call.args, **call.kwargs)
         return answers
 
 
+def methods_of(features: Sequence[SchedulerFeature], name: str) -> list[Callable[..., Any]]:
+    """Methods of this name, of the features that have one of their own: others cost a step no call."""
+    base = getattr(SchedulerFeature, name)
+    methods = [getattr(feature, name) for feature in features]
+    return [method for method in methods if getattr(method, "__func__", None) is not base]
+
+
 class Chunks:
     """Lengths of chunks, as features that override `SchedulerFeature.chunk` allow them."""
 
     def __init__(self, features: Sequence[SchedulerFeature]) -> None:
-        self._features = [one for one in features if type(one).chunk is not SchedulerFeature.chunk]
+        self._chunk_methods = methods_of(features, "chunk")
 
     def length(self, request: Request, start: int, num_tokens: int) -> int:
         """As `SchedulerFeature.chunk`, of all features."""
-        for feature in self._features:
-            num_tokens = feature.chunk(request, start, num_tokens)
+        for chunk in self._chunk_methods:
+            num_tokens = chunk(request, start, num_tokens)
         return num_tokens

@@ -34,6 +34,8 @@ class Request:
     cache_salt: cached prefixes are shared only among requests of the same salt.
     parts: data of features for this request, which may have extra keys of its blocks.
     waits_for: reasons why it may not run yet, such as its grammar; changed by the scheduler only, once added.
+    awaits_parts: a feature makes a part for each sampling of the request, from all tokens before it
+        (`SchedulerFeature.sampling_part`).
     needs_tokens_on_host: the host must see its tokens before its next step, as for a grammar outside the device.
     pooling_params: of a pooling request whose engine has them.
     pools: pooling request: ends with the pooled hidden states of its prompt, and generates no tokens.
@@ -68,6 +70,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     parts: Parts | None = None
+    awaits_parts: bool = False
     waits_for: set[str] = field(default_factory=set)
     needs_tokens_on_host: bool = False
     pools: bool = False

@@ -76,15 +76,17 @@ class RequestLists:
 
     running: in service order; preempted from the end.
     finished_req_ids: ended requests that the worker still holds; the next step names them.
+    on_end: called with each request that has ended.
     """
 
-    def __init__(self, policy: str, kv_cache: KVCacheManager) -> None:
+    def __init__(self, policy: str, kv_cache: KVCacheManager, on_end: Callable[[Request], None]) -> None:
         self.by_id: dict[str, Request] = {}
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()
         self.num_preemptions = 0
         self._kv_cache = kv_cache
+        self._on_end = on_end
         self._num_added = 0
 
     @property
@@ -149,6 +151,7 @@ class RequestLists:
                 self._kv_cache.free(request)
         request.status = RequestStatus.FINISHED
         del self.by_id[request.req_id]
+        self._on_end(request)
 
     def break_off(self, request: Request, error: Exception) -> EngineCoreOutput:
         """End a request after an exception in the scheduler and return its last output; other requests go on."""
@@ -166,3 +169,4 @@ class RequestLists:
             self.finished_req_ids.add(request.req_id)
         request.status = RequestStatus.FINISHED
         self.by_id.pop(request.req_id, None)
+        self._on_end(request)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from penstock.config import SchedulerConfig
-from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, SchedulerOutput
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, SamplingInput, SchedulerOutput
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.draft_budget import NO_SPECULATION, Speculation
-from penstock.scheduler.feature import Chunks, SchedulerFeature
+from penstock.scheduler.feature import Chunks, SchedulerFeature, methods_of
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.repetition import RepeatedSteps
@@ -77,11 +77,16 @@ class Scheduler:
         )
         longest_chunk = None if config.enable_chunked_prefill else config.max_num_batched_tokens
         self._limits = LengthLimits(max_model_len, longest_chunk, self.kv_cache)
-        self._requests = RequestLists(config.policy, self.kv_cache)
+        self._requests = RequestLists(config.policy, self.kv_cache, self._note_end)
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._next_step_id = 0
         self._num_computed_tokens = 0
         self.features = [make_feature(self) for make_feature in features]
+        # Methods of features that every step calls, of those that have them.
+        self._part_methods = methods_of(self.features, "part_of_step")
+        self._result_methods = methods_of(self.features, "take_results")
+        self._end_methods = methods_of(self.features, "request_ended")
+        self._sampling_methods = methods_of(self.features, "sampling_part")
         self._chunks = Chunks(self.features)
         self._admission = Admission(
             config, self._requests, self._in_flight, self.kv_cache, self.features, self._chunks, self._break_off
@@ -248,13 +253,21 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id += 1
         step = self._repetition.next_step(step_id) or self._new_step(step_id)
-        if self.features:
+        if self._part_methods:
             step = self._with_parts(step)
         step = self._repetition.note(step)
         if step.requests:
             self._in_flight.launch(step)
             self._last_turns.append(step)
         return step.message
+
+    def sampling_input(self, message: SchedulerOutput) -> SamplingInput:
+        """Message for the sampling of a launched step, with the features' parts for its `awaiting_req_ids`.
+
+        message: with the draft tokens of these requests; results of earlier steps with them are taken in.
+        """
+        parts = Parts.of(part for method in self._sampling_methods if (part := method(message)) is not None)
+        return SamplingInput(step_id=message.step_id, parts=parts or None)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -264,8 +277,8 @@ class Scheduler:
         Ignores results of steps before `reset_for_recovery`. Raises LifecycleError for results of another step, of an
         unknown request, or out of order.
         """
-        for feature in self.features:
-            feature.take_results(scheduler_output, model_runner_output)
+        for take_results in self._result_methods:
+            take_results(scheduler_output, model_runner_output)
         self._num_computed_tokens += scheduler_output.total_num_scheduled_tokens
         return self._in_flight.settle(scheduler_output, model_runner_output)
 
@@ -336,9 +349,13 @@ class Scheduler:
             self._expect_drafts(step)
         return step
 
+    def _note_end(self, request: Request) -> None:
+        for request_ended in self._end_methods:
+            request_ended(request)
+
     def _with_parts(self, step: Step) -> Step:
         """Add the features' parts to the message of a step."""
-        parts = Parts.of(part for feature in self.features if (part := feature.part_of_step(step.message)) is not None)
+        parts = Parts.of(part for method in self._part_methods if (part := method(step.message)) is not None)
         return replace(step, message=replace(step.message, parts=parts)) if parts else step
 
     def _share_of_requests(self) -> int:

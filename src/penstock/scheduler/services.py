@@ -18,11 +18,12 @@ class SchedulerServices(NamedTuple):
     waiting request's blocks through it (`reserve_blocks`, `blocks_loaded`), and holds blocks that it reads or writes
     (`kv_cache.hold_blocks`, `release_blocks`).
     call_workers: calls every worker between two steps. tell_ends: sends the last outputs of requests that the feature
-    has ended. wake: ends the core's wait for work; from any thread.
+    has ended. call_soon: calls a function in the core's thread before its next step, and ends its wait for work; from
+    any thread.
     """
 
     config: EngineConfig
     scheduler: Scheduler
     call_workers: Callable[[RpcCall], list[Any]]
     tell_ends: Callable[[list[EngineCoreOutput]], None]
-    wake: Callable[[], None]
+    call_soon: Callable[[Callable[[], None]], None]

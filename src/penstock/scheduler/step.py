@@ -94,6 +94,7 @@ class StepBuilder:
     """
 
     __slots__ = (
+        "_awaiting_req_ids",
         "_drafts",
         "_found",
         "_max_new_tokens",
@@ -124,6 +125,7 @@ class StepBuilder:
         self._shared: dict[int, Sequence[KVCacheBlock]] = {}
         self._num_tokens: list[int] = []
         self._drafts: dict[str, list[int]] = {}
+        self._awaiting_req_ids: list[str] = []
         self._new_reqs: list[NewRequestData] = []
         self._new_block_ids: NewBlockIds = []
 
@@ -196,6 +198,7 @@ class StepBuilder:
             num_drafts_wanted=num_drafts_wanted,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
+            awaiting_req_ids=self._awaiting_req_ids,
             clears_blocks=clears_blocks,
         )
         return Step(
@@ -217,6 +220,8 @@ class StepBuilder:
                 self._drafts[request.req_id] = request.spec_token_ids[: max_new_tokens - 1]
             elif max_new_tokens < 1 or request.pools:
                 max_new_tokens = 0
+        if request.awaits_parts and max_new_tokens:
+            self._awaiting_req_ids.append(request.req_id)
         if shared:
             self._shared[len(self.requests)] = shared
         self.requests.append(request)

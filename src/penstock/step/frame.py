@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.attention import ForwardContext
-from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.contract import SamplingInput, SchedulerOutput
 from penstock.kernels.sampling import ChosenTokens
 from penstock.models.interface import LanguageModel, ModelInputs
 from penstock.step.batch import InputBatch
@@ -43,7 +43,7 @@ class WantedOutputs(NamedTuple):
 class Frame:
     """Frame of a step as plain data: message, inputs, wanted outputs and outputs.
 
-    output: the step's message. grammar: the message that asks for its sampling. errors: reason by request that cannot
+    output: the step's message. sampling: the message that asks for its sampling. errors: reason by request that cannot
     run. is_repeated: the frame was kept and runs again. buffer_set: number of the set of input buffers that it uses;
     None without tokens.
 
@@ -60,7 +60,7 @@ class Frame:
     buffer_set: int | None = None
     errors: dict[str, str] = field(default_factory=dict)
     is_repeated: bool = False
-    grammar: GrammarOutput | None = None
+    sampling: SamplingInput | None = None
     has_tokens: bool = False
     batch: InputBatch = field(init=False)
     context: ForwardContext = field(init=False)

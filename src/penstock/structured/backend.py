@@ -44,5 +44,13 @@ class GrammarBackend(Protocol):
         """Compile a constraint. Raises InvalidParameter for one that cannot be enforced."""
 
 
+class TextTokenizer(Protocol):
+    """A tokenizer, as markers in texts need it."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
 class MatcherError(RuntimeError):
     """Failure of a matcher, such as at a limit of its library."""

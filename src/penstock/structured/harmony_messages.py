@@ -14,9 +14,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from penstock.errors import InvalidParameter
+from penstock.structured.backend import TextTokenizer
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -94,12 +95,6 @@ def call_header(name: str) -> str:
     return f"{START}{ROLE}{CHANNEL}{COMMENTARY} to={FUNCTIONS}{name} {CONSTRAIN}json{MESSAGE}"
 
 
-class _Tokenizer(Protocol):
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-
 class _Message(NamedTuple):
     """Tokens of a message: `header` up to <|message|>, which the text follows. begin, end: positions among tokens."""
 
@@ -124,7 +119,7 @@ class HarmonyTokens:
     call: int
 
     @classmethod
-    def of(cls, tokenizer: _Tokenizer) -> Self:
+    def of(cls, tokenizer: TextTokenizer) -> Self:
         """Raises InvalidParameter for a tokenizer without the markers."""
         ids: list[int] = []
         for marker in (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL):

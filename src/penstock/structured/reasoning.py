@@ -6,11 +6,13 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 
+from penstock.config.reasoning import ReasoningMarkers
 from penstock.contract import StructuredOutputsParams
-from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher
+from penstock.structured.backend import CompiledGrammar, GrammarBackend, Matcher, TextTokenizer
 
 # Limit of the blank tokens that a chat template writes after the end of reasoning.
 _MOST_BLANK_TOKENS = 16
@@ -232,6 +234,21 @@ class ReasoningMatcher:
     @property
     def is_terminated(self) -> bool:
         return self._constrained_from is not None and self._matcher.is_terminated
+
+
+def reasoning_tokens(tokenizer: TextTokenizer, markers: ReasoningMarkers) -> ReasoningTokens:
+    """Token ids of reasoning markers."""
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    start, end, *implied_ends = (tuple(encode(text)) for text in (markers.start, markers.end, *markers.implied_ends))
+    return ReasoningTokens(
+        start,
+        end,
+        markers.starts_in_reasoning,
+        partial(tokenizer.decode, skip_special_tokens=False),
+        tuple(filter(None, implied_ends)),
+        other_spellings(encode, markers.start),
+        other_spellings(encode, markers.end),
+    )
 
 
 def other_spellings(encode: Callable[[str], Sequence[int]], marker: str) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import EngineConfig
-from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract import DraftTokenIds, KVCacheConfig, KVCacheSpec, SamplingInput, SchedulerOutput
 from penstock.models.interface import LanguageModel
 from penstock.parallel import ParallelState
 from penstock.runner.async_output import StepOutput
@@ -82,7 +82,7 @@ class WorkerBase(ABC):
         """Run a step's forward pass; the caller must call `sample_tokens` for the same step."""
 
     @abstractmethod
-    def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
+    def sample_tokens(self, sampling: SamplingInput) -> StepOutput:
         """Sample an executed step."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.models.interface import LanguageModel
 from penstock.runner.model_states import ModelState
 from penstock.runner.output_heads import Generation, HeadFactory
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.slot_owner import SlotOwner
 from penstock.worker.memory_plan import MemoryTerm
 
@@ -43,6 +44,10 @@ class WorkerFeature:
         """Owners of the feature's per-slot state."""
         return ()
 
+    def logits_transforms(self) -> Sequence[LogitsTransform]:
+        """Transforms of the logits before sampling, after those of sampling parameters and custom processors."""
+        return ()
+
     def replace_model(self, model: LanguageModel) -> None:
         """Attach to the model that takes the place of another one, with the same layers."""
 
@@ -53,8 +58,9 @@ class WorkerFeature:
 class WorkerFeatures:
     """Worker sides of all features of an engine and its model.
 
-    owners: of the features' per-slot state. output_head: factory of the head that the option `output_head` names.
-    rpc_methods: methods of the sides by name. model_state: builder of the model's inputs; None for plain ones.
+    owners: of the features' per-slot state. transforms: of logits. output_head: factory of the head that the
+    option `output_head` names. rpc_methods: methods of the sides by name. model_state: builder of the model's inputs;
+    None for plain ones.
     is_profile: leave out features whose `memory` is known.
 
     Raises ConfigError for a head that no feature has, and for two features that build the model's inputs.
@@ -65,6 +71,7 @@ class WorkerFeatures:
         check_options_of_features(services.config)
         self._sides: list[WorkerFeature] = []
         self.owners: list[SlotOwner] = []
+        self.transforms: list[LogitsTransform] = []
         self.rpc_methods: dict[str, Callable[..., Any]] = {}
         for feature in features:
             if is_profile and feature.memory is not None:
@@ -73,6 +80,7 @@ class WorkerFeatures:
             if isinstance(side, WorkerFeature):
                 self._sides.append(side)
                 self.owners += side.slot_owners()
+                self.transforms += side.logits_transforms()
             elif side is not None:
                 self.owners.append(side)
             self.rpc_methods.update({name: getattr(side, name) for name in feature.worker_methods})

@@ -1,4 +1,7 @@
-"""Plugins: entry points of installed packages, called in every process before its core or worker is built."""
+"""Plugins: entry points of installed packages, called in every process before its core or worker is built.
+
+The engine's own features are registered there too, since messages may have parts of theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 from importlib.metadata import entry_points
 
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
+from penstock.contract.feature import register_built_in_features
 from penstock.errors import ConfigError
 from penstock.system import env
 
@@ -14,11 +18,12 @@ GROUP = "penstock.general_plugins"
 
 
 def load_plugins(group: str = GROUP) -> list[str]:
-    """Call all plugins of an entry-point group, or those of PENSTOCK_PLUGINS; return their names.
+    """Register the built-in features, and call all plugins of an entry-point group, or those of PENSTOCK_PLUGINS.
 
-    Plugins must be idempotent: a process may have a core and several workers. Raises ConfigError for a named plugin
-    that is not installed, and for one that fails.
+    Returns the names of the plugins, which must be idempotent: a process may have a core and several workers. Raises
+    ConfigError for a named plugin that is not installed, and for one that fails.
     """
+    register_built_in_features()
     found = {entry_point.name: entry_point for entry_point in entry_points(group=group)}
     allowed = env.allowed_plugins()
     names = sorted(found) if allowed is None else allowed

@@ -63,6 +63,7 @@ def measure_step(
                 speculator=speculator,
                 model_state=features.model_state,
                 owners=features.owners,
+                transforms=features.transforms,
                 make_head=features.output_head,
             )
             head = runner.head

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from penstock.config import ProfilerConfig
-from penstock.contract import GrammarOutput, SchedulerOutput
+from penstock.contract import SamplingInput, SchedulerOutput
 from penstock.errors import ConfigError, LifecycleError
 from penstock.observability.spans import STEPS, ProcessSpans, SpanLog
 from penstock.parallel import ParallelState
@@ -67,8 +67,8 @@ class Profiler(ABC):
     @abstractmethod
     def run_step(self, run: RunStep, output: SchedulerOutput, prefill_length: PrefillLength) -> None: ...
 
-    def run_sampling(self, run: Callable[[GrammarOutput], _Sampled], grammar: GrammarOutput) -> _Sampled:
-        return run(grammar)
+    def run_sampling(self, run: Callable[[SamplingInput], _Sampled], sampling: SamplingInput) -> _Sampled:
+        return run(sampling)
 
     def shutdown(self) -> None:  # noqa: B027
         """Stop a running profile; idempotent."""
@@ -109,11 +109,11 @@ class StepProfiler(Profiler):
         self._log.begin()
         run(output)
 
-    def run_sampling(self, run: Callable[[GrammarOutput], _Sampled], grammar: GrammarOutput) -> _Sampled:
+    def run_sampling(self, run: Callable[[SamplingInput], _Sampled], sampling: SamplingInput) -> _Sampled:
         """Sample the executed step, whose span ends."""
         self._log.begin()
-        sampled = run(grammar)
-        if self._step is not None and self._step[1] == grammar.step_id:
+        sampled = run(sampling)
+        if self._step is not None and self._step[1] == sampling.step_id:
             label, step_id, begin_s = self._step
             self._step = None
             self._log.end("sample", STEPS)

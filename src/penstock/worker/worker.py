@@ -13,7 +13,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.config.model import GENERATE
-from penstock.contract import DraftTokenIds, GrammarOutput, KVCacheConfig, KVCacheSpec, SchedulerOutput
+from penstock.contract import DraftTokenIds, KVCacheConfig, KVCacheSpec, SamplingInput, SchedulerOutput
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels, why_no_tiles
@@ -123,6 +123,7 @@ class Worker(WorkerBase):
             stage=self._stage(),
             model_state=features.model_state,
             owners=features.owners,
+            transforms=features.transforms,
             make_head=features.output_head,
             spans=self._spans,
         )
@@ -161,11 +162,11 @@ class Worker(WorkerBase):
         else:
             self._profiler.run_step(runner.execute_model, output, runner.requests.prefill_length)
 
-    def sample_tokens(self, grammar: GrammarOutput) -> StepOutput:
+    def sample_tokens(self, sampling: SamplingInput) -> StepOutput:
         runner = self._runner or self.runner
         if self._profiler is None:
-            return runner.sample_tokens(grammar)
-        return self._profiler.run_sampling(runner.sample_tokens, grammar)
+            return runner.sample_tokens(sampling)
+        return self._profiler.run_sampling(runner.sample_tokens, sampling)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.runner.take_draft_token_ids()

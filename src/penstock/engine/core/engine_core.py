@@ -7,20 +7,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, KVCachePool, RpcCall, SchedulerOutput
-from penstock.contract.feature import Feature, features_of, make_side
+from penstock.contract import KVCacheConfig, RpcCall, SamplingInput, SchedulerOutput
 from penstock.contract.rpc import WeightChange
-from penstock.engine.core.constrained_requests import ConstrainedRequests
+from penstock.engine.core.make_scheduler import make_scheduler
 from penstock.engine.core.recovery import Recovery
 from penstock.engine.core.startup import StartedEngine, start_engine
 from penstock.engine.core.step_trace import StepTrace
-from penstock.engine.core.structured_grammar import Grammar, StructuredGrammar
 from penstock.engine.core.weight_changes import keep_weight_change
 from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.metrics import SpecDecodeLog
@@ -29,13 +26,10 @@ from penstock.engine.statistics.step_phases import PhaseTimer, StepPhase
 from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeout, WorkerError
 from penstock.executor import Executor, StepHandle
 from penstock.features.deployment import DeploymentFeatures
-from penstock.scheduler.draft_budget import Speculation
-from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.feature import methods_of
 from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
 from penstock.scheduler.request import Request
-from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.services import SchedulerServices
-from penstock.scheduler.step_times import StepTimes
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.plugins import load_plugins
 
@@ -47,7 +41,7 @@ _POLL_S = 0.002
 
 
 class EngineCore:
-    """Core of an engine: scheduler, executor and the grammars of constrained requests.
+    """Core of an engine: scheduler with its features, and executor.
 
     Failed workers are replaced and running requests continue (`Recovery`). When restarts do not help, `step` raises
     EngineDead with the cause.
@@ -55,8 +49,8 @@ class EngineCore:
     owns_deployment: False where the core's client owns the deployment sides of features.
     """
 
-    def __init__(self, config: EngineConfig, grammar: Grammar | None = None, *, owns_deployment: bool = True) -> None:
-        # Plugins register message parts and scheduler features, so the core's process loads them as well.
+    def __init__(self, config: EngineConfig, *, owns_deployment: bool = True) -> None:
+        # Plugins register features, so the core's process loads them as well.
         load_plugins()
         self.config = config
         self._engine: StartedEngine | None = start_engine(config)
@@ -76,13 +70,6 @@ class EngineCore:
         # Set by `wake`, which ends `wait_for_work`.
         self._woken = threading.Event()
         self._has_to_wait = False
-        grammar = grammar or StructuredGrammar(
-            config.model,
-            config.structured,
-            config.constraints_wait_for,
-            compiles_beside=not config.parallel.must_agree_on_time,
-        )
-        grammar.on_ready(self.wake)
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         # Outputs that are read and not returned yet; a failure later in the turn must not lose them.
         self._outputs: list[EngineCoreOutput] = []
@@ -94,13 +81,20 @@ class EngineCore:
         # Notifies the driver of the core that workers were lost.
         self._loss_callback: Callable[[], None] = lambda: None
         self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
-        # Scheduler sides of features, by the methods of their deployment sides.
-        self._features_by_method: dict[str, SchedulerFeature] = {}
-        self.scheduler = self._make_scheduler(engine)
-        self._constrained = ConstrainedRequests(grammar, self.scheduler, self._take_ends)
+        # Calls of features before the next step, from any thread.
+        self._calls: deque[Callable[[], None]] = deque()
+        self.scheduler, self._features_by_method = make_scheduler(
+            engine,
+            lambda scheduler: SchedulerServices(
+                config, scheduler, self._call_workers, self._take_ends, self._call_soon
+            ),
+            runs_ahead=self._runs_ahead,
+        )
+        self._before_step = methods_of(self.scheduler.features, "before_step")
+        self._after_step = methods_of(self.scheduler.features, "after_step")
         self._deployment = DeploymentFeatures(config, self._call_feature) if owns_deployment else None
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
-        # With asynchronous scheduling draft tokens stay on the device, unless a grammar needs them.
+        # With asynchronous scheduling draft tokens stay on the device, unless the parts of a step's sampling need them.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
         self._spec_decode_log = SpecDecodeLog(self.scheduler.spec_decode_metrics)
         engine.executor.on_loss(self._note_loss)
@@ -130,12 +124,6 @@ class EngineCore:
                 pools=self._pools,
             )
         )
-        try:
-            self._constrained.add(request)
-        except Exception:
-            # The caller gets the error as a refusal, so the request must not run.
-            self.abort_requests([request.req_id])
-            raise
         self.wake()
         if self._admission_callback is not None:
             self._admission_callback(request.req_id, None)
@@ -143,7 +131,6 @@ class EngineCore:
     def abort_requests(self, req_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """Abort requests, waiting or running; unknown ids are ignored."""
         ended = self.scheduler.finish_requests(list(req_ids))
-        self._constrained.forget(ended)
         self._recovery.note_ends([output.req_id for output in ended])
         self.wake()
         return ended
@@ -156,14 +143,7 @@ class EngineCore:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of KV cache per worker, as in `kv_cache_memory_bytes`; of the largest stage with pipeline parallel."""
-        parallel = self.config.parallel
-        layers = parallel.pipeline_layers or [1] * parallel.pipeline_parallel_size
-
-        def of_largest(pool: KVCachePool) -> int:
-            num_tensors = len(pool.tensors)
-            return pool.size_bytes * -(-num_tensors * max(layers) // sum(layers)) // num_tensors
-
-        return sum(map(of_largest, self.kv_cache_config.pools))
+        return self._require_alive().kv_cache_bytes
 
     @property
     def start_stage_s(self) -> dict[str, float]:
@@ -206,8 +186,8 @@ class EngineCore:
             self._recover_lost()
         try:
             self._turn()
-            for feature in self.scheduler.features:
-                feature.after_step()
+            for after_step in self._after_step:
+                after_step()
         except (WorkerError, WaitTimeout) as error:
             self._recovery.note_failure(error)
             self._recover(error)
@@ -229,23 +209,27 @@ class EngineCore:
         """End `wait_for_work`, from any thread: a request is ready, blocks are free, or a call is queued."""
         self._woken.set()
 
+    def _call_soon(self, function: Callable[[], None]) -> None:
+        """As `SchedulerServices.call_soon`."""
+        self._calls.append(function)
+        self.wake()
+
     def _turn(self) -> None:
-        """Execute step N+1, read step N, then sample the tokens of N+1: its grammar bitmask needs the tokens of N.
+        """Execute step N+1, read step N, then sample the tokens of N+1: features' parts for it need the tokens of N.
 
         With pipeline parallelism up to `_max_in_flight` steps stay in flight.
         """
         begin = time.perf_counter()
         self.phases.begin()
-        executed, constrained = self._execute_next()
-        # With no step in flight either, all requests wait for a grammar or another external event.
+        executed = self._execute_next()
+        # With no step in flight either, all requests wait for an external event.
         self._has_to_wait = executed is None and not self._in_flight and self.has_unfinished_requests()
         if self._in_flight and (executed is None or len(self._in_flight) >= self._max_in_flight):
             self._read_oldest()
         if executed is not None:
-            self._read_steps_of(constrained)
-            bitmask = self._constrained.bitmask(self._with_drafts(executed, constrained))
+            sampling = self._sampling_input(executed)
             self.phases.end(StepPhase.GRAMMAR)
-            self._sample(executed, bitmask)
+            self._sample(executed, sampling)
             self.phases.end(StepPhase.SAMPLE)
             if not self._runs_ahead and len(self._in_flight) >= self._max_in_flight:
                 self._read_oldest()
@@ -254,62 +238,27 @@ class EngineCore:
                         self._take_drafts()
                     self.scheduler.note_time(executed, time.perf_counter() - begin)
 
-    def _execute_next(self) -> tuple[SchedulerOutput | None, Sequence[str]]:
-        """Launch the forward pass of the next step, if it has tokens to run or requests to remove.
-
-        Returns the step with its constrained requests. Without any, workers sample as soon as the forward pass is done.
-        """
-        self._constrained.take_ready()
-        for feature in self.scheduler.features:
-            feature.before_step()
+    def _execute_next(self) -> SchedulerOutput | None:
+        """Launch the forward pass of the next step and return it, if it has tokens to run or requests to remove."""
+        while self._calls:
+            self._calls.popleft()()
+        for before_step in self._before_step:
+            before_step()
         if not self.scheduler.has_work():
-            return None, ()
+            return None
         output = self.scheduler.schedule()
         self.phases.end(StepPhase.SCHEDULE)
         if not output.num_scheduled_tokens and output.is_empty:
-            return None, ()
+            return None
         self._launched = output
         self.step_log.launched = output
-        constrained = self._constrained.among(output.num_scheduled_tokens.keys())
         try:
-            executor = self._executor
-            (executor.execute_model if constrained else executor.execute_unconstrained)(output)
+            self._executor.execute_model(output)
             self.phases.end(StepPhase.EXECUTE)
         except WorkerError:
             logger.error("The failed step was %s", output.anon_repr())
             raise
-        return output, constrained
-
-    def _make_scheduler(self, engine: StartedEngine) -> Scheduler:
-        config = self.config
-        return Scheduler(
-            config.scheduler,
-            engine.kv_cache_config,
-            max_model_len=engine.max_model_len,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            async_scheduling=self._runs_ahead,
-            speculation=Speculation(
-                num_speculative_tokens=engine.executor.num_speculative_tokens,
-                num_lookahead_tokens=config.speculative.num_lookahead_tokens,
-                blocks_need_next_token=config.speculative.reads_next_token,
-                step_times=None if engine.step_costs is None else StepTimes(engine.step_costs),
-            ),
-            max_concurrent_steps=self._max_in_flight,
-            tell_ends=self._take_ends,
-            features=self._factories(engine),
-        )
-
-    def _factories(self, engine: StartedEngine) -> list[Callable[[Scheduler], SchedulerFeature]]:
-        """Factories of the scheduler sides of the engine's features."""
-
-        def make(feature: Feature, scheduler: Scheduler) -> SchedulerFeature:
-            services = SchedulerServices(self.config, scheduler, self._call_workers, self._take_ends, self.wake)
-            side: SchedulerFeature = make_side(feature.scheduler_side, services)
-            self._features_by_method.update(dict.fromkeys(feature.deployment_methods, side))
-            return side
-
-        features = features_of(self.config, engine.features_of_model)
-        return [partial(make, feature) for feature in features if feature.scheduler_side is not None]
+        return output
 
     def _call_workers(self, call: RpcCall) -> list[Any]:
         return self._executor.collective_rpc(call)
@@ -333,7 +282,6 @@ class EngineCore:
         self._outputs += outputs
         if output.scheduled_spec_decode_tokens:
             self._spec_decode_log.note_step()
-        self._constrained.accept(outputs)
         self.phases.end(StepPhase.UPDATE)
 
     def _take_drafts(self) -> None:
@@ -342,14 +290,20 @@ class EngineCore:
         if drafts is not None:
             self.scheduler.update_draft_token_ids(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
 
-    def _with_drafts(self, output: SchedulerOutput, constrained: Sequence[str]) -> SchedulerOutput:
-        """Return an executed step with the draft tokens of its constrained requests copied from the device.
+    def _sampling_input(self, output: SchedulerOutput) -> SamplingInput:
+        """Message for the sampling of an executed step; features make its parts while the forward pass runs."""
+        if not output.awaiting_req_ids:
+            return SamplingInput(step_id=output.step_id)
+        self._read_steps_of(output.awaiting_req_ids)
+        return self.scheduler.sampling_input(self._with_drafts(output))
 
-        They were drafted after the previous step, which has been read, so the grammar can give a bitmask row after
-        each. -1 stays where there is no draft.
+    def _with_drafts(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return an executed step with draft tokens copied from the device, where requests that await parts have some.
+
+        They were drafted after the previous step, which has been read. -1 stays where there is no draft.
         """
         scheduled = output.scheduled_spec_decode_tokens
-        if not self._runs_ahead or scheduled.keys().isdisjoint(constrained):
+        if not self._runs_ahead or scheduled.keys().isdisjoint(output.awaiting_req_ids):
             return output
         drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is None:
@@ -361,10 +315,10 @@ class EngineCore:
         }
         return msgspec.structs.replace(output, scheduled_spec_decode_tokens={**scheduled, **known})
 
-    def _sample(self, output: SchedulerOutput, grammar: GrammarOutput) -> None:
+    def _sample(self, output: SchedulerOutput, sampling: SamplingInput) -> None:
         """Launch the sampling of an executed step."""
         try:
-            handle = self._executor.sample_tokens(grammar)
+            handle = self._executor.sample_tokens(sampling)
         except WorkerError:
             logger.error("The failed step was %s", output.anon_repr())
             raise
@@ -444,7 +398,8 @@ class EngineCore:
     def close(self) -> None:
         """Free the workers and their memory; a second call does nothing."""
         self._in_flight.clear()
-        self._constrained.close()
+        for feature in self.scheduler.features:
+            feature.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             self._spec_decode_log.close()
@@ -453,7 +408,6 @@ class EngineCore:
     def _take_ends(self, ended: list[EngineCoreOutput]) -> None:
         """Queue the outputs of requests that ended without the result of a step."""
         self._outputs += ended
-        self._constrained.forget(ended)
         self._recovery.note_ends([output.req_id for output in ended])
 
     def _recover_lost(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.config import EngineConfig
-from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec, RpcCall
+from penstock.contract import KVCacheConfig, KVCachePool, KVCacheSpec, RecurrentStateSpec, RpcCall
 from penstock.engine.planning.kv_cache_size import (
     choose_max_model_len,
     size_kv_cache,
@@ -47,6 +47,18 @@ class StartedEngine:
     def startup_times(self) -> list[PhaseTime]:
         """Times of the startup phases of the current workers."""
         return self.executor.startup_times
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of KV cache per worker, of the largest stage with pipeline parallel."""
+        parallel = self.config.parallel
+        layers = parallel.pipeline_layers or [1] * parallel.pipeline_parallel_size
+
+        def of_largest(pool: KVCachePool) -> int:
+            num_tensors = len(pool.tensors)
+            return pool.size_bytes * -(-num_tensors * max(layers) // sum(layers)) // num_tensors
+
+        return sum(map(of_largest, self.kv_cache_config.pools))
 
     def restart_workers(self) -> None:
         """Replace the workers by fresh ones with the same KV cache layout, empty."""

@@ -149,7 +149,7 @@ class ParamsProcessor:
     @functools.cached_property
     def _reasoning(self) -> ReasoningTokens:
         # Imported on first use.
-        from penstock.engine.core.structured_grammar import reasoning_tokens
+        from penstock.structured.reasoning import reasoning_tokens
 
         return reasoning_tokens(self._tokenizer, self._markers)
 

@@ -18,12 +18,12 @@ from typing import Any, BinaryIO, TypeAlias
 import msgspec
 
 from penstock.checkpoints.json_file import check_regular_file
-from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, NewRequestData, SamplingInput, SchedulerOutput
 from penstock.contract.codec import CONTRACT_VERSION
-from penstock.contract.feature import register_built_in_features
 from penstock.contract.parts import Parts, read_custom
 from penstock.errors import InvalidParameter, InvalidRecording
 from penstock.system.file_lock import is_locked, lock_while_open
+from penstock.worker.plugins import load_plugins
 
 # Version of the entries below; messages inside them have `CONTRACT_VERSION`.
 FORMAT_VERSION = 3
@@ -53,10 +53,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
 
 
 class Executed(msgspec.Struct, frozen=True, kw_only=True, tag="executed"):
-    """Step that is about to be launched. is_constrained: whether a grammar bitmask follows. begin_s: of the launch."""
+    """Step that is about to be launched. begin_s: of the launch."""
 
     step: SchedulerOutput
-    is_constrained: bool
     begin_s: float
 
 
@@ -64,7 +63,7 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """Sampling of the executed step. executed_s: when its launch had returned."""
 
     executed_s: float
-    grammar: GrammarOutput
+    sampling: SamplingInput
     begin_s: float
     end_s: float
 
@@ -140,13 +139,16 @@ def is_being_written(path: Path) -> bool:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a file. Raises InvalidRecording for another format, another version, and damaged entries."""
+    """Read a file, with the message parts of built-in features and plugins, which are loaded.
+
+    Raises InvalidRecording for another format, another version, and damaged entries.
+    """
+    load_plugins()
     check_regular_file(path, InvalidRecording)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise InvalidRecording(f"{path} cannot be read: {error.strerror}.") from error
-    register_built_in_features()
     line, found, _ = data.partition(b"\n")
     _check_versions(path, line if found else b"")
     decoder = msgspec.msgpack.Decoder(Entry, dec_hook=read_custom)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.contract import GrammarOutput, KVCacheConfig, ModelRunnerOutput, Parts, RpcCall, SchedulerOutput
+from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, RpcCall, SamplingInput, SchedulerOutput
 from penstock.contract.feature import recorded_calls
 from penstock.contract.recorded_call import RecordedCall
 from penstock.errors import ConfigError, LifecycleError
@@ -32,7 +32,6 @@ from penstock.executor.recording.entries import (
 )
 from penstock.executor.recording.held_requests import HeldRequests
 from penstock.executor.recording.redaction import (
-    redacted_grammar,
     redacted_request,
     redacted_result,
     redacted_step,
@@ -95,7 +94,7 @@ class Recorder:
             self._file = self._open()
         self._begun_at = self._launched_s = now_s()
 
-    def executed(self, step: SchedulerOutput, is_constrained: bool) -> None:
+    def executed(self, step: SchedulerOutput) -> None:
         """Record a step before its launch, which may end this process."""
         begin_s = now_s()
         if self._file is not None and self._next is None and begin_s - self._begun_at >= self._window_s:
@@ -104,16 +103,16 @@ class Recorder:
         self._held.launch(step)
         self._steps[step.step_id] = step
         shown = redacted_step(step) if self._is_redacted else step
-        self._write(Executed(step=shown, is_constrained=is_constrained, begin_s=begin_s))
+        self._write(Executed(step=shown, begin_s=begin_s))
 
     def launched(self) -> None:
         """Note that the launch of the recorded step has returned."""
         self._launched_s = now_s()
 
-    def sampled(self, grammar: GrammarOutput, begin_s: float) -> None:
+    def sampled(self, sampling: SamplingInput, begin_s: float) -> None:
         """Record the sampling of the executed step."""
-        shown = redacted_grammar(grammar) if self._is_redacted else grammar
-        self._write(Sampled(executed_s=self._launched_s, grammar=shown, begin_s=begin_s, end_s=now_s()))
+        shown = SamplingInput(step_id=sampling.step_id) if self._is_redacted else sampling
+        self._write(Sampled(executed_s=self._launched_s, sampling=shown, begin_s=begin_s, end_s=now_s()))
 
     def read(self, result: ModelRunnerOutput, begin_s: float) -> None:
         """Record a step's result."""
@@ -245,21 +244,15 @@ class RecordingExecutor:
 
     def execute_model(self, output: SchedulerOutput) -> None:
         with self._noting_failures() as recorder:
-            recorder.executed(output, True)
+            recorder.executed(output)
             self._executor.execute_model(output)
             recorder.launched()
 
-    def execute_unconstrained(self, output: SchedulerOutput) -> None:
-        with self._noting_failures() as recorder:
-            recorder.executed(output, False)
-            self._executor.execute_unconstrained(output)
-            recorder.launched()
-
-    def sample_tokens(self, grammar: GrammarOutput) -> StepHandle:
+    def sample_tokens(self, sampling: SamplingInput) -> StepHandle:
         begin_s = now_s()
         with self._noting_failures() as recorder:
-            handle = self._executor.sample_tokens(grammar)
-            recorder.sampled(grammar, begin_s)
+            handle = self._executor.sample_tokens(sampling)
+            recorder.sampled(sampling, begin_s)
             return _RecordedHandle(handle, recorder)
 
     def collective_rpc(self, call: RpcCall) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from penstock.contract import GrammarOutput, ModelRunnerOutput, NewRequestData, SamplingParams, SchedulerOutput
+from penstock.contract import ModelRunnerOutput, NewRequestData, SamplingParams, SchedulerOutput
 from penstock.contract.runner_output import SampledOutput
 
 # Sampling parameters without a user's tokens or texts.
@@ -28,11 +28,6 @@ def redacted_request(request: NewRequestData) -> NewRequestData:
         sampling_params=SamplingParams(**{name: getattr(given, name) for name in _KEPT}),
         parts=None,
     )
-
-
-def redacted_grammar(grammar: GrammarOutput) -> GrammarOutput:
-    """Return the names of the constrained requests alone."""
-    return replace(grammar, grammar_bitmask=b"", num_rows=[])
 
 
 def redacted_result(result: ModelRunnerOutput) -> ModelRunnerOutput:

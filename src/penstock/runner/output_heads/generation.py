@@ -97,8 +97,8 @@ class Generation(OutputHead):
         if frame.chosen is not None:
             return SamplerOutput(*frame.chosen, None, {})
         assert frame.logits is not None, "a frame has either chosen tokens or logits"
-        assert frame.grammar is not None, "it asks for the sampling"
-        self._sampler.grammar.take(frame.grammar, self._requests.slot_of)
+        assert frame.sampling is not None, "it asks for the sampling"
+        self._sampler.begin_step(frame.sampling.parts, self._requests.slot_of)
         return self._sampler.sample(frame.logits, frame.batch.logits_rows)
 
 

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, LogitsProcessorError, is_for_the_progra
 from penstock.kernels.sampling import can_be_drawn
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.logits_transform import LogitsTransform
+from penstock.runner.sampling.verification import Verification
 from penstock.step.logits_rows import LogitsRows
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class CustomProcessors(LogitsTransform):
                 logger.exception("Logits processor %r failed in remove_request", processor.name)
         self._wants[:, slot] = False
 
-    def takes_drafts(self, slot: int) -> bool:
+    def takes_drafts(self, slot: int, verification: Verification) -> bool:
         """Whether all processors that the slot's request wants support rows after drafts."""
         wanted = np.flatnonzero(self._wants[:, slot]).tolist()
         return all(self._processors[index].takes_drafts for index in wanted)

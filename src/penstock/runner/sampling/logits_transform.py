@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import SamplingParams
+from penstock.contract import Part, Parts, SamplingParams, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
+from penstock.runner.sampling.verification import Verification
 from penstock.step.logits_rows import LogitsRows
 
 
@@ -29,6 +30,21 @@ class LogitsTransform(ABC):
     def remove_request(self, slot: int) -> None:
         """Remove the slot's request; the slot may be reused at once."""
         return
+
+    def takes_drafts(self, slot: int, verification: Verification) -> bool:
+        """Whether rows after the drafts of the slot's request can be sampled; if not, all its drafts are rejected."""
+        return True
+
+    def begin_step(self, parts: Parts | None, slot_of: Mapping[str, int]) -> None:
+        """Take the features' parts for the sampling of the next step (`SamplingInput`).
+
+        Called where a request of the runner needs a transform. slot_of: by request id.
+        """
+        return
+
+    def dummy_part(self, message: SchedulerOutput) -> Part | None:
+        """Return the part for the sampling of a step of dummy requests, its `awaiting_req_ids`; None without one."""
+        return None
 
     @abstractmethod
     def is_needed(self, slots_np: np.ndarray) -> bool:

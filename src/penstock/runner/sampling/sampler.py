@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,14 +11,13 @@ from torch import Tensor
 
 from penstock.config import SamplingConfig
 from penstock.config.sampling import rows_at_once
-from penstock.contract import NewRequestData
+from penstock.contract import NewRequestData, Parts, SchedulerOutput
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.custom_processors import CustomProcessors
 from penstock.runner.sampling.draw import Draw
 from penstock.runner.sampling.failures import Failure, find_failures
-from penstock.runner.sampling.grammar_mask import GrammarMask
 from penstock.runner.sampling.load_processors import load_logits_processors
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
 from penstock.runner.sampling.logits_transform import LogitsTransform
@@ -47,14 +46,16 @@ class SamplerOutput(msgspec.Struct, frozen=True):
 
 
 class Sampler(SlotOwner):
-    """Order of transforms: masks and bias, penalties, custom logits processors, the grammar mask, then temperature,
-    min-p, top-k and top-p, the draw. No transform after the grammar mask can allow a token that it forbids.
+    """Order of transforms: masks and bias, penalties, custom logits processors, those of features, then
+    temperature, min-p, top-k and top-p, the draw. No transform after those of features, such as the bitmask of
+    structured output, can allow a token that they forbid.
 
     The first group, `shaping`, applies to greedy requests too; the second skips their rows. A batch of more than
     `max_rows` is sampled in parts, because transforms hold several copies of their rows' logits.
     token_ids_SL: the runner's token table, int32 [slots, positions].
     processors: custom logits processors; None for the installed ones and those that `config` names.
-    verification: acceptance rule of drafts. most_logprobs: log-probabilities that a request may ask for.
+    verification: acceptance rule of drafts. transforms: of features. most_logprobs: log-probabilities that a request
+    may ask for.
     Raises ConfigError for a custom logits processor that cannot be loaded or made.
     """
 
@@ -67,6 +68,7 @@ class Sampler(SlotOwner):
         config: SamplingConfig,
         processors: Sequence[type[LogitsProcessor]] | None = None,
         verification: Verification = EXACT,
+        transforms: Sequence[LogitsTransform] = (),
     ) -> None:
         context = ProcessorContext(device, num_slots, vocab_size, token_ids_SL)
         self._device = device
@@ -75,7 +77,6 @@ class Sampler(SlotOwner):
         self.max_rows = rows_at_once(vocab_size, device.kind)
         classes = load_logits_processors(config.logits_processors) if processors is None else processors
         self._custom = CustomProcessors(context, classes)
-        self.grammar = GrammarMask(device, num_slots)
         self.shaping: list[LogitsTransform] = [
             AllowedTokens(device, num_slots, vocab_size),
             BadWords(device, num_slots, vocab_size, token_ids_SL),
@@ -83,7 +84,7 @@ class Sampler(SlotOwner):
             LogitBias(device, num_slots, vocab_size),
             Penalties(device, num_slots, vocab_size, token_ids_SL),
             self._custom,
-            self.grammar,
+            *transforms,
         ]
         self.truncating: list[LogitsTransform] = [
             Temperature(device, num_slots),
@@ -203,8 +204,17 @@ class Sampler(SlotOwner):
         """Whether rows after the request's drafts can be sampled; if not, all its drafts are rejected."""
         if slot not in self._shaped_slots:
             return True
-        leaves_form = self._verification.keeps_what_cannot_be and self.grammar.constrains(slot)
-        return self._custom.takes_drafts(slot) and not leaves_form
+        return all(transform.takes_drafts(slot, self._verification) for transform in self.shaping)
+
+    def begin_step(self, parts: Parts | None, slot_of: Mapping[str, int]) -> None:
+        """As `LogitsTransform`, of all transforms, before the step's `sample`."""
+        if self._shaped_slots:
+            for transform in self.shaping:
+                transform.begin_step(parts, slot_of)
+
+    def dummy_parts(self, message: SchedulerOutput) -> Parts:
+        """Parts for the sampling of a step of dummy requests."""
+        return Parts.of(part for one in self.shaping if (part := one.dummy_part(message)) is not None)
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
         if self._shaped_slots:

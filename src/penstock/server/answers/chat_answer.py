@@ -9,7 +9,6 @@ from typing import Any
 
 from penstock.config.reasoning import CUSTOM, HARMONY, REASONING_PARSERS, ReasoningMarkers, reasoning_markers
 from penstock.contract import StructuredOutputsParams
-from penstock.engine.core.structured_grammar import reasoning_tokens
 from penstock.errors import InvalidParameter
 from penstock.server.answers.constraint import constraint
 from penstock.server.answers.harmony import HARMONY as HARMONY_CALLS
@@ -20,7 +19,7 @@ from penstock.server.answers.tool_format import ToolCallFormat
 from penstock.server.answers.tool_parsers import tool_call_format
 from penstock.server.requests.answer import AnswerEvent, AnswerFormat, AnswerParser, ContentDelta, PlainAnswer
 from penstock.structured.harmony_messages import HarmonyTokens
-from penstock.structured.reasoning import ReasoningTokens
+from penstock.structured.reasoning import ReasoningTokens, reasoning_tokens
 from penstock.text.tokenizer import Tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Grammar bitmask: masked tokens are never sampled, whatever the parameters, and other requests keep theirs."""
+"""Bitmasks: masked tokens are never sampled, whatever the parameters, and other requests keep theirs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.contract import GrammarOutput, SamplingParams, StructuredOutputsParams
+from penstock.contract import Parts, SamplingParams, StructuredOutputsParams
+from penstock.errors import InvalidMessage
+from penstock.features.structured_output.bitmask import Bitmask
+from penstock.features.structured_output.messages import BitmaskPart
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.step.logits_rows import DraftRows, LogitsRows
-from support.plain_sampling import VOCAB_SIZE, HandDriven, random_logits
+from support.plain_sampling import DEVICE, NUM_SLOTS, VOCAB_SIZE, HandDriven, random_logits
 
 ANY = StructuredOutputsParams(json_object=True)
 PROMPT = [1, 2, 3]
@@ -27,31 +30,34 @@ def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"seed": 5, "temperature": 1.0, "structured_outputs": ANY, **fields})
 
 
-def bitmask(allowed: Mapping[str, Sequence[Sequence[int]]]) -> GrammarOutput:
-    """The grammar message, with the bitmask rows of each request."""
+def hand_driven(**config: object) -> HandDriven:
+    return HandDriven(transforms=[Bitmask(DEVICE, NUM_SLOTS, VOCAB_SIZE)], **config)
+
+
+def bitmask(allowed: Mapping[str, Sequence[Sequence[int]]]) -> Parts:
+    """Parts of a step's sampling, with the bitmask rows of each request."""
     rows = [row for rows in allowed.values() for row in rows]
     words = np.zeros((len(rows), NUM_WORDS), np.uint32)
     for number, row in enumerate(rows):
         for token in row:
             words[number, token // 32] |= np.uint32(1 << token % 32)
-    return GrammarOutput(
-        step_id=0,
-        structured_output_request_ids=list(allowed),
-        grammar_bitmask=words.astype("<u4").tobytes(),
-        num_words=NUM_WORDS,
+    part = BitmaskPart(
+        req_ids=list(allowed),
+        bitmask=words.astype("<u4").tobytes(),
         num_rows=[len(rows) for rows in allowed.values()],
     )
+    return Parts.of([part] if allowed else [])
 
 
 def sampled(
     each: Mapping[str, SamplingParams], allowed: Mapping[str, Sequence[int]], *, max_rows: int = 100, **config: object
 ) -> dict[str, SamplerOutput]:
     """One step of requests that share a batch, by request."""
-    driver = HandDriven(**config)
+    driver = hand_driven(**config)
     driver.sampler.max_rows = max_rows
     for req_id, one in each.items():
         driver.add(SLOTS[req_id], one, PROMPT)
-    driver.sampler.grammar.take(bitmask({req_id: [row] for req_id, row in allowed.items()}), SLOTS)
+    driver.sampler.begin_step(bitmask({req_id: [row] for req_id, row in allowed.items()}), SLOTS)
     result = driver.step([SLOTS[req_id] for req_id in each], random_logits(3, seed=1)[: len(each)])
     return {
         req_id: SamplerOutput(result.sampled_token_ids[row], result.failures[row], result.logprobs, {})
@@ -94,7 +100,7 @@ def test_only_who_asked_for_a_form_is_constrained_and_only_by_this_step() -> Non
 
 
 def test_who_leaves_takes_the_constraint_along() -> None:
-    driver = HandDriven()
+    driver = hand_driven()
     driver.add(2, params(temperature=0.0), PROMPT)
     rows = driver.rows([2])
     assert not driver.sampler.is_plain_greedy(rows), "a step may not be chosen before its bitmask is there"
@@ -140,15 +146,28 @@ def test_log_probabilities_are_of_the_raw_or_of_the_masked_distribution_as_the_m
 
 @pytest.mark.parametrize("max_rows", [1, 2, 100])
 def test_each_draft_has_a_row_of_its_own(max_rows: int) -> None:
-    driver = HandDriven()
+    driver = hand_driven()
     driver.sampler.max_rows = max_rows
     for req_id in "abc":
         driver.add(SLOTS[req_id], params(temperature=0.0), PROMPT)
     allowed = {"b": [[10], [11], [12]], "gone": [[1], [1]], "a": [[20], [21]], "c": [[30]]}
-    driver.sampler.grammar.take(bitmask(allowed), SLOTS)
+    driver.sampler.begin_step(bitmask(allowed), SLOTS)
     # "a" has one draft that is checked, "b" one of its two.
     numbers = np.array([0, 0, 1, 0, 1])
     slots = np.array([SLOTS[req_id] for req_id in "cbbaa"])
     drafts = DraftRows(np.array([0, 1, 1, 2, 2]), numbers, torch.from_numpy(numbers))
     rows = LogitsRows(torch.from_numpy(slots), slots, torch.from_numpy(2 + numbers), drafts)
     assert driver.sampler.sample(random_logits(5, seed=3), rows).sampled_token_ids.tolist() == [30, 10, 11, 20, 21]
+
+
+def test_a_bitmask_has_a_row_of_each_request_and_draft() -> None:
+    def part(num_bytes: int, num_rows: list[int]) -> BitmaskPart:
+        return BitmaskPart(req_ids=["a", "b"], bitmask=bytes(num_bytes), num_rows=num_rows)
+
+    part(4 * NUM_WORDS * 2, []).check(VOCAB_SIZE)
+    part(4 * NUM_WORDS * 5, [4, 1]).check(VOCAB_SIZE)
+    for wrong in (part(16, [1]), part(12, []), part(16, [3, -1]), part(0, []), part(24, [])):
+        with pytest.raises(InvalidMessage, match="num_rows|bitmask"):
+            wrong.check(VOCAB_SIZE)
+    with pytest.raises(InvalidMessage, match="num_rows"):
+        BitmaskPart(req_ids=[], bitmask=b"").check(VOCAB_SIZE)
