@@ -492,7 +492,7 @@ def test_calls_of_a_feature_are_recorded_and_the_last_ones_begin_the_next_window
     recorder.called(RpcCall("check_health"))
     entries = [entry.call for entry in read_recording(file).entries if isinstance(entry, Called)]
     assert [entry is None for entry in entries] == [False, False, False, True, False, False]
-    recorder.executed(SchedulerOutput(step_id=1), False)
+    recorder.executed(SchedulerOutput(step_id=1))
     recorder.close()
     begun = [part_of(call, DialCall) for call in read_recording(file).start.calls]
     name = "{}" if record_prompts else "?"
