@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from penstock.worker.capabilities import ASYNC_REFUSALS, REFUSALS
 
+# Keys of a row, in order.
+COLUMNS = ("combination", "device", "why", "instead")
+
 
 def rows() -> list[dict[str, str]]:
     """Return one row per refusal."""
