@@ -18,9 +18,10 @@ from penstock import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from penstock.checkpoints.resolve import resolve_model_folder
 from penstock.config import EngineConfig
 from penstock.contract import RpcCall
+from penstock.engine.inputs.prompts import with_parts
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
-from penstock.features.lora.request import LoRARequest
+from penstock.features.lora.request import LoRARequest, parts_of_adapter
 from support.adapted_models import OPTIONS, PROMPTS, Adapted, adapted, assert_same, in_memory, masked_greedy, run
 from support.adapters import ALL_LINEAR, VARIANTS, make_adapters, parts_of, request_of, with_adapter
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
@@ -174,7 +175,7 @@ def test_adapters_are_loaded_again_in_the_core_that_replaces_a_killed_one(folder
         session.collective_rpc(RpcCall("pin_lora", (2,)))
         session.collective_rpc(RpcCall("remove_lora", (3,)))
         requests = [
-            session.accept(prompt, params, lora_request=adapter and adapter.reference)
+            session.accept(with_parts(prompt, parts_of_adapter(adapter and adapter.reference)), params)
             for prompt, adapter in zip(prompts, adapters, strict=True)
         ]
         tokens, pids = {}, set(core.process_ids)
