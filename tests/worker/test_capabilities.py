@@ -598,13 +598,12 @@ def test_nothing_else_is_refused_on_cpus(written: dict[str, tuple[Path, dict[str
                 check_options(config, "cpu")
 
 
-def test_float_and_quantized_models_are_not_refused_on_one_gpu(tmp_path: Path) -> None:
+def test_float_and_quantized_models_are_not_refused_on_one_gpu(written: dict[str, tuple[Path, dict[str, Any]]]) -> None:
     quantized = [name for name in WAYS if name.endswith("checkpoints")]
     quantized += ["int8 weights", "int4 weights"]
     for name in ("n-gram drafts", "draft model", "bfloat16 weights", "GPT-2", "Transformers models", *quantized):
-        folder = WAYS[name].model(tmp_path / name)
-        folder = next(folder.glob("quantized"), folder)
-        check_options(EngineConfig.create(str(folder), **WAYS[name].options(tmp_path)), "cuda")
+        model, options = written[name]
+        check_options(EngineConfig.create(str(model), **options), "cuda")
 
 
 def start_or_serve(config: EngineConfig, *, is_served: bool) -> None:
