@@ -88,7 +88,8 @@ class Admission:
         if not all(admits(request, step.requests) for admits in self._admit_methods):
             return False
         num_tokens = min(request.num_tokens - hit.num_tokens, step.token_budget)
-        num_tokens = self._chunks.length(request, hit.num_tokens, num_tokens)
+        if self._chunks.are_limited:
+            num_tokens = self._chunks.length(request, hit.num_tokens, num_tokens)
         if not num_tokens or (num_tokens < request.num_tokens - hit.num_tokens and not self._runs_chunks):
             return False
         if self._kv_cache.allocate_slots(request, num_tokens, hit) is None:

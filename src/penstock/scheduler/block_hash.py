@@ -32,8 +32,10 @@ class BlockHasher:
         """Append the hashes of newly full blocks to `request.block_hashes`."""
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
         parent = hashes[-1] if hashes else ROOT_HASH
+        has_extra, hash_block = request.parts is not None or request.cache_salt is not None, self.hash_block
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            parent = self.hash_block(parent, tokens[start : start + size], extra_keys(request, start, start + size))
+            extra = extra_keys(request, start, start + size) if has_extra else ()
+            parent = hash_block(parent, tokens[start : start + size], extra)
             hashes.append(parent)
 
     def hash_block(self, parent_hash: bytes, token_ids: Sequence[int], extra: ExtraKeys = ()) -> bytes:

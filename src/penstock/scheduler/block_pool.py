@@ -89,9 +89,9 @@ class BlockPool:
         """Ids of the free blocks, in order of reuse; linear in their number."""
         return [block.block_id for block in self._free]
 
-    def is_free(self, block: KVCacheBlock) -> bool:
-        """Whether the block can be allocated."""
-        return block in self._free
+    def count_free(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """Number of free ones among these blocks."""
+        return sum(map(self._free.__contains__, blocks))
 
     def find(self, key: BlockKey) -> KVCacheBlock | None:
         """Return a cached block with this key, held or not."""

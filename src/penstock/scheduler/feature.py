@@ -100,10 +100,14 @@ def methods_of(features: Sequence[SchedulerFeature], name: str) -> list[Callable
 
 
 class Chunks:
-    """Lengths of chunks, as features that override `SchedulerFeature.chunk` allow them."""
+    """Lengths of chunks, as features that override `SchedulerFeature.chunk` allow them.
+
+    are_limited: whether there is such a feature.
+    """
 
     def __init__(self, features: Sequence[SchedulerFeature]) -> None:
         self._chunk_methods = methods_of(features, "chunk")
+        self.are_limited = bool(self._chunk_methods)
 
     def length(self, request: Request, start: int, num_tokens: int) -> int:
         """As `SchedulerFeature.chunk`, of all features."""

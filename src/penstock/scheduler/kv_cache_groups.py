@@ -65,6 +65,11 @@ class KVCacheGroup:
         """Return the prefix-cache key of block `index`: the last hash inside it covers all tokens up to its end."""
         return self.group_id, block_hashes[(index + 1) * self._hashes_per_block - 1]
 
+    def keys(self, block_hashes: Sequence[bytes], first: int, end: int) -> list[BlockKey]:
+        """Return the prefix-cache keys of the blocks from `first` to `end`."""
+        per_block, group_id = self._hashes_per_block, self.group_id
+        return [(group_id, one) for one in block_hashes[(first + 1) * per_block - 1 : end * per_block : per_block]]
+
     def find(self, block_hashes: Sequence[bytes], index: int) -> KVCacheBlock | None:
         """Return a cached block for block `index`, if there is one."""
         return self.pool.find(self.key(block_hashes, index))
@@ -86,8 +91,9 @@ class FullAttentionGroup(KVCacheGroup):
 
     def find_hit(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[KVCacheBlock]:
         blocks: list[KVCacheBlock] = []
+        find, key = self.pool.find, self.key
         for index in range(max_num_tokens // self.block_size):
-            block = self.find(block_hashes, index)
+            block = find(key(block_hashes, index))
             if block is None:
                 break
             blocks.append(block)

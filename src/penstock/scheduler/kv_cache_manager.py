@@ -117,9 +117,8 @@ class KVCacheManager:
     def get_block_ids(self, req_id: str) -> tuple[list[int], ...]:
         """Return the block ids of a request, per group: its own, then by position; 0 where positions are not read."""
         held = self._held[req_id]
-        return tuple(
-            [block.block_id for block in (*own, *blocks)] for own, blocks in zip(held.own, held.groups, strict=True)
-        )
+        of_groups = [own + blocks if own else blocks for own, blocks in zip(held.own, held.groups)]  # noqa: B905
+        return tuple([[block.block_id for block in blocks] for blocks in of_groups])
 
     def get_computed_blocks(self, request: Request) -> PrefixHit:
         """Return the longest prefix-cache hit before the last known token: at least one token must run.
@@ -162,12 +161,12 @@ class KVCacheManager:
 
         A request admitted with room for its first prefill chunk only would soon be preempted for its second.
         """
-        num_shared = [
-            sum(block is not group.pool.null_block and not group.pool.is_free(block) for block in blocks)
-            for group, blocks in zip(self.groups, hit.blocks, strict=True)
-        ]
-        needed, shared = self.blocks_needed(request.num_tokens), self._by_pool(num_shared)
-        return self._are_free([count - found for count, found in zip(needed, shared, strict=True)])
+        counts = self.blocks_needed(request.num_tokens)
+        for index, group, blocks in zip(self._pool_indices, self.groups, hit.blocks):  # noqa: B905
+            if blocks:
+                # Null blocks, and those of the hit that others hold, are not taken.
+                counts[index] -= len(blocks) - group.pool.count_free(blocks) - blocks.count(group.pool.null_block)
+        return self._are_free(counts)
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None
@@ -224,8 +223,8 @@ class KVCacheManager:
         for index, group in enumerate(self.groups):
             first, end = held.num_cached[index], num_computed_tokens // group.block_size
             if first < end:
-                keys = [group.key(hashes, block) for block in range(first, end)]
                 held.num_cached[index] = end
+                keys = group.keys(hashes, first, end)
                 shared += group.pool.cache_full_blocks(held.groups[index][first:end], keys)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
         return shared
@@ -254,8 +253,8 @@ class KVCacheManager:
         hashes = request.block_hashes
         for group in self.groups:
             num_blocks = len(hashes) * self._hasher.block_size // group.block_size
-            for block in range(num_blocks):
-                group.pool.forget(group.key(hashes, block))
+            for key in group.keys(hashes, 0, num_blocks):
+                group.pool.forget(key)
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request; cached ones can be hit until they are reused."""
@@ -339,20 +338,18 @@ class KVCacheManager:
     def _allocate_first(self, request: Request, num_new_tokens: int, hit: PrefixHit) -> tuple[list[int], ...] | None:
         groups = [list(blocks) for blocks in hit.blocks]
         missing = self._num_missing(request, groups, hit.num_tokens + num_new_tokens)
-        # Blocks of the hit that are free are taken too.
-        num_found = [
-            sum(group.pool.is_free(block) for block in blocks)
-            for group, blocks in zip(self.groups, groups, strict=True)
-        ]
-        num_own = [group.num_own_blocks for group in self.groups]
-        others = zip(self._num_taken(missing), self._by_pool(num_found), self._by_pool(num_own), strict=True)
-        if not self._are_free([sum(counts) for counts in others]):
+        counts = self._num_taken(missing)
+        for index, group, blocks in zip(self._pool_indices, self.groups, groups):  # noqa: B905
+            # Blocks of the hit that are free are taken too.
+            counts[index] += group.num_own_blocks + (group.pool.count_free(blocks) if blocks else 0)
+        if not self._are_free(counts):
             return None
-        for group, blocks in zip(self.groups, groups, strict=True):
+        for group, blocks in zip(self.groups, groups):  # noqa: B905
             group.pool.touch(blocks)
         held = self._held[request.req_id] = _HeldBlocks(groups)
-        for group, own in zip(self.groups, held.own, strict=True):
-            own += group.pool.get_new_blocks(group.num_own_blocks)
+        for group, own in zip(self.groups, held.own):  # noqa: B905
+            if group.num_own_blocks:
+                own += group.pool.get_new_blocks(group.num_own_blocks)
         request.next_cache_at = 0 if self._caches_prefixes else _NEVER
         return self._extend(request, held, missing)
 
@@ -373,7 +370,7 @@ class KVCacheManager:
     def _by_pool(self, counts: Sequence[int]) -> list[int]:
         """Sums of the groups' counts by pool."""
         sums = [0] * len(self.pools)
-        for index, count in zip(self._pool_indices, counts, strict=True):
+        for index, count in zip(self._pool_indices, counts):  # noqa: B905
             sums[index] += count
         return sums
 

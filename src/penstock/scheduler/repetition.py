@@ -75,7 +75,7 @@ class RepeatedSteps:
     def note(self, step: Step) -> Step:
         """Note a step with its parts before its launch; return it without a step to repeat if its parts forbid that."""
         message = step.message
-        if not _allow_repetition(message.parts):
+        if message.parts is not None and not _allow_repetition(message.parts):
             self.end()
             return replace(step, message=replace(message, repeats_step_id=None))
         if self._decodes and step.requests is self._decodes[0].step.requests:
@@ -193,8 +193,8 @@ class _Decodes:
             req_ids,
             [count + 1 for count in num_computed_tokens],
             step.max_new_tokens,
-            goes_on_at=version if self.num_left > 1 else None,
-            end_token_ids=self._end_token_ids,
+            version if self.num_left > 1 else None,
+            self._end_token_ids,
         )
 
     def advance(self, step: Step) -> None:

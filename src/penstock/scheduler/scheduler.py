@@ -374,6 +374,7 @@ class Scheduler:
             if max_new_tokens
         }
         runs_ahead, most, scheduled = self._runs_ahead, step.max_num_reqs, step.requests
+        are_limited = self._chunks.are_limited
         # Preemption shortens the list from its end, which is safe in this loop.
         for request in self._requests.running:
             if len(scheduled) >= most:
@@ -393,7 +394,7 @@ class Scheduler:
             if num_tokens > step.token_budget:
                 num_tokens = step.token_budget
             try:
-                if request.num_computed_tokens < request.num_prompt_tokens:
+                if are_limited and request.num_computed_tokens < request.num_prompt_tokens:
                     num_tokens = self._chunks.length(request, request.num_computed_tokens, num_tokens)
                 if num_tokens <= 0:
                     continue

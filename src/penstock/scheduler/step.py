@@ -40,11 +40,11 @@ class Step(msgspec.Struct, gc=False):
     req_ids: list[str]
     num_computed_tokens: list[int]
     max_new_tokens: list[int]
+    goes_on_at: tuple[int, int] | None = None
+    end_token_ids: frozenset[int] = frozenset()
     found: Mapping[int, Sequence[KVCacheBlock]] = _NO_BLOCKS
     shared: Mapping[int, Sequence[KVCacheBlock]] = _NO_BLOCKS
     void_rows: frozenset[int] = frozenset()
-    goes_on_at: tuple[int, int] | None = None
-    end_token_ids: frozenset[int] = frozenset()
 
     @property
     def step_id(self) -> int:
@@ -207,8 +207,8 @@ class StepBuilder:
             req_ids,
             self._num_computed_tokens,
             self._max_new_tokens,
-            self._found,
-            self._shared,
+            found=self._found,
+            shared=self._shared,
         )
 
     def _add(self, request: Request, num_computed_tokens: int, num_tokens: int, shared: Sequence[KVCacheBlock]) -> None:
