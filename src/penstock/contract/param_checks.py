@@ -36,7 +36,7 @@ def invalid(name: str, value: Any, allowed: str) -> InvalidParameter:
 def check_sendable(fields: Mapping[str, Any]) -> None:
     """Raise InvalidParameter, naming the field, for a value that cannot be serialised.
 
-    That is text with lone surrogates, an integer of more than 64 bits, or too deep nesting, at any level.
+    Such values are text with lone surrogates, integers of more than 64 bits, and too deep nesting, at any level.
     """
     try:
         msgspec.msgpack.encode(fields)

@@ -45,14 +45,14 @@ def with_adapters(prompts: Sequence[Prompt], adapters: Sequence[Any]) -> list[Pr
 
 
 class PoolingMethods(AdapterMethods):
-    """Methods of an offline engine that pools (`runner="pooling"`). Others refuse them.
+    """Methods of an offline engine that pools (`runner="pooling"`); an engine that generates refuses them.
 
-    Arguments that they share:
+    Arguments that the methods share:
     prompts: as of `LLM.generate`.
     pooling_params: one for all prompts, or one per prompt; None for those of the model.
     use_tqdm: show a progress bar, if standard error is a terminal.
     lora_request, priority: as of `LLM.generate`.
-    They raise InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, or for a task that the
+    All raise InvalidRequest (InvalidParameter, ContextTooLong) for a bad prompt or parameter, or for a task that the
     model cannot do, and RequestFailed, with the reason, where a request fails while it runs.
     """
 

@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Meaning of the text behind a whole header. What is for other tools, or of another role, is reasoning."""
+        """Meaning of the text behind a whole header. Text for other tools, or of another role, is reasoning."""
         if self.role not in ("", ROLE):
             return Kind.REASONING
         if self.function:

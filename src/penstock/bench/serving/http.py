@@ -35,7 +35,7 @@ class MalformedResponse(Exception):
 
 
 class ResponseReader(Protocol):
-    """Receiver of one response, called as its bytes arrive. What it raises ends the exchange and its connection.
+    """Receiver of one response, called as its bytes arrive. An exception of it ends the exchange and its connection.
 
     now: time of arrival, of the client's clock.
     """

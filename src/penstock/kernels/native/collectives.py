@@ -103,7 +103,8 @@ class Collectives:
 class Channels:
     """Point-to-point channels between ranks in shared memory.
 
-    address: of `size` x `size` channels, a row per sender, initialised with zeros. Others as in `Collectives`.
+    address: of `size` x `size` channels, a row per sender, initialised with zeros. The other arguments
+    are those of `Collectives`.
     """
 
     def __init__(self, module: Any, address: int, rank: int, size: int, *, timeout_s: float, spin_us: int) -> None:

@@ -48,7 +48,8 @@ class GgufProducts:
     def method(self, layer: LinearLayer, pieces: list[Piece]) -> QuantizedMethod | None:
         """Return the linear method of a weight made of these tensors; None for one that is kept in floating point.
 
-        That is one of a type without kernels, of types that have no common format, or whose groups ranks would split.
+        Floating point are weights of a type without kernels, of types without a common format, and those whose groups
+        ranks would split.
         """
         names = [piece.name for piece in pieces]
         try:

@@ -1,7 +1,7 @@
 """Executions: ways to run frames and other work of models, with identical tokens and bits.
 
-What a way needs stays behind its execution. The choice depends on the frame and on what is fixed at start, so that all
-ranks choose alike.
+Padding, programs and captures stay behind the execution. The choice of a way depends on the frame and on what is fixed
+at start, so that all ranks choose alike.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class Launcher:
         self._wait_for_end(running, timeout_s + _FRONT_GRACE_S)
 
     def _end_broker(self, broker: SupervisedProcess) -> None:
-        """Let a broker close its cores. One that is being started is killed, and its cores with it."""
+        """Let a broker close its cores. A broker that is being started is killed, and its cores with it."""
         broker.expect_end()
         has_started = broker.is_running
         if has_started:

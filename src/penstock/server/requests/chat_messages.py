@@ -29,8 +29,8 @@ class ChatMessages:
         self.messages.append(message)
 
     def add_system(self, role: str, texts: Sequence[str], path: str) -> None:
-        """Add instructions: of a system or developer message. Those at the start are one message, with a part each,
-        since many templates take no second one.
+        """Add the instructions of a system or developer message. Instructions at the start are one message, with a part
+        each, since many templates take no second one.
         """
         if len(self.messages) == 1 and self.messages[0]["role"] in SYSTEM_ROLES:
             self._system_texts += texts

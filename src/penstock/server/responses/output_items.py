@@ -43,7 +43,7 @@ class OutputItems:
         return [named for made in self._parts.push(events) for named in self._events(made)]
 
     def finish(self, *, is_cut_off: bool) -> list[tuple[str, dict[str, Any]]]:
-        """End the answer. One without parts gets an empty text."""
+        """End the answer. An answer without parts gets an empty text."""
         made: list[PartEvent] = self._parts.begin_text() if not self._parts.parts else []
         made += self._parts.finish(is_cut_off=is_cut_off)
         return [named for one in made for named in self._events(one)]
