@@ -24,7 +24,7 @@ BOUNDS = {
     "files in knots of imports around `runner/` and `step/`, types included": 0,
     "files in knots of imports in all of `src`": 0,
     "files of `runner/`, `step/` and features that a repeated decode step calls": 10,
-    "files that it calls from `EngineCore.step` to the token and back": 25,
+    "files that it calls from `EngineCore.step` to the token and back": 21,
     "places that decide whether a step repeats, keeps its frame or takes a fast path": 7,
     "registries of LoRA's state": 3,
     "files that name LoRA or adapters outside of its folders": 25,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from penstock.contract.parts import Parts
@@ -89,6 +91,16 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         """Whether the worker has nothing to run or remove, so that the step need not be sent."""
         return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids or self.parts)
+
+    def with_drafts(self, drafts: Mapping[str, Sequence[int]]) -> SchedulerOutput:
+        """Return the step with these draft tokens, for requests that have some in it; -1 stays beyond them."""
+        scheduled = self.scheduled_spec_decode_tokens
+        known = {
+            req_id: [*ids, *scheduled[req_id]][: len(scheduled[req_id])]
+            for req_id, ids in drafts.items()
+            if req_id in scheduled
+        }
+        return msgspec.structs.replace(self, scheduled_spec_decode_tokens={**scheduled, **known})
 
     def anon_repr(self) -> str:
         """Describe the step for logs, without users' tokens."""

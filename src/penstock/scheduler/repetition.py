@@ -62,7 +62,7 @@ class RepeatedSteps:
         decodes = self._decodes[0]
         if num_requests != len(self._requests.running) or decodes.num_left <= 0:
             return None
-        if not decodes.runs_ahead and decodes.step.step_id in self._in_flight.steps:
+        if not decodes.runs_ahead and decodes.step.message.step_id in self._in_flight.steps:
             return None
         new_block_ids: NewBlockIds = []
         rows = decodes.due.get(decodes.num_left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -23,6 +24,8 @@ from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output
 from penstock.scheduler.step import Step, StepBuilder
 from penstock.scheduler.steps_in_flight import StepsInFlight
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -324,9 +327,17 @@ class Scheduler:
             request.parts = parts
             request.block_hashes.clear()
 
-    def reset_prefix_cache(self) -> bool:
-        """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
-        return self.kv_cache.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Evict all cached prefixes; False, and nothing is done, while requests hold blocks.
+
+        reset_running_requests: preempt the running requests first, which frees their blocks.
+        """
+        if reset_running_requests:
+            self.preempt_all()
+        is_reset = self.kv_cache.reset_prefix_cache()
+        if not is_reset:
+            logger.warning("The prefix cache was not reset, since requests hold blocks")
+        return is_reset
 
     def _new_step(self, step_id: int) -> Step:
         """Build a step request by request."""

@@ -47,29 +47,10 @@ class Step(msgspec.Struct, gc=False):
     void_rows: frozenset[int] = frozenset()
 
     @property
-    def step_id(self) -> int:
-        """Step id of the message."""
-        return self.message.step_id
-
-    @property
     def is_all_decodes(self) -> bool:
         """Whether the step has requests, and each decodes one token."""
         num_reqs = len(self.requests)
         return self.message.total_num_scheduled_tokens == num_reqs > 0 and self.max_new_tokens.count(1) == num_reqs
-
-    def ends_none(self, version: tuple[int, int], token_ids: Sequence[list[int]]) -> bool:
-        """Whether each request got one token and goes on after it, as far as repetition alone can tell.
-
-        version: of the request lists now.
-        """
-        if version != self.goes_on_at:
-            return False
-        try:
-            all_token_ids = [token_id for (token_id,) in token_ids]
-        except ValueError:
-            # A request got several tokens, or none.
-            return False
-        return self.end_token_ids.isdisjoint(all_token_ids)
 
     def reordered(self, rows: Sequence[int]) -> Step:
         """Return the step with its rows in the order of its results."""

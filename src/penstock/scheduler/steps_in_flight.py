@@ -108,7 +108,7 @@ class StepsInFlight:
         ):
             return [None] * len(step.requests)
         token_ids = results.sampled_token_ids
-        if step.ends_none(self._requests.version, token_ids):
+        if self._requests.version == step.goes_on_at and _go_on(step, token_ids):
             return list(map(EngineCoreOutput, step.req_ids, token_ids))
         return [
             EngineCoreOutput(request.req_id, new_token_ids)
@@ -282,13 +282,23 @@ class StepsInFlight:
         return make_output(request, [], reason, error=error)
 
 
+def _go_on(step: Step, token_ids: Sequence[list[int]]) -> bool:
+    """Whether each request of a step got one token, which ends none."""
+    try:
+        all_token_ids = [token_id for (token_id,) in token_ids]
+    except ValueError:
+        # A request got several tokens, or none.
+        return False
+    return step.end_token_ids.isdisjoint(all_token_ids)
+
+
 def _rows_in_order(step: Step, req_ids: Sequence[str]) -> list[int]:
     """Return the rows of a step in the order of its results; rows without results come last."""
     rows = {req_id: row for row, req_id in enumerate(step.req_ids)}
     in_order = []
     for req_id in req_ids:
         if req_id not in rows:
-            raise LifecycleError(f"Step {step.step_id} did not hold the request {req_id!r}.")
+            raise LifecycleError(f"Step {step.message.step_id} did not hold the request {req_id!r}.")
         in_order.append(rows.pop(req_id))
     return [*in_order, *rows.values()]
 

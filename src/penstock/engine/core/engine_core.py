@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheConfig, RpcCall, SamplingInput, SchedulerOutput
 from penstock.contract.rpc import WeightChange
@@ -62,7 +60,6 @@ class EngineCore:
         self._runs_ahead = engine.executor.overlaps_with_host if wants_async is None else wants_async
         self._max_in_flight = config.max_concurrent_batches
         self._step_timeout_s = config.parallel.step_timeout_s
-        self._pools = config.model.pools
         # Times of the steps since they were last taken.
         self._trace = StepTrace(config)
         self.phases = PhaseTimer(self._trace.phases)
@@ -83,16 +80,17 @@ class EngineCore:
         self._admission_callback: Callable[[str, PenstockError | None], None] | None = None
         # Calls of features before the next step, from any thread.
         self._calls: deque[Callable[[], None]] = deque()
-        self.scheduler, self._features_by_method = make_scheduler(
+        made = make_scheduler(
             engine,
             lambda scheduler: SchedulerServices(
-                config, scheduler, self._call_workers, self._take_ends, self._call_soon
+                config, scheduler, lambda call: self._executor.collective_rpc(call), self._take_ends, self._call_soon
             ),
             runs_ahead=self._runs_ahead,
         )
+        self.scheduler, self._features_by_method = made
         self._before_step = methods_of(self.scheduler.features, "before_step")
         self._after_step = methods_of(self.scheduler.features, "after_step")
-        self._deployment = DeploymentFeatures(config, self._call_feature) if owns_deployment else None
+        self._deployment = DeploymentFeatures(config, made.call_feature) if owns_deployment else None
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless the parts of a step's sampling need them.
         self._takes_drafts = engine.executor.num_speculative_tokens > 0 and not self._runs_ahead
@@ -121,7 +119,7 @@ class EngineCore:
                 pooling_params=request.pooling_params,
                 output_token_ids=request.output_token_ids,
                 needs_tokens_on_host=request.needs_tokens_on_host,
-                pools=self._pools,
+                pools=self.config.model.pools,
             )
         )
         self.wake()
@@ -260,12 +258,6 @@ class EngineCore:
             raise
         return output
 
-    def _call_workers(self, call: RpcCall) -> list[Any]:
-        return self._executor.collective_rpc(call)
-
-    def _call_feature(self, call: RpcCall) -> list[Any]:
-        return self._features_by_method[call.name].call(call)
-
     def _read_steps_of(self, req_ids: Sequence[str]) -> None:
         """Read the steps in flight up to the last one that has one of these requests."""
         while any(not step.num_scheduled_tokens.keys().isdisjoint(req_ids) for step, _ in self._in_flight):
@@ -308,12 +300,7 @@ class EngineCore:
         drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is None:
             return output
-        known = {
-            req_id: [*token_ids, *scheduled[req_id]][: len(scheduled[req_id])]
-            for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-            if req_id in scheduled
-        }
-        return msgspec.structs.replace(output, scheduled_spec_decode_tokens={**scheduled, **known})
+        return output.with_drafts(dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True)))
 
     def _sample(self, output: SchedulerOutput, sampling: SamplingInput) -> None:
         """Launch the sampling of an executed step."""
@@ -361,12 +348,7 @@ class EngineCore:
         reset_running_requests: preempt the running requests first, which frees their blocks.
         """
         self._require_alive()
-        if reset_running_requests:
-            self.scheduler.preempt_all()
-        is_reset = self.scheduler.reset_prefix_cache()
-        if not is_reset:
-            logger.warning("The prefix cache was not reset, since requests hold blocks")
-        return is_reset
+        return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def stats(self) -> SchedulerStats:
         """Current numbers of requests and KV-cache blocks."""
@@ -435,8 +417,8 @@ class EngineCore:
     @property
     def _has_lost_workers(self) -> bool:
         """Whether workers were lost, or must be replaced after an interrupted turn."""
-        is_interrupted = self._interrupted is not None
-        return self._engine is not None and (is_interrupted or self._engine.executor.has_lost_workers)
+        engine = self._engine
+        return engine is not None and (self._interrupted is not None or engine.executor.has_lost_workers)
 
     def _recover(self, error: Exception) -> None:
         """Replace the workers and preempt all requests; close the core when restarts do not help."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from penstock.contract import RpcCall
 from penstock.contract.feature import Feature, features_of, make_side
 from penstock.engine.core.startup import StartedEngine
 from penstock.scheduler.draft_budget import Speculation
@@ -20,6 +21,10 @@ class CoreScheduler(NamedTuple):
 
     scheduler: Scheduler
     by_method: dict[str, SchedulerFeature]
+
+    def call_feature(self, call: RpcCall) -> list[Any]:
+        """Answer a call of a feature's deployment side."""
+        return self.by_method[call.name].call(call)
 
 
 def make_scheduler(

@@ -36,7 +36,8 @@ from penstock.engine.messages import (
 )
 from penstock.engine.processes.admission import Admission
 from penstock.engine.processes.child_main import ParentConnection
-from penstock.engine.processes.core_group import CoreGroup, load_engine_core, status_of
+from penstock.engine.processes.core_answers import status_of
+from penstock.engine.processes.core_group import CoreGroup, load_engine_core
 from penstock.engine.processes.core_server import ServedCore, call_utility
 from penstock.engine.processes.supervisor import EngineSupervisor
 from penstock.errors import PenstockError, error_as_data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import queue
 import subprocess
 import threading
 import weakref
@@ -170,3 +171,30 @@ def _close_in_fork() -> None:
 _processes: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_fork)
+
+
+class CoreOwner(Protocol):
+    """Owner of cores, as the threads that read their messages see it."""
+
+    def handle_exit(self) -> None:
+        """Handle the end of a core's process, in the thread that read it."""
+
+
+def deliver_to(
+    owner: weakref.ref[CoreOwner], inbox: queue.SimpleQueue[tuple[CoreHandle, CoreMessage | None] | None]
+) -> Callable[[CoreHandle, CoreMessage | None], None]:
+    """Return the callback that queues a core's messages. It holds the owner by a weak reference, so that one which is
+    garbage-collected ends its processes with their starter.
+    """
+
+    def deliver(process: CoreHandle, message: CoreMessage | None) -> None:
+        inbox.put((process, message))
+        if message is not None:
+            return
+        alive = owner()
+        if alive is None:
+            process.close()
+        else:
+            alive.handle_exit()
+
+    return deliver

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 import time
@@ -19,12 +18,12 @@ from penstock.engine.core.core_client import START_TIMEOUT_S
 from penstock.engine.core.weight_changes import keep_weight_change
 from penstock.engine.guards import OwningProcess
 from penstock.engine.messages import BrokerStatus, CoreMessage, EngineRequest
-from penstock.engine.processes.child_process import CoreHandle, start_core
+from penstock.engine.processes.child_process import CoreHandle, deliver_to, start_core
+from penstock.engine.processes.core_answers import result_of, results_of, status_of
 from penstock.engine.processes.core_server import ServedCore
 from penstock.engine.processes.heartbeat import LONGEST_WAIT_S
 from penstock.engine.processes.routing import Router
 from penstock.engine.processes.supervisor import REFUSAL_TIMEOUT_S, Call, EngineSupervisor, StartCore
-from penstock.engine.statistics.metric_totals import StepTotals
 from penstock.engine.statistics.step_log import StepRecord
 from penstock.errors import EngineDead, InvalidRequest, LifecycleError, PenstockError, WaitTimeout, same_error
 from penstock.executor.base import check_reply_rank
@@ -95,11 +94,10 @@ class CoreGroup:
         parallel, cache = config.parallel, config.cache
         num_engines = parallel.num_engines_here if connect is None else 1
         block_size = cache.block_size * parallel.decode_context_parallel_size
-        has_choice = cache.enable_prefix_caching and num_engines > 1
-        self._router = Router(num_engines, block_size if has_choice else None)
+        self._router = Router(num_engines, block_size if cache.enable_prefix_caching and num_engines > 1 else None)
         self._starter = ProcessStarter()
         self._engines: list[EngineSupervisor] = []
-        deliver = _deliver_to(weakref.ref(self), self._inbox)
+        deliver = deliver_to(weakref.ref(self), self._inbox)
         starter = self._starter
 
         def start(config: EngineConfig, send_timeout_s: float) -> CoreHandle:
@@ -219,7 +217,7 @@ class CoreGroup:
             calls = self._call_running("reset_prefix_cache", reset_running_requests)
             are_reset = True
             for index, call in calls:
-                is_reset = call.lost is not None or _result_of(call)
+                is_reset = call.lost is not None or result_of(call)
                 are_reset = are_reset and is_reset
                 if is_reset:
                     self._router.forget(index)
@@ -254,10 +252,9 @@ class CoreGroup:
             if (done or is_late) and effects.weights is not None:
                 for index, engine in enumerate(self._engines):
                     if index not in done:
-                        name = call.name
-                        why = f"others have done {name}, and it has not" if done else f"{name} took it too long"
-                        engine.restart(f"is replaced, since {why}")
-            answers = _results_of(calls)
+                        why = "others have done {}, and it has not" if done else "{} took it too long"
+                        engine.restart(f"is replaced, since {why.format(call.name)}")
+            answers = results_of(calls)
         return answers if call.unique_reply_rank is None else [answers[call.unique_reply_rank]]
 
     def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
@@ -272,7 +269,7 @@ class CoreGroup:
         with self._listening():
             self._check_running()
             calls = self._call_running("stats")
-            known: list[SchedulerStats] = [_result_of(call) for _, call in calls if call.lost is None]
+            known: list[SchedulerStats] = [result_of(call) for _, call in calls if call.lost is None]
         return summed_stats([NO_STATS, *known])
 
     def watch_steps(self, seconds: float) -> None:
@@ -298,7 +295,7 @@ class CoreGroup:
             while any(call.lost is not None for call in calls):
                 calls = self._call_all("check_health", None)
             for call in calls:
-                _result_of(call)
+                result_of(call)
 
     def close(self) -> None:
         if not self._owner.is_here():
@@ -338,7 +335,7 @@ class CoreGroup:
         """Configuration with which an engine has loaded its weights."""
         call = engine.call("collective_rpc", RpcCall("get_config"))
         self._wait_until(lambda: call.is_over)
-        config: EngineConfig = _result_of(call)[0]
+        config: EngineConfig = result_of(call)[0]
         return config
 
     def _call_workers(self, call: RpcCall, asked: Sequence[EngineSupervisor]) -> list[Call]:
@@ -441,62 +438,12 @@ class CoreGroup:
         self._starter.close()
 
 
-def status_of(engines: Sequence[EngineSupervisor], num_engines: int) -> BrokerStatus:
-    """State of the cores of these supervisors. num_engines: all cores, those included that have no supervisor yet."""
-    steps = StepTotals()
-    for engine in engines:
-        steps.add(engine.steps)
-    return BrokerStatus(
-        stats=summed_stats([NO_STATS, *(engine.stats for engine in engines)]),
-        num_engines=num_engines,
-        num_recovering=num_engines - sum(engine.is_running for engine in engines),
-        num_recovering_workers=sum(engine.is_recovering for engine in engines),
-        num_restarts=sum(engine.num_restarts for engine in engines),
-        num_worker_restarts=sum(engine.num_worker_restarts for engine in engines),
-        stalled_s=max((engine.stalled_s for engine in engines), default=0.0),
-        num_requests=sum(len(engine.requests) for engine in engines),
-        steps=steps,
-    )
-
-
-def _deliver_to(
-    group: weakref.ref[CoreGroup], inbox: queue.SimpleQueue[tuple[CoreHandle, CoreMessage | None] | None]
-) -> Callable[[CoreHandle, CoreMessage | None], None]:
-    """Return the callback that queues a core's messages. It holds the group by a weak reference, so that a group which
-    is garbage-collected ends its processes with their starter.
-    """
-
-    def deliver(process: CoreHandle, message: CoreMessage | None) -> None:
-        inbox.put((process, message))
-        if message is not None:
-            return
-        owner = group()
-        if owner is None:
-            process.close()
-        else:
-            owner.handle_exit()
-
-    return deliver
-
-
 def _call_cores_of(group: weakref.ref[CoreGroup]) -> Callable[[RpcCall], list[Any]]:
     """Return the function by which a group's deployment sides call its cores, as `_deliver_to`."""
 
     def call_cores(call: RpcCall) -> list[Any]:
         owner = group()
         assert owner is not None, "the group calls its features"
-        return _results_of(owner._call_workers(call, owner._engines))
+        return results_of(owner._call_workers(call, owner._engines))
 
     return call_cores
-
-
-def _results_of(calls: Iterable[Call]) -> list[Any]:
-    """Results of the workers of all cores."""
-    return [answer for call in calls for answer in _result_of(call)]
-
-
-def _result_of(call: Call) -> Any:
-    if call.error is not None:
-        raise call.error
-    assert call.answer is not None, "a call without an error has its answer"
-    return pickle.loads(call.answer.result)
