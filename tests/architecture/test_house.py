@@ -25,7 +25,7 @@ BOUNDS = {
     "files in knots of imports in all of `src`": 0,
     "files of `runner/`, `step/` and features that a repeated decode step calls": 10,
     "files that it calls from `EngineCore.step` to the token and back": 21,
-    "places that decide whether a step repeats, keeps its frame or takes a fast path": 7,
+    "places that decide whether a step repeats, keeps its frame or takes a fast path": 6,
     "registries of LoRA's state": 3,
     "files that name LoRA or adapters outside of its folders": 25,
     "files with types of the tracer outside of native kernels and executions": 0,

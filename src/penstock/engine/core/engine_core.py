@@ -295,7 +295,8 @@ class EngineCore:
         They were drafted after the previous step, which has been read. -1 stays where there is no draft.
         """
         scheduled = output.scheduled_spec_decode_tokens
-        if not self._runs_ahead or scheduled.keys().isdisjoint(output.awaiting_req_ids):
+        drafted = [req_id for req_id in output.awaiting_req_ids if req_id in scheduled]
+        if not self._runs_ahead or not drafted:
             return output
         drafts = self._executor.take_draft_token_ids(self._step_timeout_s)
         if drafts is None:
