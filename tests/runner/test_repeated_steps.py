@@ -10,7 +10,7 @@ from penstock.runner.build.frames import Frames
 from penstock.runner.dummy_runs import run_dummy_batch
 from penstock.runner.model_runner import ModelRunner
 from penstock.step.frame import Frame
-from support.runners import batcher_of, make_runner, new_request
+from support.runners import Driver, batcher_of, make_runner, new_request, state_of
 
 PROMPTS = {"a": [5, 6, 7], "b": [8, 9, 10, 11, 12]}
 NUM_DECODES = 12
@@ -177,3 +177,20 @@ def test_the_hosts_bounds_keep_up_with_repeated_steps() -> None:
         assert (runner.requests.num_computed_tokens_upper_bound(slots) >= before_step).all()
         (geometry,) = batcher_of(runner)._batch.geometry
         assert geometry.max_seq_len_upper_bound >= geometry.seq_lens.max()
+
+
+def test_a_step_that_repeats_one_whose_buffers_another_has_taken_is_built_anew() -> None:
+    runner = make_runner()
+    driver = Driver(runner)
+    driver.step({"a": 1, "b": 1}, [new_request("a", [5]), new_request("b", [6], first_block=20)])
+    driver.step({"a": 1})
+    driver.step({"b": 1})
+    cached = CachedRequestData(req_ids=["a"], num_computed_tokens=[2])
+    scheduled = {"a": 1}
+    step = SchedulerOutput(
+        step_id=4, scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled, repeats_step_id=driver.step_id - 1
+    )
+    (tokens,) = run(runner, [step])
+    assert len(tokens) == 1
+    assert not runner.steps.is_in_step
+    assert state_of(runner, "a") == (3, 4)
