@@ -57,8 +57,8 @@ Written by `make docs` from the code: change the docstrings there, not this page
 An option of an engine has one name everywhere: `LLM("demo", max_num_seqs=32)`, `AsyncEngine("demo",
 max_num_seqs=32)`. On the command line it is a flag, `--max-num-seqs 32`, of every command with an engine, listed in
 its `--help` or not. Booleans take no value: `--use-tqdm-on-load`, `--no-enable-prefix-caching`. `--option name=value`
-is equivalent; the value is JSON if possible, else text. `model`, the first argument or `--model`, is `demo` (the
-model that ships), a folder, or a hub id. Sizes in bytes may be texts such as `1GiB`. vLLM's names are in
+is equivalent; the value is JSON if possible, else text. `model`, the last word of a command or `--model`, is `demo`
+(the model that ships), a folder, or a hub id. Sizes in bytes may be texts such as `1GiB`. vLLM's names are in
 [vllm.md](vllm.md).
 """
 

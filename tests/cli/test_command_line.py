@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 import penstock
+from penstock.cli.app import app
 
 
 def run(*arguments: str, columns: int = 100) -> subprocess.CompletedProcess[str]:
@@ -38,7 +40,7 @@ def test_help_lists_the_commands() -> None:
     assert "--version" in out
 
 
-@pytest.mark.parametrize(("columns", "num_lines"), [(100, 49), (80, 64)])
+@pytest.mark.parametrize(("columns", "num_lines"), [(100, 50), (80, 65)])
 def test_help_of_generate_fits_a_screen(columns: int, num_lines: int) -> None:
     out = run("generate", "--help", columns=columns).stdout
     assert len(out.splitlines()) <= num_lines
@@ -87,6 +89,20 @@ def test_nothing_heavy_is_imported_before_there_is_work(arguments: list[str]) ->
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stderr.strip().splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "some/model"], "There is no command run. Type `penstock chat some/model` for a conversation"),
+        (["pull", "smollm2"], "type `penstock chat smollm2` or `penstock serve smollm2`, with --yes"),
+        (["list"], "Type `penstock plan MODEL` to see what one needs"),
+    ],
+)
+def test_commands_of_other_programs_say_what_to_type(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_an_unknown_command_is_refused() -> None:

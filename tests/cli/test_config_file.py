@@ -54,6 +54,23 @@ def test_options_that_the_help_does_not_list_have_values_of_a_file_too(tmp_path:
     ]
 
 
+@pytest.mark.parametrize("command", ["serve", "chat", "plan", "eval", "bench", "profile", "generate"])
+@pytest.mark.parametrize("args", [["mine"], ["--model", "mine"], ["-m", "mine"]], ids=str)
+def test_every_command_takes_the_model_as_its_last_word_or_as_a_flag(command: str, args: list[str]) -> None:
+    first = {"bench": ["latency"], "generate": ["a prompt"], "eval": ["--text", "a.txt"]}.get(command, [])
+    found = arguments_of(command, *first, *args)
+    assert {found["model"], found["model_tag"]} == {None, "mine"}
+    assert found.get("prompt", "a prompt") == "a prompt"
+    assert found.get("workload", "latency") == "latency"
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "plan", "profile"])
+def test_a_model_that_is_given_twice_is_refused(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "mine", "--model", "yours"])
+    assert result.exit_code == 2
+    assert "The model is given twice: 'mine' and --model 'yours'" in result.output
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -101,7 +118,8 @@ def test_every_command_takes_the_model_of_the_file(command: str, args: list[str]
 def test_a_model_in_front_of_plan_replaces_that_of_the_file(file: Path) -> None:
     path = file.with_name("plan.yaml")
     path.write_text("model: some/folder\n")
-    assert arguments_of("plan", "mine", "--config", str(path))["model"] == "mine"
+    found = arguments_of("plan", "mine", "--config", str(path))
+    assert (found["model_tag"], found["model"]) == ("mine", None)
 
 
 def test_a_file_behind_the_end_of_flags_is_a_word() -> None:

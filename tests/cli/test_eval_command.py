@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,10 +12,17 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock import EngineConfig
+from penstock.bench.quality.formats import FORMATS, default_formats
+from penstock.bench.quality.report import table
+from penstock.bench.quality.run import Quality
+from penstock.bench.quality.scores import Closeness
 from penstock.cli.app import app
+from support.checkpoints import tiny_model
+from support.gguf_files import write_gguf
 
 COMMAND_LINE = CliRunner(env={"COLUMNS": "160"})
 SMALL = ("--kv-cache-memory-bytes=16MiB", "--threads=1", "--device=cpu", "--quantization-calibration=none")
@@ -74,6 +83,27 @@ def test_another_model_may_be_the_reference(text: Path) -> None:
     table = run("demo", f"--text={text}", *arguments, *SMALL).stdout
     assert str(folder)[:20] in table
     assert "+0.00%" in table
+
+
+@pytest.mark.parametrize("formats", [("float32", "stored", "none", "int8", "int4"), ("a/" * 40, *FORMATS)])
+def test_the_table_has_all_its_figures_in_80_columns(formats: tuple[str, ...]) -> None:
+    results = [
+        Quality(name, 6.0751, Closeness(0.0012, 0.0123, 0.00123, 0.987), 12_345, 1_234.5, 127 << 20) for name in formats
+    ]
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(table("title", results))
+    shown = capture.get()
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    for figure in ("6.0751", "434.89", "+0.12%", "0.0123", "0.00123", "98.7%", "12,345", "1,234.5", "127.00"):
+        assert len(re.findall(rf" {re.escape(figure)}(?= |$)", shown, re.MULTILINE)) == len(formats), figure
+
+
+def test_what_a_gguf_runs_with_is_compared_by_default(tmp_path: Path) -> None:
+    assert default_formats(EngineConfig.create("demo")) == ["none", "int8", "int4"]
+    path = write_gguf(tiny_model("llama"), "llama", tmp_path / "tiny.gguf")
+    assert default_formats(EngineConfig.create(str(path))) == ["stored", "none", "int8", "int4"]
 
 
 @pytest.mark.parametrize(

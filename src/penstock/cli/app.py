@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -22,13 +24,32 @@ from penstock.cli.replay import replay
 from penstock.cli.sections import with_dashes
 from penstock.cli.serve import serve
 from penstock.cli.top import top
+from penstock.errors import ConfigError
 from penstock.version import __version__
+
+_AT_FIRST_USE = "A model is fetched at its first use"
+# Commands of other programs that run models, with what is typed here; {} is the model.
+_INSTEAD = {
+    "run": "Type `penstock chat {}` for a conversation, or `penstock serve {}` for a server.",
+    "pull": f"{_AT_FIRST_USE}: type `penstock chat {{}}` or `penstock serve {{}}`, with --yes for a published one.",
+    "list": f"{_AT_FIRST_USE}, from a folder, a GGUF file or a hub id; demo ships, smollm2 and minilm are fetched. "
+    "Type `penstock plan {}` to see what one needs; a running server lists its own at /v1/models.",
+}
+_INSTEAD["ls"] = _INSTEAD["list"]
+
+
+def _refuse_of_other_programs(args: Sequence[str]) -> None:
+    """Raise ConfigError for a command of another program."""
+    if (instead := _INSTEAD.get(args[0])) is not None:
+        model = args[1] if len(args) > 1 and not args[1].startswith("-") else "MODEL"
+        raise ConfigError(f"There is no command {args[0]}. {instead.replace('{}', shlex.quote(model))}")
 
 
 class CommandGroup(TyperGroup):
     """Group of the commands, whose names may have two words.
 
-    Commands of vLLM's that Penstock does not have are refused by feature.
+    Commands of vLLM's that Penstock does not have are refused by feature, and those of other programs that run models
+    with what to type instead.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -39,6 +60,7 @@ class CommandGroup(TyperGroup):
             with readable_errors():
                 from penstock.config import vllm
 
+                _refuse_of_other_programs(args)
                 args = [vllm.command_as_ours(with_dashes(args[0])), *args[1:]]
         return super().resolve_command(ctx, args)
 

@@ -47,8 +47,8 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Tokens per expert and layer, .svg or .json")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures, .svg or .png")] = None,
-    model: options.Model = "demo",
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Measure how fast a model runs: random token ids in, a fixed number of tokens out.

@@ -25,8 +25,8 @@ def chat(
     top_k: options.TopK = None,
     min_p: options.MinP = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every answer")] = None,
-    model: options.Model = "demo",
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Chat with a model.

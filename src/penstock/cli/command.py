@@ -18,6 +18,8 @@ from penstock.cli.sections import with_dashes
 
 # Begin of the names of parameters for the engine's options, beside which a command may have its own of the same names.
 ENGINE = "engine_"
+# Parameter of the model as a word, beside `--model`.
+MODEL_WORD = "model_tag"
 _OPTION, _YES, _CONFIG = (f"{ENGINE}{name}" for name in ("option", "yes", "config"))
 # Engine options that the file of `--config` gives by flags that the command does not declare; in `Context.meta`.
 _FROM_FILE = "penstock.from_file"
@@ -87,7 +89,7 @@ class EngineCommand(TyperCommand):
             parameter = by_name["model"] if entry == "model" else self._parameter(flag)
             if parameter is not None:
                 # The model may be given as a word too.
-                if entry != "model" or given.get("model_tag") is None:
+                if entry != "model" or given.get(MODEL_WORD) is None:
                     defaults[parameter.name] = _as_default(
                         parameter, value, is_negative=flag in parameter.secondary_opts
                     )

@@ -16,17 +16,17 @@ from penstock.cli.plots import check_plot, write_plot
 
 @options.engine_command(without=("quantization", "dtype", "seed", "speculative_config"))
 def evaluate(
-    model: Annotated[str, typer.Argument(help="demo, smollm2, a folder, GGUF file or hub id")],
     text: Annotated[Path, typer.Option("--text", "-t", help="Text file, UTF-8, like what the model will read")],
     quantization: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--quantization",
             "-q",
             metavar="LIST",
-            help="Formats with commas between: none, int8, int4, bfloat16, float32; stored: as the files have them",
+            help="Formats with commas between: none, int8, int4, bfloat16, float32; stored: as the files have them  "
+            "[default: none,int8,int4, and stored for GGUF and quantised files]",
         ),
-    ] = "none,int8,int4",
+    ] = None,
     against: Annotated[
         str, typer.Option(metavar="FORMAT|MODEL", help="Format that changes are measured from, or another model")
     ] = "float32",
@@ -35,6 +35,7 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Write JSON: losses in nats, sizes in bytes")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw quality against size, .svg or .png")] = None,
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Show what each weight format costs in quality, and what it saves: loss on a text, speed and size.
@@ -42,13 +43,15 @@ def evaluate(
     The model reads the text once per format. Loss and perplexity say how well it predicts the text, the mean change and
     KL how far its probabilities move from those of --against.
     """
-    from penstock.bench.quality.formats import FORMATS, parse_formats
+    from penstock.bench.quality.formats import FORMATS, default_formats, parse_formats
     from penstock.bench.quality.report import as_json, as_svg, table
     from penstock.bench.quality.run import evaluate as measure
+    from penstock.config import EngineConfig
 
-    formats = parse_formats(quantization)
+    given = None if quantization is None else parse_formats(quantization)
     content = read_text_file("--text", text)
     check_plot(plot)
+    formats = given or default_formats(EngineConfig.create(model, **engine))
     is_format = against in FORMATS
     tokens, results = measure(
         model,

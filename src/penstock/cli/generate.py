@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @options.engine_command(without=("revision", "block_size"))
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Prompt; - or none reads standard input")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Prompt; - or none reads standard input")
+    ] = None,
     input: Annotated[
         Path | None, typer.Option("--input", "-i", help="JSONL, a request per line; - reads standard input")
     ] = None,
@@ -54,8 +56,8 @@ def generate(
     lora_modules: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA adapter of all requests; needs --enable-lora")
     ] = None,
-    model: options.Model = "demo",
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Generate text that continues a prompt.
@@ -122,7 +124,9 @@ def _read_work(
     if input is None:
         return [Work(read_prompt(prompt), params)]
     if prompt is not None:
-        raise ConfigError(f"There are a prompt ({prompt!r}) and --input {input}. Give one of them.")
+        raise ConfigError(
+            f"There are a prompt ({prompt!r}) and --input {input}. Give one of them; a model as --model {prompt!r}."
+        )
     if output is not None:
         refuse_same_file(input, output, is_standard_input=str(input) == STANDARD_INPUT)
     return read_jsonl(input, params, model)

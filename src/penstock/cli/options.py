@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.command import ENGINE, flags_of
+from penstock.cli.command import ENGINE, MODEL_WORD, flags_of
 from penstock.cli.failures import readable_errors
 from penstock.cli.fetch import fetch_if_published
 from penstock.cli.sections import Section, Sections, parse_value
@@ -20,7 +20,12 @@ from penstock.config.flags import listed
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging, log_uncaught_errors
 
-Model = Annotated[str, typer.Option("--model", "-m", help="demo, smollm2, a folder, GGUF file or hub id")]
+# A command's function gets the model; the command takes it as its last word too (`engine_command`).
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="demo, smollm2, a folder, GGUF file or hub id  [default: demo]")
+]
+_DEFAULT_MODEL = "demo"
+_ModelWord = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model; also: --model")]
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling  [default: 1.0]")]
 TopK = Annotated[int | None, typer.Option(help="Top-k sampling; 0: all  [default: 0]")]
 MinP = Annotated[float | None, typer.Option(help="Min-p sampling  [default: 0.0]")]
@@ -45,14 +50,20 @@ class _CommonOptions:
 
 
 def engine_command(
-    *, without: tuple[str, ...], shows_log: bool = True, lists: tuple[type, ...] = ()
+    *,
+    without: tuple[str, ...],
+    shows_log: bool = True,
+    lists: tuple[type, ...] = (),
+    takes_model_word: bool = True,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator that makes a command of a function.
 
     The command has flags for the sections among the function's parameters (`Sections`), and for the engine's options:
     those that are listed (`penstock.config.flags`) except `without`, and all of the sections `lists`. The function gets
-    the engine's in the parameter `engine`, as `EngineConfig.create` takes them. Exceptions become a message and an exit
-    code.
+    the engine's in the parameter `engine`, as `EngineConfig.create` takes them, and the model in `model`. Exceptions
+    become a message and an exit code.
+
+    takes_model_word: whether the model may be the last word, beside `--model`: not where all words are texts.
     """
     whole = (*lists, _CommonOptions)
     of_engine = [Section(one, ENGINE, only_listed=one not in whole) for one in (*sections(), _CommonOptions)]
@@ -72,16 +83,28 @@ def engine_command(
                     log_uncaught_errors()
                 engine = {name: value for section in of_engine for name, value in section.take(given).items()}
                 common = {name: engine.pop(name, None) for name in _COMMON}
-                fetch_if_published(given.get("model"), yes=bool(common["yes"]))
+                model = _one_model(given.pop(MODEL_WORD, None), given.pop("model"))
+                fetch_if_published(model, yes=bool(common["yes"]))
                 engine |= parse_options(common["option"])
-                function(engine=engine, **own.take(given), **given)
+                function(model=model, engine=engine, **own.take(given), **given)
 
         context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        parameters = [one for one in own.parameters if one.name != "engine"]
+        parameters = [
+            one.replace(default=None) if one.name == "model" else one for one in own.parameters if one.name != "engine"
+        ]
+        if takes_model_word:
+            word = inspect.Parameter(MODEL_WORD, inspect.Parameter.KEYWORD_ONLY, annotation=_ModelWord, default=None)
+            parameters.append(word)
         command.__signature__ = inspect.Signature([context, *parameters, *shown])  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+def _one_model(word: str | None, flag: str | None) -> str:
+    if word is not None and flag is not None:
+        raise ConfigError(f"The model is given twice: {word!r} and --model {flag!r}. Leave one of them out.")
+    return word or flag or _DEFAULT_MODEL
 
 
 def command_with_sections(function: Callable[..., None]) -> Callable[..., None]:

@@ -13,9 +13,9 @@ from penstock.cli.failures import OutputClosed
 
 @options.engine_command(without=("tokenizer", "num_threads", "seed"), shows_log=False)
 def plan(
-    model: Annotated[str, typer.Argument(help="demo, smollm2, a folder, GGUF file or hub id")],
     json: Annotated[bool, typer.Option("--json", help="Write JSON, sizes in bytes")] = False,
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Show the memory that a model needs here: weights, activations, KV cache, and how many requests fit.

@@ -1,4 +1,4 @@
-"""`penstock embed`, `classify` and `score`: vectors, classes and scores of a JSONL file's texts."""
+"""`penstock embed`, `classify` and `score`: vectors, classes and scores of texts, as words or lines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -13,7 +14,8 @@ import typer
 
 from penstock.checkpoints.json_file import parse_json_text
 from penstock.cli import options
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
+from penstock.observability import printable
 
 if TYPE_CHECKING:
     from penstock.contract import PoolingParams
@@ -23,12 +25,16 @@ _STANDARD_INPUT = "-"
 _TEXT_KEYS = ("text", "prompt", "input")
 _PAIR_KEYS = (("text_1", "text_2"), ("query", "document"))
 
-Input = Annotated[Path, typer.Option("--input", "-i", help="JSONL, a text per line; - reads standard input")]
+Texts = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads --input")]
+Input = Annotated[
+    Path | None, typer.Option("--input", "-i", help="JSONL or plain lines; - or none reads standard input")
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write to this file: JSONL, or an array if it ends with .npy")
 ]
-Truncate = Annotated[int | None, typer.Option(help="Most tokens of a text; -1 for as many as fit")]
-_DEFAULT_INPUT = Path(_STANDARD_INPUT)
+Truncate = Annotated[
+    int | None, typer.Option(help="Most tokens of a text; -1 for as many as fit, which is the default with a warning")
+]
 
 
 class _Line(NamedTuple):
@@ -38,38 +44,41 @@ class _Line(NamedTuple):
     texts: tuple[str, ...]
 
 
-@options.engine_command(without=("block_size",))
+@options.engine_command(without=("block_size",), takes_model_word=False)
 def embed(
-    input: Input = _DEFAULT_INPUT,
+    texts: Texts = None,
+    input: Input = None,
     output: Output = None,
     truncate_prompt_tokens: Truncate = None,
     dimensions: Annotated[int | None, typer.Option(help="Size that embeddings are cut to")] = None,
     prompt_name: Annotated[str | None, typer.Option(help="Prompt of the model that is put before texts")] = None,
-    model: options.Model = "demo",
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Embed texts.
 
-    A line is a text as JSON, or an object with "text" and perhaps "id". With an OUTPUT of .npy, the embeddings are
-    written as one float32 array.
+    A line is a text, as JSON or as it is, or an object with "text" and perhaps "id". With an OUTPUT of .npy, the
+    embeddings are written as one float32 array.
     """
     params = _params(truncate_prompt_tokens, dimensions=dimensions)
 
-    def run(llm: LLM, lines: Sequence[_Line]) -> list[dict[str, Any]]:
+    def run(llm: LLM, lines: Sequence[_Line], params: PoolingParams) -> list[dict[str, Any]]:
         outputs = llm.embed([line.texts[0] for line in lines], pooling_params=params, prompt_name=prompt_name)
         return [{"embedding": one.outputs.embedding, "num_tokens": len(one.prompt_token_ids)} for one in outputs]
 
-    _run(run, input, output, model, engine, key="embedding", num_texts=1)
+    lines = _read(texts, input, output, num_texts=1)
+    _run(run, params, lines, output, model, engine, key="embedding")
 
 
-@options.engine_command(without=("block_size",))
+@options.engine_command(without=("block_size",), takes_model_word=False)
 def classify(
-    input: Input = _DEFAULT_INPUT,
+    texts: Texts = None,
+    input: Input = None,
     output: Output = None,
     truncate_prompt_tokens: Truncate = None,
-    model: options.Model = "demo",
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Classify texts: the likeliest label, and a probability for each.
@@ -78,7 +87,7 @@ def classify(
     """
     params = _params(truncate_prompt_tokens)
 
-    def run(llm: LLM, lines: Sequence[_Line]) -> list[dict[str, Any]]:
+    def run(llm: LLM, lines: Sequence[_Line], params: PoolingParams) -> list[dict[str, Any]]:
         outputs = llm.classify([line.texts[0] for line in lines], pooling_params=params)
         pooling = llm.config.model.pooling
         assert pooling is not None, "a model that classifies"
@@ -91,31 +100,37 @@ def classify(
             for one in outputs
         ]
 
-    _run(run, input, output, model, engine, key="probs", num_texts=1)
+    lines = _read(texts, input, output, num_texts=1)
+    _run(run, params, lines, output, model, engine, key="probs")
 
 
-@options.engine_command(without=("block_size",))
+@options.engine_command(without=("block_size",), takes_model_word=False)
 def score(
-    input: Input = _DEFAULT_INPUT,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="TEXT", help="A text, and those that it is scored with")
+    ] = None,
+    input: Input = None,
     output: Output = None,
     truncate_prompt_tokens: Truncate = None,
     score_template: Annotated[Path | None, typer.Option(help="Jinja template of a reranker")] = None,
-    model: options.Model = "demo",
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Score pairs of texts: by a cross-encoder, or by the cosine of embeddings.
 
-    A line is an object with "query" and "document", or "text_1" and "text_2", and perhaps "id".
+    A line is two texts with a tab between, or an object with "query" and "document", or "text_1" and "text_2", and
+    perhaps "id".
     """
     params = _params(truncate_prompt_tokens)
 
-    def run(llm: LLM, lines: Sequence[_Line]) -> list[dict[str, Any]]:
+    def run(llm: LLM, lines: Sequence[_Line], params: PoolingParams) -> list[dict[str, Any]]:
         first, second = ([line.texts[index] for line in lines] for index in (0, 1))
         outputs = llm.score(first, second, pooling_params=params, chat_template=score_template)
         return [{"score": one.outputs.score, "num_tokens": len(one.prompt_token_ids)} for one in outputs]
 
-    _run(run, input, output, model, engine, key="score", num_texts=2)
+    lines = _read(texts, input, output, num_texts=2)
+    _run(run, params, lines, output, model, engine, key="score")
 
 
 def _params(truncate: int | None, **more: Any) -> PoolingParams:
@@ -125,31 +140,28 @@ def _params(truncate: int | None, **more: Any) -> PoolingParams:
 
 
 def _run(
-    run: Callable[[LLM, Sequence[_Line]], list[dict[str, Any]]],
-    input: Path,
+    run: Callable[[LLM, Sequence[_Line], PoolingParams], list[dict[str, Any]]],
+    params: PoolingParams,
+    lines: Sequence[_Line],
     output: Path | None,
     model: str,
     engine: dict[str, Any],
     *,
     key: str,
-    num_texts: int,
 ) -> None:
-    """Read the lines, run them, and write the results. key: of the results' numbers, for an array."""
+    """Run the lines, and write the results. key: of the results' numbers, for an array."""
     from penstock.cli.output import standard_output, write
-    from penstock.cli.output_file import PartialFile, output_file, refuse_same_file
+    from penstock.cli.output_file import PartialFile, output_file
     from penstock.cli.process import begin_collection
     from penstock.llm import LLM
 
     is_array = output is not None and output.suffix == ".npy"
-    if output is not None:
-        refuse_same_file(input, output, is_standard_input=str(input) == _STANDARD_INPUT)
-    lines = _read(input, num_texts)
     engine.setdefault("runner", "pooling")
     # An output that cannot be written is found before the model is loaded.
     with nullcontext() if output is None else output_file(output) as file:
         with LLM(model, **engine) as llm:
             begin_collection()
-            results = run(llm, lines)
+            results = _run_or_cut(partial(run, llm, lines), params)
         written = [{"index": index, "id": lines[index].id, **result} for index, result in enumerate(results)]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in written)
         if file is None:
@@ -159,6 +171,20 @@ def _run(
             (file.put_bytes if isinstance(file, PartialFile) else file.write)(data)
     if output is not None:
         print(f"penstock: {len(written):,} results in {output}", file=sys.stderr)
+
+
+def _run_or_cut(run: Callable[[PoolingParams], list[dict[str, Any]]], params: PoolingParams) -> list[dict[str, Any]]:
+    """Run the texts; where one is too long and --truncate-prompt-tokens is not given, with a warning and a cut."""
+    try:
+        return run(params)
+    except ContextTooLong as error:
+        what = str(error).partition(" Shorten it")[0]
+        print(
+            f"penstock: warning: {printable.one_line(what)} Texts beyond that are cut there, as with "
+            "--truncate-prompt-tokens -1.",
+            file=sys.stderr,
+        )
+        return run(params.clone(truncate_prompt_tokens=-1))
 
 
 def _as_array(results: Sequence[dict[str, Any]], key: str) -> bytes:
@@ -171,19 +197,57 @@ def _as_array(results: Sequence[dict[str, Any]], key: str) -> bytes:
     return buffer.getvalue()
 
 
-def _read(input: Path, num_texts: int) -> list[_Line]:
-    """Read all lines. Raises InvalidRequest for one that is wrong, with its number, ConfigError without lines."""
-    from penstock.cli.failures import read_file
+def _read(texts: Sequence[str] | None, input: Path | None, output: Path | None, num_texts: int) -> list[_Line]:
+    """Texts of the command's words, or of the input's lines.
 
-    content = sys.stdin.buffer.read() if str(input) == _STANDARD_INPUT else read_file("--input", input)
+    Raises InvalidRequest for a line that is wrong, with its number, ConfigError without texts.
+    """
+    if texts and input is not None:
+        raise ConfigError(f"There are texts ({texts[0]!r}) and --input {input}. Give one of them.")
+    if not texts:
+        return _read_lines(input, output, num_texts)
+    if num_texts == 1:
+        return [_Line(None, (text,)) for text in texts]
+    if len(texts) == 1:
+        raise ConfigError(f"There is one text ({texts[0]!r}). Give a second one to score it with.")
+    return [_Line(None, (texts[0], other)) for other in texts[1:]]
+
+
+def _read_lines(input: Path | None, output: Path | None, num_texts: int) -> list[_Line]:
+    from penstock.cli.failures import read_file
+    from penstock.cli.output_file import refuse_same_file
+
+    path = input or Path(_STANDARD_INPUT)
+    is_standard_input = str(path) == _STANDARD_INPUT
+    if input is None and sys.stdin.isatty():
+        raise InvalidRequest("There is no text. Give texts as words, on standard input, or with --input FILE.")
+    if output is not None:
+        refuse_same_file(path, output, is_standard_input=is_standard_input)
+    content = sys.stdin.buffer.read() if is_standard_input else read_file("--input", path)
     try:
-        texts = content.decode("utf-8-sig").split("\n")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"--input {input} is not UTF-8: {error}.") from error
-    lines = [_line(text, number, num_texts) for number, text in enumerate(texts, start=1) if text.strip()]
-    if not lines:
-        raise ConfigError(f"--input {input} has no lines. Give a text per line, as JSON.")
-    return lines
+        raise InvalidRequest(f"--input {path} is not UTF-8: {error}.") from error
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not numbered:
+        raise ConfigError(f"--input {path} has no lines. Give a text per line.")
+    read = _line if path.suffix == ".jsonl" or _is_json(numbered[0][1]) else _plain_line
+    return [read(line, number, num_texts) for number, line in numbered]
+
+
+def _is_json(first_line: str) -> bool:
+    """Whether an input is JSON by its first line: a text in quotes, or an object."""
+    try:
+        return isinstance(parse_json_text(first_line), (str, dict))
+    except ValueError:
+        return first_line.startswith("{")
+
+
+def _plain_line(text: str, number: int, num_texts: int) -> _Line:
+    texts = tuple(text.rstrip("\r").split("\t")) if num_texts > 1 else (text.rstrip("\r"),)
+    if len(texts) != num_texts:
+        raise InvalidRequest(f"Line {number} is {text[:100]}. Allowed: two texts with a tab between, or JSON.")
+    return _Line(None, texts)
 
 
 def _line(text: str, number: int, num_texts: int) -> _Line:

@@ -35,8 +35,8 @@ def profile(
     output_len: Annotated[int, typer.Option(min=1, help="Output length in tokens")] = 32,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests at once")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts")] = 0,
-    model: options.Model = "demo",
     *,
+    model: options.Model,
     engine: dict[str, Any],
 ) -> None:
     """Write a trace of a model's steps, which https://ui.perfetto.dev shows: phases, executables and ranks.

@@ -6,14 +6,11 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from penstock.cli import options
 from penstock.cli.failures import check_server_packages
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.queue import QueueLimits
 from penstock.config.recording import RecordingConfig
-from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
 from penstock.server.processes.network import NetworkOptions
 from penstock.system import env
@@ -23,11 +20,8 @@ _REASONING = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 
 @options.engine_command(without=(), lists=(RecordingConfig, ExpertStatsConfig))
 def serve(
-    model_tag: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="demo, a folder, or a hub id  [default: demo]")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="The model, as a flag")] = None,
     *,
+    model: options.Model,
     network: NetworkOptions,
     server: Annotated[dict[str, Any], ServerOptions],
     queue: QueueLimits,
@@ -38,13 +32,10 @@ def serve(
     SIGTERM and Ctrl-C let running requests finish; a second one ends the server at once. --config FILE.yaml has flags
     by name. PENSTOCK_API_KEY is an API key that the list of processes does not show.
     """
-    if model_tag is not None and model is not None:
-        raise ConfigError(f"The model is given twice: {model_tag!r} and model={model!r}. Leave one of them out.")
-    name = model_tag or model or "demo"
     keys = (*server.pop("api_keys", ()), *env.api_keys())
     # The engine's constraints begin after the reasoning, and the server's parser splits it off.
     engine.update({name: server[name] for name in _REASONING if name in server})
-    server_options = ServerOptions(**{"served_model_name": (name,), **server}, api_keys=keys)
+    server_options = ServerOptions(**{"served_model_name": (model,), **server}, api_keys=keys)
     check_server_packages("penstock serve")
     if server_options.otlp_traces_endpoint is not None:
         from penstock.server.tracing import check_packages
@@ -55,7 +46,7 @@ def serve(
     from penstock.server.processes.launcher import Launcher
 
     began = time.monotonic()
-    config = EngineConfig.create(name, **engine)
+    config = EngineConfig.create(model, **engine)
     for adapter in server_options.adapters:
         PeftConfig.read(adapter.lora_name, read_fields(adapter.lora_name, Path(adapter.lora_path).expanduser()))
     Launcher(config, server_options, network, queue, began=began).run()

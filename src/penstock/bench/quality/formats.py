@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.checkpoints.quantized_checkpoint import quantization_of_checkpoint
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError
+from penstock.loader.gguf.tensors import find_gguf
 
 # As the model loads without an option: a checkpoint's own integers, a GGUF file's own blocks.
 STORED = "stored"
@@ -18,6 +21,13 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "int4": {"quantization": "int4"},
 }
 FORMATS = tuple(_OPTIONS)
+
+
+def default_formats(config: EngineConfig) -> list[str]:
+    """Formats that are compared unless others are asked for: what a quantised checkpoint runs with, then int8, int4."""
+    is_quantized = quantization_of_checkpoint(config.model.hf_config) is not None
+    has_own = is_quantized or find_gguf(config.model.folder, config.load) is not None
+    return [*([STORED] if has_own else []), "none", "int8", "int4"]
 
 
 def parse_formats(names: str) -> list[str]:

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from rich import box
+from rich.table import Column, Table
 
 from penstock.bench.picture import Panel, Series, chart
 from penstock.bench.quality.run import Quality, Text
 from penstock.observability.units import format_bytes
 
 _MIB = 1 << 20
-_COLUMNS = (
+_FIGURES = (
     *("loss", "perplexity", "loss change", "mean change", "KL", "same top"),
     *("prompt tok/s", "output tok/s", "weights"),
 )
+_LAYOUT: Mapping[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "padding": (0, 1, 0, 0),
+    "pad_edge": False,
+    "title_justify": "left",
+    "title_style": "bold",
+    "caption_justify": "left",
+}
 
 
 def table(title: str, results: Sequence[Quality]) -> Table:
-    """Return a row per format, the reference first."""
-    found = Table(title=title, title_justify="left", title_style="bold", caption=_CAPTION, caption_justify="left")
-    found.add_column("")
-    for heading in _COLUMNS:
-        found.add_column(heading, justify="right")
-    for result in results:
-        found.add_row(result.format, *_cells(result))
+    """Return a column per format, the reference first: all formats fit into 80 columns."""
+    found = Table(
+        *[Column(no_wrap=True), *(Column(result.format, justify="right", overflow="fold") for result in results)],
+        **_LAYOUT,
+        title=title,
+        caption=_CAPTION,
+    )
+    for row in zip(_FIGURES, *map(_cells, results), strict=True):
+        found.add_row(*row)
     return found
 
 
 _CAPTION = (
-    "loss: nats per token. Changes are from the first row: of the loss, and the mean absolute change of the "
+    "loss: nats per token. Changes are from the first column: of the loss, and the mean absolute change of the "
     "log-probability of a token of the text. KL: nats, of the most likely tokens. same top: share of positions with "
     "the same most likely token. output tok/s: of one request."
 )

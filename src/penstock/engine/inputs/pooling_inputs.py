@@ -92,7 +92,8 @@ class PoolingInputs:
             count = f"{num_tokens:,} tokens{'' if is_whole else ' or more'}"
             raise ContextTooLong(
                 f"The text has {count}, but this engine takes {longest:,} at most ({limit}). "
-                "Shorten it, or cut it with truncate_prompt_tokens=-1."
+                "Shorten it, or cut it with truncate_prompt_tokens=-1 (of PoolingParams, as pooling_params=, and of a "
+                "request over HTTP)."
             )
 
     def _longest(self, params: PoolingParams) -> int:
