@@ -48,7 +48,7 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
     block_size: tokens per block of the KV cache.
     kv_cache_memory_bytes: size of the KV cache, in bytes or as "1GiB"; None lets `memory_fraction` decide.
     memory_fraction: share of the device's memory for weights, activations and KV cache; None takes the free memory, and
-        at most half of a CPU machine for the KV cache, or 0.9 of a GPU.
+        for the KV cache at most 0.9 of a GPU, or a quarter of a CPU machine, or up to half if one request needs it.
     enable_prefix_caching: reuse the KV cache of common prompt prefixes.
     async_scheduling: schedule a step before the previous one's tokens are known; None follows the device.
     seed: seed of the seeds of requests without one, so that equal runs of equal engines give equal tokens.

@@ -23,7 +23,7 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.step_order import StepOrder
 from penstock.step.frame import Frame
-from penstock.worker.page_prefaulting import PagePrefaulting
+from penstock.worker.page_prefaulting import PagePrefaulting, _Pool
 from support.checkpoints import tiny_checkpoint
 from support.engines import greedy, make_core, random_prompts, run
 from support.runners import LAYER, ArithmeticModel, kv_cache_config
@@ -51,6 +51,12 @@ def num_waits(thread: threading.Thread) -> int:
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches")]
     return int(line.split()[1])
+
+
+def test_few_bytes_of_a_large_cache_are_made_ready_ahead() -> None:
+    assert _Pool(1 << 16, 1 << 16).num_ahead == (256 << 20) >> 16
+    assert _Pool(64, 1 << 16).num_ahead == 8
+    assert _Pool(64, 1 << 30).num_ahead == 1
 
 
 def new_cache(device: Device) -> tuple[BlockTables, PagedKVCache]:

@@ -15,10 +15,11 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 class CacheConfig:
     """block_size: tokens per block.
     memory_fraction: share of the device's memory that weights, activations and KV cache may take together;
-        None bounds the KV cache by a default (0.9 of a GPU, half of the CPU memory that a process may use), and all
-        together by 0.9 of the free memory, as does a share of a CPU machine that is not free.
+        None bounds the KV cache by a default (0.9 of a GPU; a quarter of the CPU memory that a process may use, or up
+        to half of it where one request of `max_model_len` needs more), and all together by 0.9 of the free memory, as
+        does a share of a CPU machine that is not free.
     kv_cache_memory_bytes: size of the KV cache in bytes, or as a text such as "1GiB"; None takes what
-        `memory_fraction` leaves.
+        `memory_fraction` leaves, but no more than `max_num_seqs` requests, and as many cached prefixes, can use.
     enable_prefix_caching: reuse the KV cache of common prompt prefixes.
     kv_cache_dtype: dtype of the KV cache; "auto" is the model's, and bfloat16 for attention in bfloat16 arithmetic
         (`cpu_arithmetic`); "int8" is quantised, one scale per token and head;

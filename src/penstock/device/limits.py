@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 
-# Default memory fraction of the KV cache; half on a CPU machine leaves room for other processes and engines.
+# Most of the memory that the KV cache takes by default; half on a CPU machine leaves room for other processes.
 DEFAULT_MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}
+# What it takes of that unless one request needs more: a CPU machine's memory is its user's, too.
+USUAL_MEMORY_FRACTION = {"cpu": 0.25, "cuda": 0.9}
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 SELF_CGROUP = Path("/proc/self/cgroup")

@@ -54,6 +54,7 @@ class MemoryPlan:
     fraction: share of `total` for the engine, or with `is_default_fraction` the limit of its KV cache alone.
     terms: all memory beside the KV cache, among it "process", in use before the model was loaded, and "weights".
     requested_kv_cache: kv_cache_memory_bytes, which overrides the remaining memory.
+    usual_fraction: share of `total` beyond which the KV cache grows only as far as one request needs it.
     """
 
     total: int
@@ -62,6 +63,7 @@ class MemoryPlan:
     terms: tuple[MemoryTerm, ...]
     requested_kv_cache: int | None = None
     is_default_fraction: bool = False
+    usual_fraction: float = 1.0
 
     def __getitem__(self, name: str) -> int:
         return bytes_of(self.terms, name)

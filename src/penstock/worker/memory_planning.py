@@ -10,6 +10,7 @@ import torch
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheSpec
 from penstock.device import Device, DtypeChoice, MemorySnapshot
+from penstock.device.limits import USUAL_MEMORY_FRACTION
 from penstock.models.attention_layers import most_query_heads
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
@@ -62,7 +63,13 @@ def make_plan(
         MemoryTerm("logits_processors", logits_processors, "custom logits processors"),
     )
     return MemoryPlan(
-        memory.total, memory.free, fraction, terms, config.cache.kv_cache_memory_bytes, is_default_fraction=is_default
+        memory.total,
+        memory.free,
+        fraction,
+        terms,
+        config.cache.kv_cache_memory_bytes,
+        is_default_fraction=is_default,
+        usual_fraction=USUAL_MEMORY_FRACTION[kind] if config.cache.memory_fraction is None else 1.0,
     )
 
 

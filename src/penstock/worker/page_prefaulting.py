@@ -17,8 +17,9 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.step_order import StepOrder
 
-# Prefaulted blocks beyond the used ones: one part in so many of each pool.
+# Prefaulted blocks beyond the used ones: one part in so many of each pool, and so many bytes at most.
 _SHARE = 8
+_MOST_BYTES = 256 << 20
 # Time without a step after which the worker counts as idle.
 _IDLE_S = 0.05
 # Bytes between checks for a step, one or two milliseconds.
@@ -28,9 +29,9 @@ _PIECE_BYTES = 2 << 20
 class _Pool:
     """Blocks of one pool. num_ready: prefaulted ones. wakes_at: highest used block beyond which more pages are."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, bytes_per_block: int) -> None:
         self.num_blocks = num_blocks
-        self.num_ahead = -(-num_blocks // _SHARE)
+        self.num_ahead = min(-(-num_blocks // _SHARE), max(1, _MOST_BYTES // bytes_per_block))
         self.num_ready = 0
         self.wakes_at = num_blocks
 
@@ -47,7 +48,7 @@ class PagePrefaulting:
         self._device = device
         self._block_tables = block_tables
         self._kv_cache = kv_cache
-        self._pools = [_Pool(pool.num_blocks) for pool in kv_cache.config.pools]
+        self._pools = [_Pool(pool.num_blocks, pool.size_bytes // pool.num_blocks) for pool in kv_cache.config.pools]
         self._steps = steps
         self._step_id_before: int | None = None
         self._is_wanted = wanted = threading.Event()

@@ -41,6 +41,27 @@ def plan(model: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("total", "options", "gib", "reason"),
+    [
+        # A token takes 48 KiB.
+        (64, {"kv_cache_dtype": "float32"}, 16, "0.25 of memory, the default"),
+        (8, {"kv_cache_dtype": "float32"}, 3, "one request of 65,536 tokens"),
+        (64, {"kv_cache_dtype": "float32", "max_model_len": 2048}, 0.75, "what 4 requests and cached prefixes can use"),
+        (64, {"kv_cache_dtype": "float32", "kv_cache_memory_bytes": 5 * GIB}, 5, "kv_cache_memory_bytes"),
+        (16, {"kv_cache_dtype": "float32", "memory_fraction": 0.5}, 6.5, "memory_fraction"),
+    ],
+)
+def test_the_plan_says_what_decides_the_size_of_the_kv_cache(
+    total: int, options: dict[str, Any], gib: float, reason: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.engine.planning.plan.memory_limit", lambda: MemoryLimit(total * GIB, total * GIB))
+    planned = plan(model, device="cpu", **options)
+    assert planned.to_dict()["kv_cache"]["reason"] == reason
+    assert planned.kv_cache.size_bytes == pytest.approx(gib * GIB, rel=0.08)
+    assert re.search(rf"  size +[\d.]+ .iB  {reason}; taken as it fills\n", planned.table())
+
+
+@pytest.mark.parametrize(
     ("total", "free", "options", "advised"),
     [
         # Half of the memory is the default of the KV cache, and there is more.

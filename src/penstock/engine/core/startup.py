@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from penstock.config import EngineConfig
 from penstock.contract import KVCacheConfig, KVCachePool, KVCacheSpec, RecurrentStateSpec, RpcCall
 from penstock.engine.planning.kv_cache_size import (
+    bound_kv_cache,
     choose_max_model_len,
     size_kv_cache,
     specs_of_all,
@@ -95,12 +96,13 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     except BaseException:
         executor.shutdown()
         raise
-    _log_kv_cache(config, kv_cache_config, max_model_len)
+    reason = bound_kv_cache(config, specs, plan, max_model_len, available).reason
+    _log_kv_cache(config, kv_cache_config, max_model_len, reason)
     _log_times("Ready", begin, executor, config)
     return StartedEngine(config, executor, plan, kv_cache_config, max_model_len, step_costs, of_model)
 
 
-def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int, reason: str) -> None:
     if not kv_cache_config.groups:
         logger.info("KV cache: none, since the model needs none; texts of up to %s tokens", f"{max_model_len:,}")
         return
@@ -110,8 +112,9 @@ def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_mode
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
     )
     logger.info(
-        "KV cache: %s, %s; %.1f requests of %s tokens at once",
+        "KV cache: up to %s (%s), %s; %.1f requests of %s tokens at once",
         format_bytes(kv_cache_config.size_bytes),
+        reason,
         " and ".join(f"{pool.num_blocks:,} {name}" for pool, name in named_pools(kv_cache_config)),
         concurrency,
         f"{max_model_len:,}",

@@ -50,6 +50,7 @@ class EnginePlan:
     """Memory plan of an engine.
 
     stages: pipeline stages in order; one without pipeline parallelism. kv_cache: KV cache of the layers of all stages.
+    kv_cache_reason: what decides its size.
     concurrency: requests of `max_model_len` tokens that fit at once. num_tokens: tokens that fit in such requests.
     num_workers: tensor parallel workers per stage; all sizes but `engine_bytes` are those of one worker.
     num_engines: engines on this machine.
@@ -65,6 +66,7 @@ class EnginePlan:
     block_size: int
     kv_cache_dtype: str
     kv_cache: KVCacheConfig
+    kv_cache_reason: str
     max_model_len: int
     num_tokens: int
     concurrency: float
@@ -137,6 +139,7 @@ class EnginePlan:
             "stages": [stage.to_dict() for stage in self.stages],
             "kv_cache": {
                 "bytes": self.kv_cache.size_bytes,
+                "reason": self.kv_cache_reason,
                 "dtype": self.kv_cache_dtype,
                 "bytes_per_token": self.kv_bytes_per_token,
                 "block_size": self.block_size,
@@ -189,13 +192,17 @@ class EnginePlan:
         sizes = [f"{kind} x {count} layers" for kind, count in kinds.items()]
         per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"
         rows = [
-            ("size", format_bytes(self.kv_cache.size_bytes), ""),
+            ("size", format_bytes(self.kv_cache.size_bytes), self._size_note),
             ("per token", format_bytes(self.kv_bytes_per_token), per_token),
             *self._pool_rows(),
             ("tokens that fit", f"{self.num_tokens:,}", ""),
             ("full-length requests", f"{self.concurrency:,.1f}", f"of {self.max_model_len:,} tokens, at once"),
         ]
         return [f"  {name:<34}  {value:>10}  {note}".rstrip() for name, value, note in rows]
+
+    @property
+    def _size_note(self) -> str:
+        return f"{self.kv_cache_reason}; taken as it fills" if self.device == "cpu" else self.kv_cache_reason
 
     def _pool_rows(self) -> Iterator[tuple[str, str, str]]:
         for pool, name in named_pools(self.kv_cache):

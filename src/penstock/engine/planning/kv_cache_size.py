@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -78,7 +79,7 @@ def size_kv_cache(
     max_model_len: int,
     available: int | None = None,
 ) -> KVCacheConfig:
-    """Plan the KV cache for the memory that the plan leaves, but not larger than could ever be used.
+    """Plan the KV cache for the memory that the plan leaves, within the bound of `bound_kv_cache`.
 
     available: as in `choose_max_model_len`.
 
@@ -86,8 +87,7 @@ def size_kv_cache(
     """
     max_num_batched_tokens = _most_new_tokens(config)
     available = plan.kv_cache_bytes if available is None else available
-    if plan.requested_kv_cache is None:
-        available = min(available, _most_useful_bytes(config, specs, max_model_len))
+    available = bound_kv_cache(config, specs, plan, max_model_len, available).num_bytes
     try:
         return plan_kv_cache(
             specs,
@@ -108,10 +108,33 @@ def size_kv_cache(
         raise OutOfMemory(f"{error} {advice}\n{plan.table()}") from error
 
 
-def _most_useful_bytes(config: EngineConfig, specs: Mapping[str, KVCacheSpec], max_model_len: int) -> int:
-    """Bytes for `max_num_seqs` requests of full length, twice for cached prefixes; more would never be used."""
+class KVCacheBound(NamedTuple):
+    """Bytes of the KV cache of all layers at most. reason: what decides it, for the log and the plan."""
+
+    num_bytes: int
+    reason: str
+
+
+def bound_kv_cache(
+    config: EngineConfig, specs: Mapping[str, KVCacheSpec], plan: MemoryPlan, max_model_len: int, available: int
+) -> KVCacheBound:
+    """Size of the KV cache: what is asked for, else the least of what is left, of use to requests, and usual.
+
+    Requests can use `max_num_seqs` times `max_model_len` tokens, and as much again for cached prefixes. The usual share
+    of the memory is exceeded where one request of `max_model_len` needs more. available: bytes that are left.
+    """
+    if plan.requested_kv_cache is not None:
+        return KVCacheBound(available, "kv_cache_memory_bytes")
     one_request = bytes_to_serve(group_layers(specs), max_model_len, _most_new_tokens(config))
-    return 2 * config.scheduler.max_num_seqs * one_request
+    num_seqs = config.scheduler.max_num_seqs
+    # Of the bytes of all layers, the plan's worker has its share.
+    usual = int(plan.usual_fraction * plan.total * available / max(1, plan.kv_cache_bytes))
+    by_default = KVCacheBound(usual, f"{plan.usual_fraction:g} of memory, the default")
+    return min(
+        KVCacheBound(available, "what is left for it" if plan.is_default_fraction else "memory_fraction"),
+        max(by_default, KVCacheBound(one_request, f"one request of {max_model_len:,} tokens")),
+        KVCacheBound(2 * num_seqs * one_request, f"what {num_seqs:,} requests and cached prefixes can use"),
+    )
 
 
 def _most_new_tokens(config: EngineConfig) -> int:

@@ -25,6 +25,7 @@ from penstock.device.limits import MemoryLimit, cpu_quota, memory_limit
 from penstock.device.threads import plan_threads
 from penstock.engine.planning.engine_plan import EnginePlan, StagePlan, kv_bytes_per_token
 from penstock.engine.planning.kv_cache_size import (
+    bound_kv_cache,
     choose_max_model_len,
     size_kv_cache,
     specs_of_all,
@@ -78,6 +79,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     except OutOfMemory as error:
         per_token = format_bytes(kv_bytes_per_token(tuple(specs.values())))
         raise OutOfMemory(f"{error}\n  A token takes {per_token} of KV cache.") from error
+    reason = bound_kv_cache(config, specs, tightest, max_model_len, available).reason
     lengths = {"max_model_len": max_model_len, "max_num_batched_tokens": limits.max_num_tokens}
     return EnginePlan(
         model=str(model),
@@ -91,6 +93,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
         block_size=config.cache.block_size,
         kv_cache_dtype=stages[0].kv_cache_dtype,
         kv_cache=kv_cache,
+        kv_cache_reason=reason,
         max_model_len=max_model_len,
         num_tokens=num_tokens_that_fit(kv_cache, **lengths),
         concurrency=max_concurrency(kv_cache, **lengths),
