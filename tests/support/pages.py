@@ -36,7 +36,7 @@ REASONS = (
 # What pages call a model of the reader's own.
 MODEL_OF_ONES_OWN = "path/or/hub-id"
 _BLOCK = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?```(?P<language>\S*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-_LIMIT_S = 120
+_LIMIT_S = 600
 _COMMAND = """#!/bin/sh
 PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{source}" exec "{python}" {arguments} "$@"
 """
