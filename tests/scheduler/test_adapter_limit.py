@@ -16,15 +16,21 @@ from penstock.contract import Parts, RpcCall, SampledOutput, SchedulerOutput
 from penstock.errors import InvalidRequest
 from penstock.features.lora.request import AdapterPart, LoRARequest
 from penstock.features.lora.scheduling import LoRAScheduling
+from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.services import SchedulerServices
 
 
 class Loop:
-    """A scheduler with two slots, and a worker that has every adapter, and whose every token is 5."""
+    """A scheduler with two slots, and a worker that has every adapter, and whose every token is 5.
 
-    def __init__(self, max_loras: int = 2, max_num_seqs: int = 8) -> None:
+    status: states of the adapters that the worker loads in the background; None for one that loads them at once.
+    """
+
+    def __init__(self, max_loras: int = 2, max_num_seqs: int = 8, status: dict[int, str | None] | None = None) -> None:
         self.max_loras = max_loras
+        self.status = status
+        self.errors: dict[str, str | None] = {}
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64),
             cache_config(200),
@@ -39,11 +45,17 @@ class Loop:
     def _make(self, scheduler: Scheduler) -> LoRAScheduling:
         config: Any = SimpleNamespace(
             lora=SimpleNamespace(max_loras=self.max_loras, num_on_host=100),
-            parallel=SimpleNamespace(must_agree_on_time=True),
+            parallel=SimpleNamespace(must_agree_on_time=self.status is None),
         )
-        services = SchedulerServices(config, scheduler, lambda _: [True], lambda _: None, lambda: None)
+        services = SchedulerServices(config, scheduler, self._call, self._note_ends, lambda _: None)
         self.side = LoRAScheduling(services)
         return self.side
+
+    def _call(self, call: RpcCall) -> list[Any]:
+        return [dict(self.status or {})] if call.name == "lora_status" else [True]
+
+    def _note_ends(self, outputs: list[EngineCoreOutput]) -> None:
+        self.errors |= {output.req_id: output.error for output in outputs}
 
     def pin(self, adapter: int) -> None:
         request = LoRARequest(str(adapter), adapter, "x")
@@ -158,3 +170,16 @@ def test_all_requests_end_whatever_comes(
             break
         assert loop.step().num_scheduled_tokens
     assert sorted(loop.ended) == sorted(loop.adapters)
+
+
+@pytest.mark.parametrize("state", [None, "it has no weights"])
+def test_what_becomes_of_an_adapter_is_no_matter_of_a_request_with_the_id_of_an_aborted_one(state: str | None) -> None:
+    loop = Loop(status={1: "", 2: ""})
+    loop.add("a", 1)
+    loop.scheduler.finish_requests(["a"])
+    loop.add("a", 2)
+    loop.add("b", 1)
+    loop.status = {1: state, 2: ""}
+    loop.side.before_step()
+    assert loop.errors == ({} if state is None else {"b": state})
+    assert list(loop.step().num_scheduled_tokens) == (["b"] if state is None else [])

@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
 from penstock.features.lora.request import AdapterPart, LoRARequest
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import FinishReason
-from penstock.scheduler.request import Request
+from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.services import SchedulerServices
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class _Held:
     has_begun: bool = False
     is_pinned: bool = False
     is_removed: bool = False
-    waiting: list[str] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
 
     @property
     def must_stay(self) -> bool:
@@ -95,7 +95,7 @@ class LoRAScheduling(SchedulerFeature):
                 )
             held = self._note(part.adapter)
         request.parts = Parts({**(request.parts or {}), part.feature: replace(part, version=held.version)})
-        if not self._is_loaded_for(request.req_id, held):
+        if not self._is_loaded_for(request, held):
             self._scheduler.wait_for(request.req_id, _ADAPTER)
 
     def begin_admission(self, running: Sequence[Request]) -> None:
@@ -137,7 +137,7 @@ class LoRAScheduling(SchedulerFeature):
         skipped = self._scheduler.waiting_for(_SLOT)
         return any(_order(request) > _order(one) for one in skipped if _key_of(one) != self._leaving)
 
-    def _is_loaded_for(self, req_id: str, held: _Held) -> bool:
+    def _is_loaded_for(self, request: Request, held: _Held) -> bool:
         """Whether a request may run at once; otherwise its adapter is being loaded."""
         if len(self._held) > self._num_on_host:
             # Others may have taken its place.
@@ -148,7 +148,7 @@ class LoRAScheduling(SchedulerFeature):
             self._call(RpcCall("add_lora", (held.request,)))
             held.is_loaded = True
             return True
-        held.waiting.append(req_id)
+        held.waiting.append(request)
         self._begin(held)
         return False
 
@@ -174,6 +174,7 @@ class LoRAScheduling(SchedulerFeature):
         failed: dict[str, str] = {}
         for key, states in self._read_status().items():
             held = self._held[key]
+            held.waiting = [request for request in held.waiting if request.status is not RequestStatus.FINISHED]
             if not held.waiting:
                 continue
             if not held.has_begun:
@@ -181,10 +182,10 @@ class LoRAScheduling(SchedulerFeature):
                 continue
             reasons = [state for state in states if state not in (None, "", _GONE)]
             if reasons:
-                failed.update(dict.fromkeys(held.waiting, str(reasons[0])))
+                failed.update(dict.fromkeys((request.req_id for request in held.waiting), str(reasons[0])))
             elif "" not in states:
                 # One that has made room for others meanwhile is loaded when its request runs.
-                ready += held.waiting
+                ready += (request.req_id for request in held.waiting)
                 held.waiting.clear()
             if reasons:
                 self._drop(key)
