@@ -79,6 +79,10 @@ class KVCacheManager:
             for index, group in enumerate(kv_cache_config.groups)
         ]
         self._pool_indices = [group.pool for group in kv_cache_config.groups]
+        self._groups_of_pools = [
+            [index for index, of_group in enumerate(self._pool_indices) if of_group == pool]
+            for pool in range(len(self.pools))
+        ]
         self._caches_prefixes = enable_prefix_caching and bool(self.groups)
         self._shares_in_step = all(group.shares_in_step for group in self.groups)
         self._has_snapshots = not all(group.takes_blocks for group in self.groups)
@@ -403,11 +407,15 @@ class KVCacheManager:
     def _last_first(self, held: _HeldBlocks) -> list[list[KVCacheBlock]]:
         """Return the blocks of each pool in order of reuse, null blocks included."""
         by_pool = []
-        for pool in self.pools:
-            indices = [index for index, group in enumerate(self.groups) if group.pool is pool]
-            by_position = zip_longest(*(held.groups[index] for index in indices))
-            blocks = [block for blocks in reversed(list(by_position)) for block in blocks if block is not None]
-            by_pool.append(blocks + [block for index in indices for block in held.own[index]])
+        for indices in self._groups_of_pools:
+            if len(indices) == 1:
+                blocks = held.groups[indices[0]][::-1]
+            else:
+                by_position = zip_longest(*(held.groups[index] for index in indices))
+                blocks = [block for blocks in reversed(list(by_position)) for block in blocks if block is not None]
+            for index in indices:
+                blocks += held.own[index]
+            by_pool.append(blocks)
         return by_pool
 
     def _free_skipped(self, held: _HeldBlocks, index: int, num_skipped: int) -> None:
