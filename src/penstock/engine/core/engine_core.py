@@ -197,10 +197,11 @@ class EngineCore:
 
     def wait_for_work(self) -> None:
         """Wait for `wake` if the last step had nothing to run, 0.1 s at most; otherwise return at once."""
+        if not self._has_to_wait:
+            return
         # An earlier `wake` is handled by the next step.
         is_polled = any(feature.is_polled for feature in self.scheduler.features)
-        wait_s = _POLL_S if is_polled else _LONGEST_WAIT_S
-        if self._has_to_wait and self._woken.wait(wait_s):
+        if self._woken.wait(_POLL_S if is_polled else _LONGEST_WAIT_S):
             self._woken.clear()
 
     def wake(self) -> None:
@@ -328,7 +329,8 @@ class EngineCore:
         if feature is not None:
             if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
                 # Workers hold the state of requests until a step tells them that these have ended.
-                self._outputs += self.step()
+                # `step` returns the list itself, so it must not be extended in place.
+                self._outputs = [*self.step(), *self._outputs]
             return feature.call(call)
         try:
             answers = engine.executor.collective_rpc(call)
