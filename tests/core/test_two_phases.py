@@ -213,14 +213,6 @@ def test_ahead_a_step_is_executed_then_the_one_before_read_then_its_tokens_are_c
     assert events == [*expected, ("read", NUM_TOKENS - 1)]
 
 
-def test_a_request_whose_tokens_the_host_must_see_is_not_run_ahead(folder: Path, events: list[Event]) -> None:
-    core, _ = watched_core(folder, followed=["r0"], async_scheduling=True)
-    add(core, "r0", PROMPTS[0], sampled(0), needs_tokens_on_host=True)
-    finish(core, {})
-    core.close()
-    assert [what for what, _ in events if what in ("executed", "read")] == ["executed", "read"] * NUM_TOKENS
-
-
 def test_parts_reach_the_worker_with_their_step_and_all_tokens_before_it(
     folder: Path, undisturbed: list[list[int]], events: list[Event], runs_ahead: bool
 ) -> None:

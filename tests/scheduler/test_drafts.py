@@ -267,19 +267,6 @@ def test_placeholders_end_where_lengths_and_the_budget_do() -> None:
     assert tight.scheduler.schedule().scheduled_spec_decode_tokens == {"a": [-1] * 3, "b": [-1]}
 
 
-def test_placeholders_are_for_requests_whose_tokens_the_host_need_not_see() -> None:
-    driver = Driver(depth=2, num_speculative_tokens=2)
-    driver.add("free", PROMPT, max_tokens=20, ignore_eos=True)
-    driver.add("seen", PROMPT, max_tokens=20, ignore_eos=True, needs_tokens_on_host=True)
-    for _ in range(6):
-        driver.turn()
-
-    assert all("seen" not in step.scheduled_spec_decode_tokens for step in driver.steps)
-    assert driver.steps[-1].scheduled_spec_decode_tokens == {"free": [-1, -1]}
-    assert any("seen" in step.num_scheduled_tokens for step in driver.steps[2:])
-    driver.drain()
-
-
 def test_one_step_at_a_time_verifies_only_drafts_that_are_named() -> None:
     driver = Driver(num_speculative_tokens=2)
     prefilled(driver)

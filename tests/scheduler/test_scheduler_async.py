@@ -85,24 +85,6 @@ def test_a_synchronous_scheduler_goes_on_with_a_prompt() -> None:
     assert [driver.step().total_num_scheduled_tokens for _ in range(4)] == [3, 3, 1, 0]
 
 
-def test_a_request_whose_tokens_the_host_must_see_waits_for_them_and_others_do_not() -> None:
-    driver = Driver(depth=2)
-    driver.add("seen", PROMPT, max_tokens=9, ignore_eos=True, needs_tokens_on_host=True)
-    driver.add("other", PROMPT, max_tokens=9, ignore_eos=True)
-
-    scheduled = [list(driver.turn().num_scheduled_tokens) for _ in range(5)]
-
-    assert scheduled == [["seen", "other"], ["other"], ["seen", "other"], ["other"], ["seen", "other"]]
-    driver.drain()
-
-
-def test_it_does_not_wait_where_only_its_prompt_is_in_flight() -> None:
-    driver = Driver(depth=3, max_num_batched_tokens=3)
-    driver.add("r", PROMPT, max_tokens=2, ignore_eos=True, needs_tokens_on_host=True)
-
-    assert [driver.step().total_num_scheduled_tokens for _ in range(4)] == [3, 3, 1, 0]
-
-
 def preempted_in_flight(prompt: list[int], **params: object) -> Driver:
     """A driver that just preempted "victim" with the result of its prefill still in flight."""
     driver = Driver(cache_config(6), depth=2, max_num_batched_tokens=32)

@@ -52,7 +52,6 @@ REQUESTS = st.fixed_dictionaries(
         "cache_salt": st.sampled_from([None, None, None, "salt"]),
         "logprobs": st.sampled_from([None, None, None, 2]),
         "num_resumed": st.sampled_from([0, 0, 0, 1, 5]),
-        "needs_tokens_on_host": st.sampled_from([False, False, False, True]),
     }
 )
 SETUPS = st.fixed_dictionaries(

@@ -24,7 +24,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling_params: of a pooling request, with its task; None for one that generates.
     eos_token_ids: end-of-sequence tokens, unless the parameters ignore them.
     output_token_ids: tokens generated earlier by a core that was lost; generation continues after them.
-    needs_tokens_on_host: the host must read its tokens before its next step; other requests run ahead meanwhile.
     is_admitted: another core has admitted it, or another request that it belongs to, so no limit of the queue applies.
     num_choices: requests that are admitted or refused with it, itself included: samples, prompts of one HTTP request.
     """
@@ -39,7 +38,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     parts: Parts | None = None
     pooling_params: PoolingParams | None = None
     output_token_ids: list[int] = []
-    needs_tokens_on_host: bool = False
     is_admitted: bool = False
     num_choices: int = 1
 

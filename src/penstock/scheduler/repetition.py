@@ -62,7 +62,7 @@ class RepeatedSteps:
         decodes = self._decodes[0]
         if num_requests != len(self._requests.running) or decodes.num_left <= 0:
             return None
-        if not decodes.runs_ahead and decodes.step.message.step_id in self._in_flight.steps:
+        if not self._runs_ahead and decodes.step.message.step_id in self._in_flight.steps:
             return None
         new_block_ids: NewBlockIds = []
         rows = decodes.due.get(decodes.num_left)
@@ -116,12 +116,11 @@ class RepeatedSteps:
     def _begin(self, step: Step) -> None:
         """Add a new step to the round; it replaces earlier ones with any of its requests."""
         self._drop_outdated()
-        runs_ahead = self._runs_ahead and not any(request.needs_tokens_on_host for request in step.requests)
         if self._decodes:
             now = set(step.requests)
             self._decodes = [before for before in self._decodes if now.isdisjoint(before.step.requests)]
         num_steps = self._draft_budget.num_steps_planned - 1
-        self._decodes.append(_Decodes(step, runs_ahead=runs_ahead, num_steps=num_steps))
+        self._decodes.append(_Decodes(step, num_steps))
 
     def _allocate_for(self, step: Step, rows: list[int]) -> NewBlockIds | None:
         """Allocate a block of each group for these rows of a step; None if that needed a preemption."""
@@ -148,17 +147,15 @@ def _allow_repetition(parts: Parts | None) -> bool:
 class _Decodes:
     """Decode steps of the same requests, one token each: all requests that run, or one microbatch of several.
 
-    step: the last one. runs_ahead: whether it may be repeated before its results are there.
-    num_left: how often it may be repeated, until a request reaches its length limit.
+    step: the last one. num_left: how often it may be repeated, until a request reaches its length limit.
     due: rows by the value of `num_left` at which they need a block for the next step.
     """
 
-    __slots__ = ("_end_token_ids", "due", "num_left", "runs_ahead", "step")
+    __slots__ = ("_end_token_ids", "due", "num_left", "step")
 
-    def __init__(self, step: Step, *, runs_ahead: bool, num_steps: int) -> None:
+    def __init__(self, step: Step, num_steps: int) -> None:
         """num_steps: steps until the draft budget decides again."""
         self.step = step
-        self.runs_ahead = runs_ahead
         self._end_token_ids = frozenset().union(*{request.end_token_ids for request in step.requests})
         rows = zip(step.requests, step.num_computed_tokens, strict=True)
         self.num_left = min(num_steps, *(request.length_limit - 1 - num_tokens for request, num_tokens in rows))

@@ -36,7 +36,6 @@ class Request:
     waits_for: reasons why it may not run yet, such as its grammar; changed by the scheduler only, once added.
     awaits_parts: a feature makes a part for each sampling of the request, from all tokens before it
         (`SchedulerFeature.sampling_part`).
-    needs_tokens_on_host: the host must see its tokens before its next step, as for a grammar outside the device.
     pooling_params: of a pooling request whose engine has them.
     pools: pooling request: ends with the pooled hidden states of its prompt, and generates no tokens.
     output_token_ids: tokens generated for it by an earlier engine.
@@ -72,7 +71,6 @@ class Request:
     parts: Parts | None = None
     awaits_parts: bool = False
     waits_for: set[str] = field(default_factory=set)
-    needs_tokens_on_host: bool = False
     pools: bool = False
     pooling_params: PoolingParams | None = None
     output_token_ids: InitVar[Sequence[int]] = ()

@@ -34,7 +34,7 @@ class Scheduler:
     There is no prefill phase and no decode phase: each request has `num_computed_tokens` and a length to reach, and a
     step gives it some tokens. Counts advance when a step is scheduled; tokens that are sampled but not yet known are
     placeholders. With `async_scheduling` a request goes on beyond its placeholders, since the device knows its own last
-    token; without, or if the host must see the tokens first, it waits for them. Draft tokens count as accepted until
+    token; without, it waits for them. Draft tokens count as accepted until
     the results arrive, which then reduce the counts by the rejected ones.
 
     The worker must execute the steps in order, and their results must come back in that order, each exactly once.
@@ -393,7 +393,7 @@ class Scheduler:
             num_tokens = len(request.all_token_ids)
             if request.num_output_placeholders:
                 num_tokens += request.num_output_placeholders
-                if not runs_ahead or request.needs_tokens_on_host or num_tokens >= request.length_limit:
+                if not runs_ahead or num_tokens >= request.length_limit:
                     continue
             if had_turns and request in had_turns:
                 continue
@@ -456,6 +456,6 @@ class Scheduler:
     def _expect_drafts(self, step: Step) -> None:
         """Set placeholders for the draft tokens that the device makes after this step."""
         for request, max_new_tokens in zip(step.requests, step.max_new_tokens, strict=True):
-            if max_new_tokens > 0 and not request.needs_tokens_on_host:
+            if max_new_tokens > 0:
                 request.spec_token_ids = [-1] * self._draft_budget.num_for(request)
                 self._draft_budget.note_drafts()

@@ -118,7 +118,6 @@ class EngineCore:
                 parts=request.parts,
                 pooling_params=request.pooling_params,
                 output_token_ids=request.output_token_ids,
-                needs_tokens_on_host=request.needs_tokens_on_host,
                 pools=self.config.model.pools,
             )
         )
