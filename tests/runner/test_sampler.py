@@ -22,7 +22,7 @@ from penstock.runner.sampling.min_tokens import MinTokens
 from penstock.runner.sampling.penalties import Penalties
 from penstock.step.logits_rows import LogitsRows
 from support import plain_sampling
-from support.plain_sampling import NUM_SLOTS, VOCAB_SIZE, HandDriven, random_logits
+from support.plain_sampling import NUM_SLOTS, VOCAB_SIZE, HandDriven, random_logits, request_of
 
 _tokens = st.integers(0, VOCAB_SIZE - 1)
 _few_tokens = st.lists(_tokens, max_size=4)
@@ -181,11 +181,11 @@ def test_a_report_that_comes_late_says_nothing_about_the_slots_next_request() ->
     params = SamplingParams(temperature=0, seed=0, min_tokens=3, stop_token_ids=[8])
     slots = np.array([2])
     rows = LogitsRows(torch.from_numpy(slots), slots, positions=torch.tensor([9]))
-    stage.add_request(2, params, [5], [])
+    stage.add_request(2, request_of(params, [5], [5]))
     stage.apply(torch.zeros(1, VOCAB_SIZE), rows)
     assert stage.is_needed(slots), "nothing is waited for"
     stage.remove_request(2)
-    stage.add_request(2, params, [5] * 30, [])
+    stage.add_request(2, request_of(params, [5] * 30, [5] * 30))
     device.has_arrived = True
     assert stage.is_needed(slots)
     assert stage.apply(torch.zeros(1, VOCAB_SIZE), rows)[0, 8] == float("-inf")

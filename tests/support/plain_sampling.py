@@ -82,7 +82,7 @@ def next_token(params: SamplingParams, logits: np.ndarray, prompt: Sequence[int]
         return int((np.log(truncated(params, values)) + noise).argmax())
 
 
-def _request(params: SamplingParams, prompt: list[int], prefill: list[int]) -> NewRequestData:
+def request_of(params: SamplingParams, prompt: list[int], prefill: list[int]) -> NewRequestData:
     return NewRequestData(
         req_id="r",
         prompt_token_ids=prompt,
@@ -112,7 +112,7 @@ class HandDriven:
         tokens = [*prompt, *output]
         self.token_ids[slot, : len(tokens)] = torch.tensor(tokens)
         self.lengths[slot] = len(tokens)
-        self.sampler.add(slot, _request(params, list(prompt), tokens))
+        self.sampler.add(slot, request_of(params, list(prompt), tokens))
 
     def remove(self, slot: int) -> None:
         del self.lengths[slot]

@@ -32,6 +32,11 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     parts: Parts | None = None
     pooling_params: PoolingParams | None = None
 
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated before a preemption."""
+        return self.prefill_token_ids[len(self.prompt_token_ids) :]
+
     def anon_repr(self) -> str:
         """Describe the request for logs, with lengths instead of the user's tokens."""
         parts = "" if self.parts is None else f", parts=[{self.parts.anon_repr()}]"

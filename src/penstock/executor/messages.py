@@ -84,7 +84,7 @@ def pack_step(output: SchedulerOutput) -> SchedulerOutput:
     """Return the step without the prompt in new requests' `prefill_token_ids`, so that it is sent once."""
     if not output.scheduled_new_reqs:
         return output
-    return _with_prefill(output, lambda request: request.prefill_token_ids[len(request.prompt_token_ids) :])
+    return _with_prefill(output, lambda request: request.output_token_ids)
 
 
 def unpack_step(output: SchedulerOutput) -> SchedulerOutput:

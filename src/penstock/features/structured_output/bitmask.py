@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import Parts, SamplingParams, SchedulerOutput, part_of
+from penstock.contract import NewRequestData, Parts, SchedulerOutput, part_of
 from penstock.device import Device
 from penstock.features.structured_output.messages import BitmaskPart, num_words
 from penstock.kernels.logits_shaping import allow_by_bits
@@ -33,10 +33,8 @@ class Bitmask(LogitsTransform):
         self._words: np.ndarray | None = None
         self._first_row = np.full(num_slots, _NOT_MASKED)
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        self._is_constrained[slot] = params.structured_outputs is not None
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        self._is_constrained[slot] = request.sampling_params.structured_outputs is not None
 
     def remove_request(self, slot: int) -> None:
         self._is_constrained[slot] = False

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData
 from penstock.errors import ConfigError, LogitsProcessorError, is_for_the_program
 from penstock.kernels.sampling import can_be_drawn
 from penstock.runner.sampling.logits_processor import LogitsProcessor, ProcessorContext
@@ -38,13 +38,12 @@ class CustomProcessors(LogitsTransform):
         """Names for errors."""
         return [f"{processor.name!r} ({type(processor).__qualname__})" for processor in self._processors]
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
+    def add_request(self, slot: int, request: NewRequestData) -> None:
         self._wants[:, slot] = False
+        params, prompt = request.sampling_params, request.prompt_token_ids
         for index, processor in enumerate(self._processors):
             try:
-                wants = processor.add_request(slot, params, prompt_token_ids, output_token_ids)
+                wants = processor.add_request(slot, params, prompt, request.output_token_ids)
             except BaseException as error:
                 if is_for_the_program(error):
                     raise

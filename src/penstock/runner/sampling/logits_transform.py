@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import Part, Parts, SamplingParams, SchedulerOutput
+from penstock.contract import NewRequestData, Part, Parts, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.sampling.verification import Verification
 from penstock.step.logits_rows import LogitsRows
@@ -18,12 +18,9 @@ class LogitsTransform(ABC):
     """Holds its own parameters by slot and is skipped when no request of the step needs it."""
 
     @abstractmethod
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        """Add a request; the slot's previous state is overwritten.
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        """Add a request, with its output before a preemption; the slot's previous state is overwritten.
 
-        output_token_ids: output before a preemption; else empty.
         Raises InvalidParameter for values that cannot be served; the request ends with that error.
         """
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.device.base import PendingCopy
 from penstock.kernels.logits_shaping import forbid_tokens
@@ -40,14 +39,13 @@ class MinTokens(LogitsTransform):
         self._tenants = np.zeros(num_slots, dtype=np.int64)
         self._reports: list[_Report] = []
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        is_long_enough = len(output_token_ids) >= params.min_tokens
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        params, num_prompt_tokens = request.sampling_params, len(request.prompt_token_ids)
+        is_long_enough = len(request.prefill_token_ids) >= num_prompt_tokens + params.min_tokens
         stops = () if is_long_enough else sorted({*params.all_stop_token_ids, *params.stop_token_ids})
         self._tenants[slot] += 1
         self._lists.set(slot, token_id_array("stop_token_ids", stops, self._vocab_size))
-        self._free_from.set(slot, len(prompt_token_ids) + params.min_tokens - 1)
+        self._free_from.set(slot, num_prompt_tokens + params.min_tokens - 1)
 
     def is_needed(self, slots_np: np.ndarray) -> bool:
         self._release()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.kernels.bound_step import StepOutcome
 from penstock.kernels.logits_shaping import IN_PROMPT, count_tokens, penalise
@@ -39,9 +39,8 @@ class Penalties(LogitsTransform):
         self._rows: Tensor | None = None
         self._penalised_np: np.ndarray
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        params = request.sampling_params
         self._repetition.set(slot, params.repetition_penalty)
         self._frequency.set(slot, params.frequency_penalty)
         self._presence.set(slot, params.presence_penalty)
@@ -50,7 +49,7 @@ class Penalties(LogitsTransform):
         self._rows_for = None
         self._unwritten.pop(slot, None)
         if has_penalty:
-            self._unwritten[slot] = _occurrences(prompt_token_ids, output_token_ids, self._shape[1])
+            self._unwritten[slot] = _occurrences(request.prompt_token_ids, request.output_token_ids, self._shape[1])
 
     def remove_request(self, slot: int) -> None:
         self._unwritten.pop(slot, None)

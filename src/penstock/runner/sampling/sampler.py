@@ -105,10 +105,9 @@ class Sampler(SlotOwner):
 
         Raises InvalidParameter, and any exception of a custom logits processor.
         """
-        params, prompt = request.sampling_params, request.prompt_token_ids
-        output = request.prefill_token_ids[len(prompt) :]
+        params = request.sampling_params
         for transform in (*self.shaping, *self.truncating):
-            transform.add_request(slot, params, prompt, output)
+            transform.add_request(slot, request)
         self._draw.add_request(slot, params)
         self._logprobs.add_request(slot, params)
         slots_np = np.array([slot])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.errors import InvalidParameter
 from penstock.kernels.logits_shaping import add_to_tokens, ends_with_prefix, forbid_tokens, keep_tokens
@@ -99,10 +99,9 @@ class _TokenLists(LogitsTransform):
 
 
 class AllowedTokens(_TokenLists):
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        self._lists.set(slot, token_id_array("allowed_token_ids", params.allowed_token_ids or (), self._vocab_size))
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        allowed = request.sampling_params.allowed_token_ids or ()
+        self._lists.set(slot, token_id_array("allowed_token_ids", allowed, self._vocab_size))
 
     def apply(self, logits: Tensor, rows: LogitsRows) -> Tensor:
         lists = self._lists.pack(rows)
@@ -110,10 +109,8 @@ class AllowedTokens(_TokenLists):
 
 
 class LogitBias(_TokenLists):
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        bias = params.logit_bias or {}
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        bias = request.sampling_params.logit_bias or {}
         token_ids = token_id_array("logit_bias", list(bias), self._vocab_size)
         self._lists.set(slot, token_ids, np.array(list(bias.values()), dtype=np.float32))
 
@@ -138,13 +135,12 @@ class BadWords(_TokenLists):
         self._words: dict[int, list[np.ndarray]] = {}
         self._width = 0
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
-        words = [token_id_array("bad_words_token_ids", word, self._vocab_size) for word in params.bad_words_token_ids]
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        given = request.sampling_params.bad_words_token_ids
+        words = [token_id_array("bad_words_token_ids", word, self._vocab_size) for word in given]
         # A word longer than the context length cannot occur.
         words = [word for word in words if len(word) < self._token_ids_SL.shape[1]]
-        self._prompt_len.set(slot, len(prompt_token_ids))
+        self._prompt_len.set(slot, len(request.prompt_token_ids))
         self.remove_request(slot)
         if not words:
             return

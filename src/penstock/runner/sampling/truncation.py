@@ -6,12 +6,10 @@ Neural Text Degeneration", 2020.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import SamplingParams
+from penstock.contract import NewRequestData
 from penstock.device import Device
 from penstock.kernels.sampling import apply_temperature, mask_min_p, mask_top_k_top_p
 from penstock.runner.sampling.logits_transform import LogitsTransform
@@ -25,9 +23,8 @@ class Temperature(LogitsTransform):
     def __init__(self, device: Device, num_slots: int) -> None:
         self._divisor = SlotParameter(device, num_slots, np.float32, 1.0)
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        params = request.sampling_params
         self._divisor.set(slot, 1.0 if params.is_greedy else params.temperature)
 
     def is_needed(self, slots_np: np.ndarray) -> bool:
@@ -41,9 +38,8 @@ class MinP(LogitsTransform):
     def __init__(self, device: Device, num_slots: int) -> None:
         self._min_p = SlotParameter(device, num_slots, np.float32, 0.0)
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        params = request.sampling_params
         self._min_p.set(slot, 0.0 if params.is_greedy else params.min_p)
 
     def is_needed(self, slots_np: np.ndarray) -> bool:
@@ -61,9 +57,8 @@ class TopKTopP(LogitsTransform):
         self._top_k = SlotParameter(device, num_slots, np.int64, vocab_size)
         self._top_p = SlotParameter(device, num_slots, np.float32, 1.0)
 
-    def add_request(
-        self, slot: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
-    ) -> None:
+    def add_request(self, slot: int, request: NewRequestData) -> None:
+        params = request.sampling_params
         keeps_all = params.is_greedy or not 0 < params.top_k < self._vocab_size
         self._top_k.set(slot, self._vocab_size if keeps_all else params.top_k)
         self._top_p.set(slot, 1.0 if params.is_greedy else params.top_p)
