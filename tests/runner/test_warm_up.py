@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from penstock.contract import SamplingParams
+from penstock.device.cpu import CpuDevice
+from penstock.features.structured_output.bitmask import Bitmask
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.warm_up import warm_up_requests
 from penstock.step.logits_rows import LogitsRows
-from support.runners import ArithmeticModel, Driver, make_runner, new_request
+from support.runners import VOCAB_SIZE, ArithmeticModel, Driver, make_runner, new_request
 
 
 def _note_applied(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
@@ -36,11 +38,12 @@ def _note_applied(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> dict[
 
 
 @pytest.mark.parametrize("max_drafts", [0, 2])
-def test_every_transform_runs_on_the_largest_and_on_small_batches(
+def test_every_transform_also_of_features_runs_on_the_largest_and_on_small_batches(
     monkeypatch: pytest.MonkeyPatch, max_drafts: int
 ) -> None:
     model = ArithmeticModel()
-    runner = make_runner(model=model, max_drafts=max_drafts)
+    bitmask = Bitmask(CpuDevice(num_threads=1), num_slots=9, vocab_size=VOCAB_SIZE)
+    runner = make_runner(model=model, max_drafts=max_drafts, transforms=[bitmask])
     applied = _note_applied(runner, monkeypatch)
     warm_up_requests(runner)
     expected = {1, 3, 8} | {size * (1 + max_drafts) for size in (1, 3, 8)}

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from penstock.contract import CachedRequestData, NewRequestData, SamplingInput, SamplingParams, SchedulerOutput
-from penstock.contract.structured_outputs import StructuredOutputsParams
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.sampling.heaviest import heaviest_params
 
@@ -37,8 +36,8 @@ def warm_up_requests(runner: ModelRunner) -> None:
         return
     step_ids = count()
     for num_reqs in dict.fromkeys([most, *(few for few in _FEW if few < most)]):
-        for params in _kinds_of_sampling(runner):
-            requests = _requests(num_reqs, params, block_ids)
+        for request in _kinds_of_requests(runner, block_ids):
+            requests = [replace(request, req_id=f"warm-up {number}") for number in range(num_reqs)]
             for output in _steps(requests, limits.max_drafts, step_ids):
                 runner.execute_model(output)
                 runner.sample_tokens(_sampling(runner, output)).get_output(_TIMEOUT_S)
@@ -58,10 +57,10 @@ def _block_ids(runner: ModelRunner, length: int) -> tuple[list[int], ...]:
     return tuple(block_ids)
 
 
-def _kinds_of_sampling(runner: ModelRunner) -> list[SamplingParams]:
+def _kinds_of_requests(runner: ModelRunner, block_ids: tuple[list[int], ...]) -> list[NewRequestData]:
     """Greedy, drawn, drawn from the most likely tokens, and all logits transforms at once with log-probabilities."""
     params = heaviest_params(runner.sampler.most_logprobs)
-    all_at_once = msgspec.structs.replace(
+    all_at_once = replace(
         params,
         # The whole vocabulary would take the host seconds.
         logprobs=min(params.logprobs or 0, 20),
@@ -69,29 +68,26 @@ def _kinds_of_sampling(runner: ModelRunner) -> list[SamplingParams]:
         bad_words_token_ids=[[0, 0, 0, 0, 0]],
         all_stop_token_ids=[1],
         min_tokens=1,
-        structured_outputs=StructuredOutputsParams(json_object=True),
     )
-    return [
+    kinds = [
         SamplingParams(temperature=0.0, seed=0),
         SamplingParams(temperature=0.7, seed=0),
         SamplingParams(temperature=0.7, seed=0, top_k=50, top_p=0.9),
         all_at_once,
     ]
-
-
-def _requests(num_reqs: int, params: SamplingParams, block_ids: tuple[list[int], ...]) -> list[NewRequestData]:
     prompt = list(_PROMPT)
-    return [
+    *requests, with_all = [
         NewRequestData(
-            req_id=f"warm-up {number}",
+            req_id="",
             prompt_token_ids=prompt,
             prefill_token_ids=prompt,
             sampling_params=params,
             block_ids=block_ids,
             num_computed_tokens=0,
         )
-        for number in range(num_reqs)
+        for params in kinds
     ]
+    return [*requests, runner.sampler.dummy_request(with_all)]
 
 
 def _steps(requests: list[NewRequestData], num_drafts: int, step_ids: Iterator[int]) -> Iterator[SchedulerOutput]:

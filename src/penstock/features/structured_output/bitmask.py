@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from torch import Tensor
 
-from penstock.contract import NewRequestData, Parts, SchedulerOutput, part_of
+from penstock.contract import NewRequestData, Parts, SchedulerOutput, StructuredOutputsParams, part_of
 from penstock.device import Device
 from penstock.features.structured_output.messages import BitmaskPart, num_words
 from penstock.kernels.logits_shaping import allow_by_bits
@@ -54,6 +55,10 @@ class Bitmask(LogitsTransform):
             if req_id in slot_of:
                 self._first_row[slot_of[req_id]] = row
             row += num_rows
+
+    def dummy_request(self, request: NewRequestData) -> NewRequestData:
+        constraint = StructuredOutputsParams(json_object=True)
+        return replace(request, sampling_params=replace(request.sampling_params, structured_outputs=constraint))
 
     def dummy_part(self, message: SchedulerOutput) -> BitmaskPart:
         """Return a bitmask that allows all tokens."""

@@ -39,6 +39,10 @@ class LogitsTransform(ABC):
         """
         return
 
+    def dummy_request(self, request: NewRequestData) -> NewRequestData:
+        """Return a dummy request as one that needs the transform, for warm-up."""
+        return request
+
     def dummy_part(self, message: SchedulerOutput) -> Part | None:
         """Return the part for the sampling of a step of dummy requests, its `awaiting_req_ids`; None without one."""
         return None

@@ -211,6 +211,12 @@ class Sampler(SlotOwner):
             for transform in self.shaping:
                 transform.begin_step(parts, slot_of)
 
+    def dummy_request(self, request: NewRequestData) -> NewRequestData:
+        """As `LogitsTransform`, of all transforms."""
+        for transform in self.shaping:
+            request = transform.dummy_request(request)
+        return request
+
     def dummy_parts(self, message: SchedulerOutput) -> Parts:
         """Parts for the sampling of a step of dummy requests."""
         return Parts.of(part for one in self.shaping if (part := one.dummy_part(message)) is not None)
