@@ -54,6 +54,7 @@ def test_a_page_runs(page: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SLOW_PAGES, ids=name_of)
 def test_a_page_runs_with_what_takes_long(page: Path, folder: Path) -> None:
     run(blocks_of(page))
