@@ -16,6 +16,8 @@ CONSTRAINTS ?= constraints.txt
 .PHONY: demo test test-other-processor test-slow real test-triton test-newest test-mutations test-clients test-page sanitize wheel try-wheel docs lint format upgrade clean
 
 $(VENV)/.installed: pyproject.toml setup.py $(CONSTRAINTS) $(wildcard src/penstock/kernels/native/csrc/*)
+	@echo "Installing into $(VENV): torch ($(TORCH), some 200 MB), other packages, and Penstock, whose C++ kernels are built."
+	@echo "This takes some minutes, once, and says nothing until it is done."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade $(addprefix --constraint ,$(CONSTRAINTS)) pip
 	$(BIN)/python -m pip install --quiet $(foreach file,$(CONSTRAINTS),--constraint $(file) --build-constraint $(file)) \
@@ -23,7 +25,10 @@ $(VENV)/.installed: pyproject.toml setup.py $(CONSTRAINTS) $(wildcard src/pensto
 	touch $@
 
 demo: $(VENV)/.installed
+	@echo "The model that ships continues the text ROMEO:, in the manner of Shakespeare's plays, which is all that it knows."
 	$(BIN)/penstock generate "ROMEO:" --max-tokens 120 --temperature 0.7 --seed 1
+	@echo
+	@echo "Next: $(BIN)/penstock chat, $(BIN)/penstock serve, and a larger model: $(BIN)/penstock chat smollm2 (93 MB)."
 
 test: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m "not slow and not real" -n $(JOBS) --dist loadfile

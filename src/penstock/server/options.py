@@ -41,6 +41,7 @@ class ServerOptions:
     keep_alive_interval_s: seconds without output after which a stream gets a comment; 0 sends none.
     otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) for a trace of each request, such as
         http://localhost:4318/v1/traces.
+    disable_log_stats: do not log throughput, a line for every ten seconds of work.
     enable_log_requests: log a line per request. log_prompts: with it, log prompts and messages too.
 
     chat_template: template of chats instead of the model's own: Jinja text or a path.
@@ -79,6 +80,7 @@ class ServerOptions:
     max_unread_response_bytes: int = 256 * 2**20
     keep_alive_interval_s: float = 15.0
     otlp_traces_endpoint: str | None = None
+    disable_log_stats: bool = False
     enable_log_requests: bool = False
     log_prompts: bool = False
     chat_template: str | None = None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.checkpoints.shown_model import shown_model
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
 from penstock.templates.files import ModelTemplates
@@ -62,10 +63,10 @@ def choose_template(
     if given is None:
         if not own:
             raise InvalidRequest(
-                f"The tokenizer of {folder} has no chat template, so it cannot render messages. "
+                f"The tokenizer of {shown_model(folder)} has no chat template, so it cannot render messages. "
                 "Give chat_template, or a plain prompt."
             )
-        return ChatTemplate(_own_template(templates, folder, tools), f"The chat template of {folder}")
+        return ChatTemplate(_own_template(templates, folder, tools), f"The chat template of {shown_model(folder)}")
     if isinstance(given, Path):
         return _from_file(given)
     if not isinstance(given, str):
@@ -73,7 +74,7 @@ def choose_template(
             f"chat_template={shown(given)} is a {type(given).__name__}. Allowed: text of a Jinja template, or a Path."
         )
     if isinstance(own, Mapping) and isinstance(own.get(given), str):
-        return ChatTemplate(own[given], f"The chat template {given!r} of {folder}")
+        return ChatTemplate(own[given], f"The chat template {given!r} of {shown_model(folder)}")
     if "{" in given:
         if len(given) > _LONGEST_TEMPLATE:
             raise InvalidParameter(f"chat_template has {len(given):,} characters. Allowed: {_LONGEST_TEMPLATE:,}.")
@@ -136,7 +137,9 @@ def render_chat(
 def _own_template(templates: ModelTemplates, folder: Path, tools: Sequence[Any] | None) -> str:
     source = templates.choose(folder, tools)
     if not isinstance(source, str):
-        raise InvalidRequest(f"The chat template of {folder} is a {type(source).__name__}. Give chat_template.")
+        raise InvalidRequest(
+            f"The chat template of {shown_model(folder)} is a {type(source).__name__}. Give chat_template."
+        )
     return source
 
 
@@ -151,7 +154,7 @@ def _from_file(path: Path) -> ChatTemplate:
         size = path.stat().st_size
         if size > _LONGEST_TEMPLATE:
             raise InvalidParameter(f"chat_template={str(path)!r} has {size:,} bytes. Allowed: {_LONGEST_TEMPLATE:,}.")
-        return ChatTemplate(path.read_text(encoding="utf-8"), f"The chat template {path}")
+        return ChatTemplate(path.read_text(encoding="utf-8"), f"The chat template {path.name}")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameter(f"chat_template={str(path)!r} cannot be read: {error}") from error
 

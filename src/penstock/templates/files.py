@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoints.json_file import check_regular_file
+from penstock.checkpoints.shown_model import shown_model
 from penstock.errors import InvalidRequest, TokenizerError
 
 _FILE = "chat_template.jinja"
@@ -60,7 +61,8 @@ class ModelTemplates:
                 return self.own[name]
         names = ", ".join(map(repr, sorted(self.own)))
         raise InvalidRequest(
-            f"The tokenizer of {folder} has several chat templates and none for all. Give chat_template: {names}."
+            f"The tokenizer of {shown_model(folder)} has several chat templates and none for all. Give chat_template: "
+            f"{names}."
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoints.pooling import PoolingConfig
+from penstock.checkpoints.shown_model import shown_model
 from penstock.config import ModelConfig
 from penstock.contract import PoolingParams
 from penstock.contract.param_checks import shown
@@ -23,12 +24,12 @@ def check_task(model: ModelConfig, *tasks: str | None) -> PoolingConfig:
     pooling = model.pooling
     if pooling is None:
         raise InvalidParameter(
-            f"{model.model} generates text here. Start the engine with runner='pooling' for embeddings, scores and "
-            "classes."
+            f"{shown_model(model.model)} generates text here. Start the engine with runner='pooling' for embeddings, "
+            "scores and classes."
         )
     if None not in tasks and not set(tasks) & set(pooling.tasks):
         raise InvalidParameter(
-            f"{model.model} cannot do {' or '.join(map(str, tasks))}: it has {pooling.architecture.name}. "
+            f"{shown_model(model.model)} cannot do {' or '.join(map(str, tasks))}: it has {pooling.architecture.name}. "
             f"Allowed: {', '.join(pooling.tasks)}."
         )
     return pooling
@@ -38,8 +39,9 @@ def refuse_generation(model: ModelConfig) -> None:
     """Raise InvalidRequest for a model that pools."""
     if model.pooling is not None:
         raise InvalidRequest(
-            f"{model.model} pools here, and generates no text. Its tasks: {', '.join(model.pooling.tasks)}. Start the "
-            "engine with runner='generate' for text, if the model has a language model head."
+            f"{shown_model(model.model)} pools here, and generates no text. Its tasks: "
+            f"{', '.join(model.pooling.tasks)}. Start the engine with "
+            "runner='generate' for text, if the model has a language model head."
         )
 
 

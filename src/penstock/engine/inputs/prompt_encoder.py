@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.checkpoints.shown_model import shown_model
 from penstock.config import ModelConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.contract.param_checks import shown
@@ -137,4 +138,4 @@ class PromptEncoder:
         longest = self._model.longest_context
         if num_prompt_tokens < longest:
             return f", or start with max_model_len={min(wanted, longest)}."
-        return f"; {self._model.model} was made for no more than {longest:,}."
+        return f"; {shown_model(self._model.model)} was made for no more than {longest:,}."

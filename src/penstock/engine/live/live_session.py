@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from penstock.config import EngineConfig
 from penstock.engine.dispatcher import Dispatcher
 from penstock.engine.live.live_server import LiveServer
-from penstock.engine.live.live_view import LiveView
+from penstock.engine.live.live_view import LiveSample, LiveView
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.step_log import StepRecord
@@ -114,6 +114,9 @@ class _SessionState:
 
     def started_at(self) -> float:
         return self._started_at
+
+    def history(self) -> list[LiveSample]:
+        return []
 
     def num_restarts(self) -> dict[str, int]:
         status = self._dispatcher.core.status()

@@ -86,25 +86,33 @@ class LiveStep:
 
 
 @dataclass(slots=True, kw_only=True)
-class Live:
-    """State of an engine or a server at one moment. time, started_at: Unix seconds. not_ready: reason, or null.
-
-    restarts: processes started again, by kind. steps: those that have ended after the query's `after`, oldest first.
-    """
+class LiveSample:
+    """Load and counts of an engine or a server at one moment. time: Unix seconds."""
 
     time: float
-    started_at: float | None
-    version: str
-    model: str
-    not_ready: str | None
     requests: LiveRequests = field(default_factory=LiveRequests)
     kv_cache: LiveKvCache = field(default_factory=LiveKvCache)
     counters: LiveCounters
     time_to_first_token: LiveSeconds
     inter_token_latency: LiveSeconds
+
+
+@dataclass(slots=True, kw_only=True)
+class Live(LiveSample):
+    """State of an engine or a server at one moment. started_at: Unix seconds. not_ready: reason, or null.
+
+    restarts: processes started again, by kind. steps: those that have ended after the query's `after`, oldest first.
+    history: samples of the last two minutes, one per second, if the query asks; only a server keeps any.
+    """
+
+    started_at: float | None
+    version: str
+    model: str
+    not_ready: str | None
     cores: LiveCores = field(default_factory=LiveCores)
     restarts: dict[str, int]
     steps: list[LiveStep]
+    history: list[LiveSample] = field(default_factory=list)
 
 
 class LiveSource(Protocol):
@@ -131,6 +139,9 @@ class LiveSource(Protocol):
     def num_restarts(self) -> dict[str, int]:
         """Processes started again, by kind."""
 
+    def history(self) -> list[LiveSample]:
+        """Samples of the last two minutes, oldest first."""
+
 
 class LiveView:
     """Reads the state of a source for any number of viewers. max_num_seqs: of each core."""
@@ -143,7 +154,7 @@ class LiveView:
         self._totals = RequestTotals()
         self._totals_until = 0.0
 
-    def read(self, after: float) -> Live:
+    def read(self, after: float, *, with_history: bool = False) -> Live:
         """State now, with the steps that ended after a time in Unix seconds. Keeps the cores recording steps."""
         source, now = self._source, time.monotonic()
         if now >= self._renew_at:
@@ -151,38 +162,48 @@ class LiveView:
             source.watch_steps(_WATCH_S)
         if now >= self._totals_until:
             self._totals, self._totals_until = source.request_totals(), now + _SHARED_S
-        live = Live(
-            time=time.time(),
+        status = source.status()
+        sample = sample_of(self._totals, status, self._max_num_seqs)
+        return Live(
+            **{name: getattr(sample, name) for name in LiveSample.__slots__},
             started_at=source.started_at(),
             version=__version__,
             model=self._model_name,
             not_ready=source.why_not_ready(),
-            counters=_counters_of(self._totals),
-            time_to_first_token=_seconds_of(self._totals.time_to_first_token),
-            inter_token_latency=_seconds_of(self._totals.inter_token_latency),
+            cores=LiveCores() if status is None else _cores_of(status),
             restarts=source.num_restarts(),
             steps=[_step_of(core, step) for core, step in source.recent_steps() if step.ended_at > after],
+            history=source.history() if with_history else [],
         )
-        status = source.status()
-        if status is not None:
-            self._add_status(live, status)
-        return live
 
-    def _add_status(self, live: Live, status: BrokerStatus) -> None:
+
+def sample_of(totals: RequestTotals, status: BrokerStatus | None, max_num_seqs: int) -> LiveSample:
+    """Sample of this moment. status: None before the cores are known. max_num_seqs: of each core."""
+    sample = LiveSample(
+        time=time.time(),
+        counters=_counters_of(totals),
+        time_to_first_token=_seconds_of(totals.time_to_first_token),
+        inter_token_latency=_seconds_of(totals.inter_token_latency),
+    )
+    if status is not None:
         stats = status.stats
-        live.requests = LiveRequests(
+        sample.requests = LiveRequests(
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs,
             queued=status.num_queued_requests,
             unfinished=status.num_requests,
-            max_running=status.num_engines * self._max_num_seqs,
+            max_running=status.num_engines * max_num_seqs,
         )
-        live.kv_cache = LiveKvCache(
+        sample.kv_cache = LiveKvCache(
             num_blocks=stats.num_blocks, used=stats.num_used_blocks, cached=stats.num_cached_blocks
         )
-        live.counters.computed_tokens = stats.num_computed_tokens
-        recovering = status.num_recovering + status.num_recovering_workers
-        live.cores = LiveCores(all=status.num_engines, recovering=recovering, stalled_s=status.stalled_s)
+        sample.counters.computed_tokens = stats.num_computed_tokens
+    return sample
+
+
+def _cores_of(status: BrokerStatus) -> LiveCores:
+    recovering = status.num_recovering + status.num_recovering_workers
+    return LiveCores(all=status.num_engines, recovering=recovering, stalled_s=status.stalled_s)
 
 
 def _step_of(core: int, step: StepRecord) -> LiveStep:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Path of a field at the beginning of an error's text, such as "messages[0].content[1]".
 _PATH = re.compile(r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*")
+# Absolute path of a file, beginning a word.
+_FILE = re.compile(r"""(?<![\w.:/<-])(?:/[^\s/'",;:()<>\[\]{}]+){2,}""")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -105,7 +108,7 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers=retry_after)
     if isinstance(error, (EngineDead, LifecycleError, WaitTimeout)):
         logger.error("Request %s fails, since the engine does not serve: %s", request_id, error)
-        return ApiError(503, f"The engine does not serve: {error}", code="engine_unavailable")
+        return ApiError(503, f"The engine does not serve: {_without_folders(str(error))}", code="engine_unavailable")
     logger.error("Request %s failed", request_id, exc_info=error)
     return ApiError(500, f"The server failed. Its log has the cause under the request id {request_id}.")
 
@@ -148,6 +151,11 @@ def refusals(fields: Collection[str], names: Mapping[str, str] | None = None) ->
 def _sendable(text: str) -> str:
     """Escape lone surrogates, which clients may send and JSON cannot have."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _without_folders(text: str) -> str:
+    """Text of an error of the engine, with files of this machine by their names alone."""
+    return _FILE.sub(lambda match: Path(match[0]).name, text)
 
 
 def _http_message(error: HTTPException) -> str:

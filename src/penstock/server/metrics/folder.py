@@ -11,6 +11,8 @@ from typing import TypeVar
 import msgspec
 
 logger = logging.getLogger(__name__)
+# Begin of the names of front ends' files, which their numbers end.
+FRONT_END = "front-end-"
 _T = TypeVar("_T")
 
 

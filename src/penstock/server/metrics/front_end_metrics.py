@@ -9,18 +9,19 @@ from pathlib import Path
 import msgspec
 
 from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.live.live_view import LiveSample
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import PREFIX, Counter, Gauge, Metric, gauges_of, histogram_of, metrics_of
 from penstock.server.metrics.expert_tokens import NoExpertTokens
-from penstock.server.metrics.folder import SharedFile, shared_files
+from penstock.server.metrics.folder import FRONT_END, SharedFile, shared_files
+from penstock.server.metrics.history import read_history
 from penstock.server.metrics.http_requests import HttpCount, HttpCounts
 from penstock.server.metrics.launcher_metrics import LAUNCHER, LauncherTotals
 from penstock.server.processes.health import Health
 from penstock.version import __version__
 
 _INTERVAL_S = 1.0
-_FRONT_END = "front-end-"
 
 
 class FrontEndTotals(msgspec.Struct):
@@ -57,7 +58,7 @@ class FrontEndMetrics:
         self._health = health
         self._http = http
         self._folder = folder
-        self._file = SharedFile(folder, f"{_FRONT_END}{number}")
+        self._file = SharedFile(folder, f"{FRONT_END}{number}")
         self._max_num_seqs = max_num_seqs
         self._experts = experts or NoExpertTokens()
 
@@ -82,7 +83,7 @@ class FrontEndMetrics:
         own = self.write()
         requests, http = own.requests, HttpCounts()
         http.add(own.http)
-        for file in shared_files(self._folder, _FRONT_END):
+        for file in shared_files(self._folder, FRONT_END):
             other = file.read(FrontEndTotals) if file.path != self._file.path else None
             if other is not None:
                 requests.add(other.requests)
@@ -92,6 +93,10 @@ class FrontEndMetrics:
     def launcher_totals(self) -> LauncherTotals | None:
         """Counts of the launcher; None before it has written any."""
         return SharedFile(self._folder, LAUNCHER).read(LauncherTotals)
+
+    def history(self) -> list[LiveSample]:
+        """Samples of the server in the last two minutes."""
+        return read_history(self._folder)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the server, those of the workers as they were read last."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from penstock.engine.async_engine import AsyncEngine
-from penstock.engine.live.live_view import Live, LiveView
+from penstock.engine.live.live_view import Live, LiveSample, LiveView
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.step_log import StepRecord
@@ -46,13 +46,20 @@ class ServerState:
         launcher = self._metrics.launcher_totals()
         return {} if launcher is None else launcher.num_restarts
 
+    def history(self) -> list[LiveSample]:
+        return self._metrics.history()
+
 
 @router.get("/live", responses={200: {"model": Live}, **errors(400, 401, 503)})
 async def live(
-    http: Request, after: Annotated[float, Query(description="Only steps that ended after this Unix time")] = 0.0
+    http: Request,
+    after: Annotated[float, Query(description="Only steps that ended after this Unix time")] = 0.0,
+    history: Annotated[bool, Query(description="Also samples of the last two minutes")] = False,
 ) -> Response:
     """Numbers of the server at this moment, for live views that ask once or twice a second; no prompts."""
     view: LiveView = http.app.state.live_view
     return Response(
-        msgspec.json.encode(view.read(after)), media_type="application/json", headers={"Cache-Control": "no-store"}
+        msgspec.json.encode(view.read(after, with_history=history)),
+        media_type="application/json",
+        headers={"Cache-Control": "no-store"},
     )

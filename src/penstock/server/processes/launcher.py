@@ -37,6 +37,7 @@ from penstock.engine.processes.child_process import ChildProcess
 from penstock.engine.processes.supervised_process import Deliver, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.executor.processes import ProcessStarter
+from penstock.server.metrics.history import ServerHistory
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
 from penstock.server.options import ServerOptions
 from penstock.server.processes.front_end import FrontEndArguments, broker_path, serve_http
@@ -127,6 +128,11 @@ class Launcher:
                 listener.bind(str(broker_path(folder)))
                 listener.listen()
                 self._metrics = LauncherMetrics(folder, self._network.api_server_count)
+                self._history = ServerHistory(
+                    folder,
+                    max_num_seqs=self._config.scheduler.max_num_seqs,
+                    logs=not self._options.disable_log_stats,
+                )
                 self._serve(folder, http, listener, starter)
         finally:
             starter.close()
@@ -249,6 +255,7 @@ class Launcher:
         def on_message(message: CoreMessage) -> None:
             if isinstance(message, BrokerStatus):
                 self._metrics.note_status(message)
+                self._history.note(message)
             elif isinstance(message, FeaturesChanged):
                 self._features = message.states
             elif isinstance(message, CoreStarted | FrontStarted):
