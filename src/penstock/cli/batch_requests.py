@@ -17,6 +17,7 @@ from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.prompts import PromptDict
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.server.http.errors import ApiError
+from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.completion import CompletionRequest
@@ -63,6 +64,7 @@ class _Reader:
         self._names = names
         self._model = model
         self._answers_any = len(named) <= 1
+        self._unknown = UnknownFields("refuse")
         self._where_of: dict[str, str] = {}
         if self._answers_any and named - {model}:
             logger.warning("The requests are for the model %r; %r answers them.", *named, model)
@@ -84,7 +86,8 @@ class _Reader:
     def _read_body(
         self, kind: type[ChatCompletionRequest | CompletionRequest], given: dict[str, Any]
     ) -> tuple[ChatCompletionRequest | CompletionRequest, Any, SamplingParams]:
-        body = vllm.parameters_as_ours(_whole_body(given), kind.model_fields)
+        body = self._unknown.without(_whole_body(given), kind)
+        body = vllm.parameters_as_ours(body, kind.model_fields)
         only = _ONLY | _ONLY_OF_CHATS if kind is ChatCompletionRequest else _ONLY
         for key in only.keys() & body.keys():
             if body[key] is not None and body[key] not in only[key]:

@@ -14,9 +14,11 @@ from starlette.responses import Response
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import PenstockError
+from penstock.server.http.body import body_model
 from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
 from penstock.server.http.errors import api_error
 from penstock.server.http.guards import ApiKeys, BodyLimits
+from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
 from penstock.server.options import ServerOptions
 from penstock.server.page import route as page
@@ -36,6 +38,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.state.served_model = ServedModel(engine, options)
     app.state.request_limits = engine.request_limits
     app.state.large_bodies = asyncio.Lock()
+    app.state.unknown_fields = UnknownFields(options.unknown_fields)
     app.state.response_store = ResponseStore(options)
     for module in (completions, chat, responses, messages, pooling, models, tokenize):
         app.include_router(module.router)
@@ -74,14 +77,9 @@ async def _on_error(http: Request, error: Exception) -> Response:
 
 async def _on_invalid_body(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return validation_error(error.errors(), error.body, _fields_of(http)).response(http.scope)
-
-
-def _fields_of(http: Request) -> list[str]:
-    """Names of the fields of the body that the request's route takes."""
-    body_field = getattr(http.scope.get("route"), "body_field", None)
-    annotation = getattr(getattr(body_field, "field_info", None), "annotation", None)
-    return list(getattr(annotation, "model_fields", ()))
+    model = body_model(http)
+    fields = [] if model is None else list(model.model_fields)
+    return validation_error(error.errors(), error.body, fields).response(http.scope)
 
 
 def _openapi(app: FastAPI, root_path: str) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.features.lora.request import LoRARequest
 
+# Values of `unknown_fields`.
+_POLICIES = ("ignore", "warn", "refuse")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -27,6 +30,8 @@ class ServerOptions:
     allowed_methods: methods of CORS. allowed_headers: request headers of CORS.
     allow_credentials: let browsers send cookies and keys (CORS).
     root_path: path prefix that a proxy strips.
+    unknown_fields: fields that a route does not have: "refuse" gives the request status 400, but for harmless ones of
+        other clients; "warn" ignores and logs each of them once; "ignore" ignores them.
     page: serve a page at `/`, with a playground and a live view.
     max_request_bytes: size limit of a request's body; larger ones get status 413.
     max_open_request_bytes: limit of the bodies, in the memory of each front end, of all requests that have not ended.
@@ -72,6 +77,7 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     root_path: str = ""
+    unknown_fields: str = "refuse"
     page: bool = True
     max_request_bytes: int = 32 * 2**20
     max_open_request_bytes: int = 512 * 2**20
@@ -120,6 +126,8 @@ class ServerOptions:
                 "enable_admin needs admin_api_key, the key of those who may change the engine. Give one "
                 "(--admin-api-key KEY)."
             )
+        if self.unknown_fields not in _POLICIES:
+            raise ConfigError(f"unknown_fields={self.unknown_fields!r} is not valid. Allowed: {', '.join(_POLICIES)}.")
         for name in ("max_request_bytes", "max_open_request_bytes", "max_unread_response_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: at least 1.")

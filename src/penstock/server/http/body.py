@@ -10,11 +10,13 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from penstock.config.request_limits import RequestLimits
 from penstock.engine.inputs.field_limits import check_body
 from penstock.server.http.errors import ApiError, refusals
+from penstock.server.http.unknown_fields import UnknownFields
 
 # Smallest body that may have too many values.
 _SMALL_BYTES = 1 << 16
@@ -26,7 +28,8 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 class BodyRoute(APIRoute):
     """Route that checks the sizes of its body's fields before anything is done with them.
 
-    The number of values is checked before the body is decoded, each field before it is validated.
+    The number of values is checked before the body is decoded, each field before it is validated. Unknown fields that
+    the server ignores are left out (`UnknownFields`).
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -40,6 +43,13 @@ class BodyRoute(APIRoute):
 
 class _LimitedRequest(Request):
     async def json(self) -> Any:
+        body, model = await self._decoded(), body_model(self)
+        if model is None or not isinstance(body, dict):
+            return body
+        unknown: UnknownFields = self.app.state.unknown_fields
+        return unknown.without(body, model)
+
+    async def _decoded(self) -> Any:
         limits: RequestLimits = self.app.state.request_limits
         data = await self.body()
         if len(data) < _SMALL_BYTES:
@@ -47,6 +57,13 @@ class _LimitedRequest(Request):
         # One at a time, so that the event loop gets its turn between them.
         async with self.app.state.large_bodies:
             return await asyncio.to_thread(_decoded, data, limits)
+
+
+def body_model(request: Request) -> type[BaseModel] | None:
+    """Model of the body that the request's route takes, if it has one."""
+    body_field = getattr(request.scope.get("route"), "body_field", None)
+    annotation = getattr(getattr(body_field, "field_info", None), "annotation", None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _decoded(data: bytes, limits: RequestLimits) -> Any:

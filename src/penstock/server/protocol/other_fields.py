@@ -1,4 +1,4 @@
-"""Fields of OpenAI's and vLLM's requests that no request model has: accepted without an effect, or refused."""
+"""Fields that no request model has: of OpenAI's and vLLM's requests, accepted or refused; harmless ones of others."""
 
 from __future__ import annotations
 
@@ -84,3 +84,45 @@ MESSAGES_OTHER_FIELDS: dict[str, OtherField] = {
     "container": OtherField((), "code is not run here"),
     "mcp_servers": OtherField(([],), "servers of tools are not called here; give their tools"),
 }
+
+# Fields of other servers' clients that would change no answer here, by what they are about. Every route ignores them.
+HARMLESS_FIELDS = frozenset(
+    (
+        # Prefix caching and slots of llama.cpp's server.
+        "cache_prompt",
+        "id_slot",
+        "n_cache_reuse",
+        "timings_per_token",
+        "return_progress",
+        # Memory, devices and lifetime of a model that Ollama or LM Studio loads per request.
+        "keep_alive",
+        "ttl",
+        "num_ctx",
+        "num_batch",
+        "num_keep",
+        "num_gpu",
+        "main_gpu",
+        "num_thread",
+        "numa",
+        "low_vram",
+        "f16_kv",
+        "vocab_only",
+        "use_mmap",
+        "use_mlock",
+        # Labels and routing of proxies and of their logs.
+        "custom_llm_provider",
+        "num_retries",
+        "provider",
+        "route",
+        "rid",
+        "session_id",
+        "conversation_id",
+        "chat_id",
+        "trace_id",
+        "tags",
+        # Versions of Anthropic's API in bodies.
+        "anthropic_version",
+        "anthropic_beta",
+        "betas",
+    )
+)
