@@ -58,7 +58,7 @@ def test_keys_may_have_any_characters(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer on", "Bearer one two", "Basic one", "Bearer \xff"])
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing", "/openapi.json", "/docs"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing", "/openapi.json", "/docs", "/api/tags", "/info"])
 def test_no_other_key_does(server: Served, path: str, header: str) -> None:
     reply = server.request("GET", path, Authorization=header)
     assert reply.status == 401

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.config.checks import check_seconds
+from penstock.config.checks import check_choice, check_seconds
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.features.lora.request import LoRARequest
-
-# Values of `unknown_fields`.
-_POLICIES = ("ignore", "warn", "refuse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +123,7 @@ class ServerOptions:
                 "enable_admin needs admin_api_key, the key of those who may change the engine. Give one "
                 "(--admin-api-key KEY)."
             )
-        if self.unknown_fields not in _POLICIES:
-            raise ConfigError(f"unknown_fields={self.unknown_fields!r} is not valid. Allowed: {', '.join(_POLICIES)}.")
+        check_choice("unknown_fields", self.unknown_fields, ("ignore", "warn", "refuse"))
         for name in ("max_request_bytes", "max_open_request_bytes", "max_unread_response_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: at least 1.")

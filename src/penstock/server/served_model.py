@@ -74,6 +74,11 @@ class ServedModel:
         """Parts of the model's requests."""
         return parts_of_adapter(self.adapter)
 
+    @property
+    def chat_template(self) -> Any:
+        """Chat template: that of the server's options, else the tokenizer's: text, several by name, or None."""
+        return self._template or self.tokenizer.templates.own
+
     async def named(self, name: str | None) -> ServedModel:
         """The model, or the model with an adapter, that a request names; None takes the model.
 
@@ -135,8 +140,7 @@ class ServedModel:
 
     def _mentions_developer(self) -> bool:
         """Whether the chat template has the role `developer`, which it would refuse or show otherwise."""
-        template = self._template or self.tokenizer.templates.own
-        return "developer" in str(template)
+        return "developer" in str(self.chat_template)
 
 
 def _as_system(message: Message) -> Message:

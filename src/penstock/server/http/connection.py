@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +35,19 @@ def stream_error(body: dict[str, Any]) -> bytes:
     return event(body, "error")
 
 
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """Form of a stream.
+
+    error_event: event of an error after the headers, from its response's body. keep_alive: what is sent when there was
+    nothing else for long; empty for streams that can have nothing between their events.
+    """
+
+    error_event: Callable[[dict[str, Any]], bytes] = stream_error
+    media_type: str = "text/event-stream"
+    keep_alive: bytes = _KEEP_ALIVE
+
+
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Result of `work`, which is cancelled when the client closes the connection. The body must have been read.
 
@@ -52,15 +66,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) 
 
 
 class EventStream(Response):
-    """Stream of server-sent events.
+    """Stream of events, as server-sent events or in another form.
 
     events: the events; the generator is closed at the end, and when the client closes the connection.
     backlog: what waits for the client beyond the event that is written. on_end: called at the end.
-    error_event: event of an error after the headers, from its response's body.
-    keep_alive_s: seconds without an event after which a comment is sent; 0 sends none.
+    keep_alive_s: seconds without an event after which the form's `keep_alive` is sent; 0 sends none.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -70,16 +81,16 @@ class EventStream(Response):
         on_end: Callable[[], None],
         request_id: str,
         keep_alive_s: float,
-        error_event: Callable[[dict[str, Any]], bytes] = stream_error,
+        form: StreamForm,
     ) -> None:
-        super().__init__(headers=_HEADERS)
+        super().__init__(headers=_HEADERS, media_type=form.media_type)
         del self.headers["content-length"]
         self._events = events
         self._backlog = backlog
         self._on_end = on_end
         self._request_id = request_id
-        self._keep_alive_s = keep_alive_s
-        self._error_event = error_event
+        self._keep_alive_s = keep_alive_s if form.keep_alive else 0.0
+        self._form = form
         self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +112,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             body = api_error(error, self._request_id).body
-            await send({"type": "http.response.body", "body": self._error_event(body), "more_body": True})
+            await send({"type": "http.response.body", "body": self._form.error_event(body), "more_body": True})
         finally:
             if keep_alive is not None:
                 await _end(keep_alive)
@@ -114,7 +125,7 @@ class EventStream(Response):
             idle_s = loop.time() - self._last_sent_s
             if idle_s >= self._keep_alive_s:
                 self._last_sent_s, idle_s = loop.time(), 0.0
-                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
             await asyncio.sleep(self._keep_alive_s - idle_s)
 
 

@@ -1,11 +1,11 @@
-"""Errors of the HTTP API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}; or in Anthropic's."""
+"""Errors of the HTTP API, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, or in the route's."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -43,7 +43,6 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 # The messages API has names of its own for some types.
-_MESSAGES_PATH = "/v1/messages"
 _MESSAGES_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 
 
@@ -79,9 +78,9 @@ class ApiError(HTTPException):
 
     def response(self, scope: Scope) -> Response:
         """Response to a request, in the shape of its API."""
-        is_of_messages = get_route_path(scope).startswith(_MESSAGES_PATH)
-        body = messages_error(self.body) if is_of_messages else self.body
-        return json_response(body, self.status_code, self.headers)
+        path, body = get_route_path(scope), self.body
+        shape = next((shape for begin, shape in _SHAPES.items() if path.startswith(begin)), None)
+        return json_response(body if shape is None else shape(body), self.status_code, self.headers)
 
 
 def messages_error(body: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +88,27 @@ def messages_error(body: dict[str, Any]) -> dict[str, Any]:
     error = body["error"]
     kind = error["code"] if error["code"] == "request_too_large" else error["type"]
     return {"type": "error", "error": {"type": _MESSAGES_TYPES.get(kind, kind), "message": error["message"]}}
+
+
+def ollama_error(body: dict[str, Any]) -> dict[str, Any]:
+    """An error in the shape of Ollama's API, from its body in OpenAI's."""
+    return {"error": body["error"]["message"]}
+
+
+def tei_error(body: dict[str, Any]) -> dict[str, Any]:
+    """An error in the shape of TEI's API, from its body in OpenAI's."""
+    error = body["error"]
+    kind = {"rate_limit_error": "overloaded", "invalid_request_error": "validation"}.get(error["type"], "backend")
+    return {"error": error["message"], "error_type": kind}
+
+
+# Shapes of the errors of some routes, by the begin of their paths.
+_SHAPES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "/v1/messages": messages_error,
+    "/api/": ollama_error,
+    "/embed": tei_error,
+    "/predict": tei_error,
+}
 
 
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -10,8 +10,8 @@ from penstock.contract.param_checks import shown
 from penstock.server.protocol.base import RequestModel, Texts, field_error
 
 
-def _inputs(value: Any) -> list[str | list[int]]:
-    """Texts of the field `input`: text, token ids, or a list of these."""
+def listed_inputs(name: str, value: Any) -> list[str | list[int]]:
+    """Texts of a field: text, token ids, or a list of these. name: of the field."""
     listed: list[Any] = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     if listed and all(type(item) is int for item in listed):
         listed = [listed]
@@ -20,14 +20,17 @@ def _inputs(value: Any) -> list[str | list[int]]:
         or all(isinstance(item, list) and all(type(id) is int for id in item) for item in listed)
     )
     if not is_valid:
-        given = "input is an empty list" if value == [] else f"input={shown(value)} is not valid"
-        raise field_error("input", f"{given}. Allowed: text, a list of token ids, or a list of texts or of such lists.")
+        given = f"{name} is an empty list" if value == [] else f"{name}={shown(value)} is not valid"
+        raise field_error(name, f"{given}. Allowed: text, a list of token ids, or a list of texts or of such lists.")
     return listed
 
 
 Inputs = Annotated[
     list[str | list[int]],
-    PlainValidator(_inputs, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+    PlainValidator(
+        lambda value: listed_inputs("input", value),
+        json_schema_input_type=str | list[int] | list[str] | list[list[int]],
+    ),
 ]
 OneOrMore = str | Texts
 

@@ -187,6 +187,19 @@ class MessagesErrorResponse(BaseModel):
     error: MessagesErrorBody
 
 
+class OllamaErrorResponse(BaseModel):
+    """An error of Ollama's API."""
+
+    error: str
+
+
+class TeiErrorResponse(BaseModel):
+    """An error of TEI's API."""
+
+    error: str
+    error_type: str
+
+
 _GENERATION_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
 _EVENT = {
     "description": "An event of the stream. data: a chunk as JSON, or [DONE] at the end. event: error, with an error.",
@@ -210,6 +223,10 @@ CHAT_RESPONSES: dict[int | str, dict[str, Any]] = {
 MESSAGES_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The message.", "content": _STREAM},
     **errors(400, 401, 404, 408, 413, 429, 500, 503, model=MessagesErrorResponse),
+}
+OLLAMA_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or its lines.", "content": {"application/x-ndjson": {"schema": {}}}},
+    **errors(400, 401, 404, 408, 413, 429, 500, 503, model=OllamaErrorResponse),
 }
 COUNT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": TokenCount},

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from penstock.contract import Part, RequestOutputKind
 from penstock.engine.output.outputs import RequestOutput
-from penstock.server.http.connection import EventStream, stream_error, while_connected
+from penstock.server.http.connection import EventStream, StreamForm, while_connected
 from penstock.server.http.context import request_id_of
 from penstock.server.http.errors import json_response
 from penstock.server.protocol.base import SamplingFields
@@ -26,6 +26,7 @@ from penstock.server.served_model import AnsweringModel, ServedModel
 logger = logging.getLogger(__name__)
 # Prompts of one request that are submitted together, so that a large one does not fill the queue by itself.
 _PROMPTS_AT_ONCE = 1024
+_EVENTS = StreamForm()
 
 
 def served_model(request: Request) -> ServedModel:
@@ -61,13 +62,12 @@ async def answer(
     timeout_s: float | None,
     whole: Callable[[list[RequestOutput]], Awaitable[dict[str, Any]]],
     events: Callable[[Generation], AsyncGenerator[bytes, None]],
-    error_event: Callable[[dict[str, Any]], bytes] = stream_error,
+    form: StreamForm = _EVENTS,
 ) -> Response:
     """Generate, and respond with a stream or a whole answer.
 
     model: the one that the request names. timeout_s: as in `Generation`. whole: body of a whole answer, from the last
-    outputs. events: events of a stream.
-    error_event: as in `EventStream`.
+    outputs. events: events of a stream. form: of the stream.
     Raises InvalidRequest, Overloaded and other refusals of the engine.
     """
     if model.options.log_prompts:
@@ -92,7 +92,7 @@ async def answer(
         on_end=generation.close,
         request_id=request_id_of(http.scope),
         keep_alive_s=model.options.keep_alive_interval_s,
-        error_event=error_event,
+        form=form,
     )
 
 

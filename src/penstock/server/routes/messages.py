@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.server.http.body import BodyRoute
+from penstock.server.http.connection import StreamForm
 from penstock.server.http.errors import json_response, refusals
 from penstock.server.messages.output import MessageWriter, error_event
 from penstock.server.messages.request import chat_request
@@ -37,7 +38,7 @@ async def create_message(request: MessagesRequest, http: Request) -> Response:
             timeout_s=request.timeout,
             whole=writer.whole,
             events=writer.events,
-            error_event=error_event,
+            form=StreamForm(error_event),
         )
 
 

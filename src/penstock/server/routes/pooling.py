@@ -1,4 +1,7 @@
-"""Routes `/v1/embeddings`, `/v1/score`, `/v1/rerank`, `/classify` and `/pooling`, and their other names."""
+"""Routes `/v1/embeddings`, `/v1/score`, `/v1/rerank`, `/classify` and `/pooling`, and their other names.
+
+`/rerank` is in `penstock.server.tei`, since it takes two kinds of requests.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,19 @@ from penstock.server.requests.generation import PoolingSubmission
 from penstock.server.routes.common import response_base, response_id, served_model, whole_outputs
 
 router = APIRouter(route_class=BodyRoute)
-_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
+ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)
 
 
-@router.post("/v1/embeddings", responses={200: {"model": protocol.EmbeddingResponse}, **_ERRORS})
+@router.post("/v1/embeddings", responses={200: {"model": protocol.EmbeddingResponse}, **ERRORS})
 async def create_embedding(request: protocol.EmbeddingRequest, http: Request) -> Response:
     """Embed one or several texts."""
     with refusals(type(request).model_fields):
-        pooling = await _pooling(http, request, "embed")
-        prompts = [named_prompt(pooling, prompt, request.prompt_name) for prompt in _prompts(request)]
-        activation = request.normalize if request.use_activation is None else request.use_activation
-        params = _params(request, "embed", dimensions=request.dimensions, use_activation=activation)
-        id, outputs = await _run(http, request, "embd", prompts, params)
+        id, outputs = await embed(http, request)
         data = await asyncio.to_thread(_data, outputs, "embedding", "embedding", request.encoding_format)
         return _listed(http, id, data, outputs)
 
 
-@router.post("/pooling", responses={200: {"model": protocol.PoolingResponse}, **_ERRORS})
+@router.post("/pooling", responses={200: {"model": protocol.PoolingResponse}, **ERRORS})
 async def create_pooling(request: protocol.PoolingRequest, http: Request) -> Response:
     """Pool one or several texts by any of the model's tasks."""
     with refusals(type(request).model_fields):
@@ -56,18 +55,17 @@ async def create_pooling(request: protocol.PoolingRequest, http: Request) -> Res
         return _listed(http, id, data, outputs)
 
 
-@router.post("/classify", responses={200: {"model": protocol.ClassifyResponse}, **_ERRORS})
+@router.post("/classify", responses={200: {"model": protocol.ClassifyResponse}, **ERRORS})
 async def classify(request: protocol.ClassifyRequest, http: Request) -> Response:
     """Classify one or several texts: the likeliest label, and a probability per class."""
     with refusals(type(request).model_fields):
-        pooling = await _pooling(http, request, "classify")
-        id, outputs = await _run(http, request, "classify", _prompts(request), _params(request, "classify"))
+        pooling, id, outputs = await classes(http, request, _prompts(request))
         data = [_classified(index, pooled_array(one), pooling) for index, one in enumerate(outputs)]
         return _listed(http, id, data, outputs)
 
 
-@router.post("/score", responses={200: {"model": protocol.ScoreResponse}, **_ERRORS})
-@router.post("/v1/score", responses={200: {"model": protocol.ScoreResponse}, **_ERRORS})
+@router.post("/score", responses={200: {"model": protocol.ScoreResponse}, **ERRORS})
+@router.post("/v1/score", responses={200: {"model": protocol.ScoreResponse}, **ERRORS})
 async def score(request: protocol.ScoreRequest, http: Request) -> Response:
     """Score pairs of texts."""
     with refusals(type(request).model_fields):
@@ -77,27 +75,55 @@ async def score(request: protocol.ScoreRequest, http: Request) -> Response:
         return _listed(http, id, data, outputs)
 
 
-@router.post("/rerank", responses={200: {"model": protocol.RerankResponse}, **_ERRORS})
-@router.post("/v1/rerank", responses={200: {"model": protocol.RerankResponse}, **_ERRORS})
-@router.post("/v2/rerank", responses={200: {"model": protocol.RerankResponse}, **_ERRORS})
+@router.post("/v1/rerank", responses={200: {"model": protocol.RerankResponse}, **ERRORS})
+@router.post("/v2/rerank", responses={200: {"model": protocol.RerankResponse}, **ERRORS})
 async def rerank(request: protocol.RerankRequest, http: Request) -> Response:
     """Rank documents by their relevance to a query, the most relevant first."""
     with refusals(type(request).model_fields):
-        if not request.documents:
-            raise InvalidRequest("documents is empty. Give at least one text.")
-        if request.top_n is not None and request.top_n < 0:
-            raise InvalidParameter(f"top_n={request.top_n} is not valid. Allowed: 0 or more; 0 for all documents.")
-        pairs = [(request.query, document) for document in request.documents]
-        id, scores, outputs = await _scores(http, request, "rerank", pairs, request.chat_template)
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
+        id, ranked, outputs = await ranks(http, request)
         results = []
-        for index in order:
-            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        for index, score in ranked:
+            result: dict[str, Any] = {"index": index, "relevance_score": score}
             if request.return_documents:
                 result["document"] = {"text": request.documents[index]}
             results.append(result)
         body = {"id": id, "model": served_model(http).name, "usage": _usage(outputs), "results": results}
         return json_response(body)
+
+
+async def ranks(
+    http: Request, request: protocol.RerankRequest
+) -> tuple[str, list[tuple[int, float]], list[RequestOutput]]:
+    """Name of the response, number and score of the documents from the most relevant on, and the engine's outputs.
+
+    Raises InvalidRequest.
+    """
+    if not request.documents:
+        raise InvalidRequest("documents is empty. Give at least one text.")
+    if request.top_n is not None and request.top_n < 0:
+        raise InvalidParameter(f"top_n={request.top_n} is not valid. Allowed: 0 or more; 0 for all documents.")
+    pairs = [(request.query, document) for document in request.documents]
+    id, scores, outputs = await _scores(http, request, "rerank", pairs, request.chat_template)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
+    return id, [(index, scores[index]) for index in order], outputs
+
+
+async def embed(http: Request, request: protocol.EmbeddingRequest) -> tuple[str, list[RequestOutput]]:
+    """Name of the response, and the texts' outputs. Raises InvalidRequest."""
+    pooling = await _pooling(http, request, "embed")
+    prompts = [named_prompt(pooling, prompt, request.prompt_name) for prompt in _prompts(request)]
+    activation = request.normalize if request.use_activation is None else request.use_activation
+    params = _params(request, "embed", dimensions=request.dimensions, use_activation=activation)
+    return await _run(http, request, "embd", prompts, params)
+
+
+async def classes(
+    http: Request, request: protocol.PoolingFields, prompts: Sequence[Prompt], field: str = "input"
+) -> tuple[PoolingConfig, str, list[RequestOutput]]:
+    """Classes of the model, name of the response, and the texts' outputs. field: of the texts."""
+    pooling = await _pooling(http, request, "classify")
+    id, outputs = await _run(http, request, "classify", prompts, _params(request, "classify"), field=field)
+    return pooling, id, outputs
 
 
 async def _pooling(http: Request, request: protocol.PoolingFields, *tasks: str | None) -> PoolingConfig:

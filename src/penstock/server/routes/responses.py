@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from penstock.engine.inputs.field_limits import check_num_items
 from penstock.server.http.body import BodyRoute
+from penstock.server.http.connection import StreamForm
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.responses import RESPONSES_RESPONSES, errors
 from penstock.server.protocol.responses_request import ResponsesRequest
@@ -57,7 +58,7 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
             timeout_s=request.timeout,
             whole=writer.whole,
             events=writer.events,
-            error_event=writer.error_event,
+            form=StreamForm(writer.error_event),
         )
 
 

@@ -1,0 +1,181 @@
+"""Routes of Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `/api/tags`, `/api/show`, `/api/version`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.engine.inputs.prompts import PromptDict
+from penstock.engine.output.pooling_outputs import pooled_array
+from penstock.server.http.body import BodyRoute
+from penstock.server.http.errors import json_response, refusals
+from penstock.server.ollama.output import LINES, OllamaWriter, base, line
+from penstock.server.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from penstock.server.ollama.request import chat_request
+from penstock.server.protocol.chat import ChatCompletionRequest
+from penstock.server.protocol.pooling import EmbeddingRequest
+from penstock.server.protocol.responses import OLLAMA_RESPONSES, OllamaErrorResponse, Version, errors
+from penstock.server.requests.answer import PlainAnswer
+from penstock.server.requests.chat_task import ChatTask, prepare_chat
+from penstock.server.requests.generation import Submission
+from penstock.server.requests.sampling import chat_max_tokens, sampling_params, structured_outputs
+from penstock.server.routes.common import answer, logprobs_format, served_model
+from penstock.server.routes.pooling import embed
+from penstock.server.served_model import ServedModel
+from penstock.version import __version__
+
+router = APIRouter(route_class=BodyRoute)
+_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503, model=OllamaErrorResponse)
+_LATEST = ":latest"
+_STARTED = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+@router.post("/api/chat", responses=OLLAMA_RESPONSES)
+async def chat(request: OllamaChatRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    return await _generate(request, http, is_chat=True)
+
+
+@router.post("/api/generate", responses=OLLAMA_RESPONSES)
+async def generate(request: OllamaGenerateRequest, http: Request) -> Response:
+    """Answer a prompt, or continue it with `raw`."""
+    return await _generate(request, http, is_chat=False)
+
+
+@router.post("/api/embed", responses={200: {"description": "The embeddings."}, **_ERRORS})
+async def create_embeddings(request: OllamaEmbedRequest, http: Request) -> Response:
+    """Embed one or several texts."""
+    began_s = time.monotonic()
+    name = _own_name(request.model)
+    model = await served_model(http).named(name)
+    vectors: list[list[float]] = []
+    num_tokens = 0
+    if request.input != []:
+        asked = EmbeddingRequest(
+            model=name,
+            input=request.input,  # type: ignore[arg-type]
+            dimensions=request.dimensions,
+            truncate_prompt_tokens=-1 if request.truncate else None,
+        )
+        _, outputs = await embed(http, asked)
+        vectors = await asyncio.to_thread(lambda: [pooled_array(one).tolist() for one in outputs])
+        num_tokens = sum(len(one.prompt_token_ids) for one in outputs)
+    return json_response(
+        {
+            "model": request.model or model.name,
+            "embeddings": vectors,
+            "total_duration": int((time.monotonic() - began_s) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": num_tokens,
+        }
+    )
+
+
+@router.get("/api/tags", responses={200: {"description": "The served names."}, **errors(401)})
+async def list_models(http: Request) -> Response:
+    """Names of the served model, and of its LoRA adapters."""
+    model = served_model(http)
+    names = [*model.names, *(adapter.lora_name for adapter in await model.adapters.all())]
+    cards = [{"name": name, "model": name, "modified_at": _STARTED, "details": _details(model)} for name in names]
+    return json_response({"models": cards})
+
+
+@router.post("/api/show", responses={200: {"description": "What is known of the model."}, **_ERRORS})
+async def show(request: OllamaShowRequest, http: Request) -> Response:
+    """Template, context and capabilities of the served model."""
+    model = await served_model(http).named(_own_name(request.model or request.name))
+    family = _family(model)
+    can_embed = model.engine.model_config.pools
+    capabilities = ["embedding"] if can_embed else ["completion"]
+    options = model.options
+    if options.tool_call_parser is not None and options.enable_auto_tool_choice:
+        capabilities.append("tools")
+    if options.reasoning_parser is not None:
+        capabilities.append("thinking")
+    template = None if can_embed else model.chat_template
+    body = {
+        "modified_at": _STARTED,
+        "template": template if isinstance(template, str) else "",
+        "details": _details(model),
+        "model_info": {"general.architecture": family, f"{family}.context_length": model.max_model_len},
+        "capabilities": capabilities,
+    }
+    return json_response(body)
+
+
+@router.get("/api/version", responses={200: {"model": Version}, **errors(401)})
+async def version() -> Response:
+    """Version of Penstock."""
+    return json_response({"version": __version__})
+
+
+async def _generate(request: OllamaChatRequest | OllamaGenerateRequest, http: Request, *, is_chat: bool) -> Response:
+    model = await served_model(http).named(_own_name(request.model))
+    name = request.model or model.name
+    text = request.messages if isinstance(request, OllamaChatRequest) else request.prompt
+    if not text:
+        return _loaded(name, is_chat=is_chat, is_stream=request.stream)
+    chat, names = chat_request(request)
+    id = f"ollama-{uuid.uuid4().hex}"
+    with refusals(type(request).model_fields.keys() | {"options"}, names):
+        if isinstance(request, OllamaGenerateRequest) and (request.raw or model.chat_template is None):
+            task = await asyncio.to_thread(_raw_task, model, request, chat, id)
+        else:
+            task = await prepare_chat(model, chat, id)
+        form = logprobs_format(model, chat, task.submission.params.logprobs)
+        writer = OllamaWriter(task, name, form, is_chat=is_chat)
+        return await answer(
+            http,
+            model,
+            [task.submission],
+            is_stream=request.stream,
+            timeout_s=None,
+            whole=writer.whole,
+            events=writer.events,
+            form=LINES,
+        )
+
+
+def _raw_task(model: ServedModel, request: OllamaGenerateRequest, chat: ChatCompletionRequest, id: str) -> ChatTask:
+    """Task that continues a prompt as it is. A system prompt is put before it, as Ollama's plain template does."""
+    text = request.prompt if request.raw or not request.system else f"{request.system} {request.prompt}"
+    defaults = model.default_params
+    params = sampling_params(
+        chat,
+        defaults,
+        max_tokens=chat_max_tokens(chat.max_completion_tokens, defaults),
+        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+    )
+    prompt: PromptDict = {"prompt": text}
+    return ChatTask(PlainAnswer(structured_outputs(chat)), Submission(prompt, params, id))
+
+
+def _loaded(model: str, *, is_chat: bool, is_stream: bool) -> Response:
+    """Answer to a request without a text, by which clients load a model."""
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    body = {**base(model), **content, "done": True, "done_reason": "load"}
+    return Response(line(body), media_type=LINES.media_type) if is_stream else json_response(body)
+
+
+def _own_name(name: str | None) -> str | None:
+    return None if name is None else name.removesuffix(_LATEST)
+
+
+def _family(model: ServedModel) -> str:
+    return str(model.engine.model_config.hf_config.get("model_type", ""))
+
+
+def _details(model: ServedModel) -> dict[str, Any]:
+    family = _family(model)
+    return {"family": family, "families": [family]}

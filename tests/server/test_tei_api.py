@@ -1,0 +1,108 @@
+"""TEI's API against real servers, with sentence-transformers as the oracle and huggingface_hub's client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import InferenceClient
+
+from penstock.engine.async_engine import AsyncEngine
+from support.pooling_models import TINY_ENCODER, random_model, random_text, save, sentence_transformer
+from support.servers import Served, serving
+
+TEXTS = [random_text(num, seed=num) for num in (2, 9, 4)]
+QUERY = random_text(5, seed=77)
+LONG = random_text(2000, seed=1)
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Any]]:
+    folder = tmp_path_factory.mktemp("embedder")
+    oracle = sentence_transformer(folder, random_model("BertModel", "BertConfig", **TINY_ENCODER))
+    with serving(AsyncEngine(folder / "model")) as served:
+        yield served, oracle
+
+
+def classifier(folder: Path, *labels: str) -> AsyncEngine:
+    config = {"id2label": dict(enumerate(labels)), "num_labels": len(labels)}
+    save(random_model("BertForSequenceClassification", "BertConfig", **TINY_ENCODER, **config), folder)
+    return AsyncEngine(folder)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(classifier(tmp_path_factory.mktemp("reranker"), "relevant")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(classifier(tmp_path_factory.mktemp("labelled"), "good", "bad", "odd")) as served:
+        yield served
+
+
+def test_the_hubs_client_gets_the_oracles_embeddings(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    client = InferenceClient(model=f"{served.url}/embed")
+    found = [client.feature_extraction(text)[0] for text in TEXTS]
+    np.testing.assert_allclose(found, oracle.encode(TEXTS, normalize_embeddings=True), atol=1e-5)
+
+
+def test_embed_takes_several_texts_and_cuts_long_ones_on_request(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    vectors = np.array(served.post("/embed", {"inputs": TEXTS, "normalize": False}).json)
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert abs(lengths - 1).min() > 0.1
+    np.testing.assert_allclose(vectors / lengths, oracle.encode(TEXTS), atol=1e-5)
+    refused = served.post("/embed", {"inputs": LONG})
+    assert (refused.status, refused.json["error_type"]) == (400, "validation")
+    assert len(served.post("/embed", {"inputs": LONG, "truncate": True}).json) == 1
+    sides = [{"inputs": LONG, "truncate": True, "truncation_direction": side} for side in ("Left", "right")]
+    left, right = (served.post("/embed", body).json for body in sides)
+    assert left != right
+
+
+def test_predict_has_a_score_per_label(labelled: Served) -> None:
+    expected = labelled.post("/classify", {"input": TEXTS[0]}).json["data"][0]["probs"]
+    single = labelled.post("/predict", {"inputs": TEXTS[0]}).json
+    assert {one["label"]: one["score"] for one in single} == dict(zip(("good", "bad", "odd"), expected, strict=True))
+    assert [one["score"] for one in single] == sorted(expected, reverse=True)
+    assert labelled.post("/predict", {"inputs": [[text] for text in TEXTS]}).json[0] == single
+    raw = labelled.post("/predict", {"inputs": TEXTS[0], "raw_scores": True}).json
+    assert sum(one["score"] for one in raw) != pytest.approx(1)
+    pair = labelled.post("/predict", {"inputs": TEXTS[:2]}).json
+    assert labelled.post("/predict", {"inputs": [TEXTS[:2], TEXTS[:1]]}).json == [pair, single]
+    refused = labelled.post("/predict", {"inputs": TEXTS})
+    assert refused.json["error"].startswith("inputs=[")
+
+
+def test_rerank_takes_both_kinds_of_requests(reranker: Served) -> None:
+    ours = reranker.post("/rerank", {"query": QUERY, "documents": TEXTS}).json["results"]
+    theirs = reranker.post("/rerank", {"query": QUERY, "texts": TEXTS, "return_text": True}).json
+    assert [(one["index"], one["relevance_score"]) for one in ours] == [(one["index"], one["score"]) for one in theirs]
+    assert [one["text"] for one in theirs] == [TEXTS[one["index"]] for one in theirs]
+    raw = reranker.post("/rerank", {"query": QUERY, "texts": TEXTS, "raw_scores": True}).json
+    assert [one["index"] for one in raw] == [one["index"] for one in theirs]
+    assert raw[0]["score"] != theirs[0]["score"]
+    assert reranker.post("/rerank", {"query": QUERY}).error["message"] == "documents is empty. Give at least one text."
+
+
+def test_info_names_the_task(embedder: tuple[Served, Any], reranker: Served, labelled: Served, server: Served) -> None:
+    info = embedder[0].request("GET", "/info").json
+    assert (info["model_id"], info["model_type"]) == ("demo", {"embedding": {"pooling": "mean"}})
+    assert info["max_input_length"] > 0
+    assert info["model_dtype"] == "float32"
+    assert "reranker" in reranker.request("GET", "/info").json["model_type"]
+    names = labelled.request("GET", "/info").json["model_type"]["classifier"]
+    assert names["id2label"] == {"0": "good", "1": "bad", "2": "odd"}
+    assert server.request("GET", "/info").status == 400
+
+
+def test_a_model_that_generates_refuses(server: Served) -> None:
+    reply = server.post("/embed", {"inputs": "a"})
+    assert reply.status == 400
+    assert reply.json.keys() == {"error", "error_type"}
