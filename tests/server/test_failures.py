@@ -18,7 +18,7 @@ from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import EngineRequest
 from penstock.errors import EngineDead, Overloaded, PenstockError
-from penstock.server.http.connection import EventStream, event
+from penstock.server.http.connection import EventStream, StreamForm, event
 from support.fake_engine import FakeCore, write_model
 from support.servers import Served, events_of, serving
 from support.waiting import wait_until
@@ -257,7 +257,9 @@ def test_a_silent_stream_gets_comments() -> None:
         async def receive() -> Any:
             await asyncio.sleep(60)
 
-        stream = EventStream(events(), on_end=lambda: sent.append(b"end"), request_id="x", keep_alive_s=0.1)
+        stream = EventStream(
+            events(), on_end=lambda: sent.append(b"end"), request_id="x", keep_alive_s=0.1, form=StreamForm()
+        )
         await stream({"type": "http"}, receive, send)
 
     asyncio.run(run())

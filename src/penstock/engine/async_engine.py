@@ -90,6 +90,7 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
     ) -> None:
         refuse_at_exit()
         check_async_engine(config)
+        self.config = config
         self.has_adapters = config.lora.enable_lora
         self._default_sampling_params = default_sampling_params(config.model)
         # A damaged tokenizer is found before the weights are loaded, or while a process starts to load them.

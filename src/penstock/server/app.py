@@ -24,7 +24,19 @@ from penstock.server.ollama import routes as ollama
 from penstock.server.options import ServerOptions
 from penstock.server.page import route as page
 from penstock.server.responses.store import ResponseStore
-from penstock.server.routes import admin, chat, completions, messages, models, pooling, responses, tokenize
+from penstock.server.routes import (
+    admin,
+    chat,
+    chat_batch,
+    completions,
+    invocations,
+    messages,
+    models,
+    pooling,
+    responses,
+    tokenize,
+    tokens,
+)
 from penstock.server.served_model import ServedModel
 from penstock.server.tei import routes as tei
 from penstock.version import __version__
@@ -42,7 +54,20 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.state.large_bodies = asyncio.Lock()
     app.state.unknown_fields = UnknownFields(options.unknown_fields)
     app.state.response_store = ResponseStore(options)
-    for module in (completions, chat, responses, messages, pooling, models, tokenize, ollama, tei):
+    for module in (
+        completions,
+        chat,
+        responses,
+        messages,
+        pooling,
+        models,
+        tokenize,
+        tokens,
+        chat_batch,
+        invocations,
+        ollama,
+        tei,
+    ):
         app.include_router(module.router)
     if options.page:
         app.include_router(page.router)

@@ -14,13 +14,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.server.http.errors import ApiError
 
 # Paths for probes, and the page, which asks for the key. It has no data of its own.
-PUBLIC_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics"))
+PUBLIC_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
 _RETRY_AFTER_S = 2
 # Largest body that is as small as what the server reads ahead of a connection.
 _SMALL_BYTES = 1 << 16
 ADMIN_PATHS = frozenset(
     (
+        "/abort_requests",
+        "/server_info",
         "/reset_prefix_cache",
         "/start_profile",
         "/stop_profile",

@@ -103,7 +103,7 @@ async def show(request: OllamaShowRequest, http: Request) -> Response:
         capabilities.append("tools")
     if options.reasoning_parser is not None:
         capabilities.append("thinking")
-    template = None if can_embed else model.chat_template
+    template = None if can_embed else model.tokenizer.templates.own
     body = {
         "modified_at": _STARTED,
         "template": template if isinstance(template, str) else "",

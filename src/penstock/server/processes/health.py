@@ -103,6 +103,18 @@ async def health(http: Request) -> Response:
     return _response(_health_of(http).why_dead(), "alive", {})
 
 
+@router.post("/ping", summary="Liveness, as SageMaker asks for it")
+@router.get("/ping", summary="Liveness, as SageMaker asks for it")
+async def ping(http: Request) -> Response:
+    return await health(http)
+
+
+@router.get("/load", summary="Number of requests that run or wait")
+async def load(http: Request) -> Response:
+    status = _health_of(http).status
+    return JSONResponse({"server_load": 0 if status is None else status.num_requests})
+
+
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="Readiness: 503 with Retry-After while no new requests are admitted")
 async def ready(http: Request) -> Response:

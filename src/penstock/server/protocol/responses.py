@@ -208,6 +208,8 @@ _EVENT = {
     "required": ["data"],
 }
 _STREAM = {"text/event-stream": {"schema": _EVENT}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"description": "The answer.", "content": _STREAM}}
+STREAMED_TOKENS: dict[int | str, dict[str, Any]] = {**STREAMED, **_GENERATION_ERRORS}
 COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": CompletionResponse, "content": _STREAM},
     **_GENERATION_ERRORS,

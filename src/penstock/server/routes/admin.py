@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -19,7 +20,9 @@ from penstock.server.protocol.responses import (
     ProfileStopped,
     errors,
 )
+from penstock.server.protocol.tokens import AbortRequest
 from penstock.server.routes.common import served_model
+from penstock.version import __version__
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -28,6 +31,33 @@ router = APIRouter(route_class=BodyRoute)
 async def reset_prefix_cache(http: Request) -> Response:
     """Clear the prefix cache; `reset` is false, and nothing is done, while requests hold blocks."""
     return json_response({"reset": await served_model(http).engine.reset_prefix_cache()})
+
+
+@router.post("/abort_requests", responses={200: {"description": "They are aborted."}, **errors(400, 401, 500, 503)})
+async def abort_requests(request: AbortRequest, http: Request) -> Response:
+    """End requests by the ids of their responses; those that this front end does not run are ignored."""
+    await served_model(http).engine.abort(request.request_ids)
+    return Response()
+
+
+@router.get("/server_info", responses={200: {"description": "Options of the engine."}, **errors(400, 401)})
+async def server_info(http: Request, config_format: Literal["text", "json"] = "text") -> Response:
+    """Version, and the engine's options by section: as text, or as data."""
+    config = served_model(http).engine.config
+    shown = str(config) if config_format == "text" else _as_data(config)
+    return json_response({"version": __version__, "vllm_config": shown})
+
+
+def _as_data(config: Any) -> dict[str, Any]:
+    """Fields of options that are shown, as JSON data."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.repr}
+    return {name: _as_data(one) if dataclasses.is_dataclass(one) else _plain(one) for name, one in fields.items()}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return {str(name): _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else str(value)
 
 
 @router.post("/start_profile", responses={200: {"model": ProfileStarted}, **errors(400, 401, 500, 503)})

@@ -35,7 +35,7 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
     model = await served_model(http).named(request.model)
     id = response_id("cmpl", request)
     with refusals(type(request).model_fields, client_names(request)):
-        params = await _params(request, model.default_params)
+        params = await params_of(request, model.default_params)
         submissions = [
             Submission(
                 prompt_of(given, request),
@@ -58,7 +58,8 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
         )
 
 
-async def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+async def params_of(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
+    """Parameters of a request, made in a thread where that may take long. Raises InvalidParameter."""
     if request.response_format is None and request.structured_outputs is None:
         return completion_params(request, defaults)
     # A schema may be long.

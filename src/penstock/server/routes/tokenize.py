@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.checkpoints.json_file import read_json_object
+from penstock.errors import TokenizerError
 from penstock.server.http.body import BodyRoute
-from penstock.server.http.errors import json_response, refusals
+from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.responses import errors
 from penstock.server.protocol.tokenize import (
     DetokenizeRequest,
@@ -36,6 +40,19 @@ async def tokenize(request: TokenizeRequest, http: Request) -> Response:
     texts = await model.token_texts(token_ids) if request.return_token_strs else None
     body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids, "token_strs": texts}
     return json_response(body)
+
+
+@router.get("/tokenizer_info", responses={200: {"description": "The configuration."}, **errors(401, 404)})
+async def tokenizer_info(http: Request) -> Response:
+    """Configuration of the tokenizer: its `tokenizer_config.json`, with its chat template."""
+    tokenizer = served_model(http).tokenizer
+    path = tokenizer.folder / "tokenizer_config.json"
+    if not path.is_file():
+        raise ApiError(404, "The tokenizer has no tokenizer_config.json, such as that of a GGUF file.")
+    config = await asyncio.to_thread(read_json_object, path, TokenizerError)
+    if "chat_template" not in config and (own := tokenizer.templates.own) is not None:
+        config = {**config, "chat_template": own}
+    return json_response({"tokenizer_class": "PreTrainedTokenizerFast", **config})
 
 
 @router.post("/detokenize", responses={200: {"model": DetokenizeResponse}, **_ERRORS})
