@@ -58,12 +58,19 @@ def test_keys_may_have_any_characters(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer on", "Bearer one two", "Basic one", "Bearer \xff"])
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing", "/openapi.json", "/docs", "/api/tags", "/info"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing", "/openapi.json", "/docs", "/info", "/load"])
 def test_no_other_key_does(server: Served, path: str, header: str) -> None:
     reply = server.request("GET", path, Authorization=header)
     assert reply.status == 401
     assert reply.error["code"] == "invalid_api_key"
     assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_faces_of_other_servers_need_a_key_and_say_so_in_their_shapes(server: Served) -> None:
+    for path in ("/api/tags", "/embed"):
+        reply = server.request("GET", path)
+        assert reply.status == 401
+        assert "needs an API key" in reply.json["error"]
 
 
 def test_probes_need_no_key(server: Served) -> None:

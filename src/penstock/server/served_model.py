@@ -88,12 +88,16 @@ class ServedModel:
             return self
         adapter = await self.adapters.find(name)
         if adapter is None:
-            served = ", ".join(map(repr, [*self.names, *(one.lora_name for one in await self.adapters.all())]))
+            served = ", ".join(map(repr, await self.all_names()))
             message = f"The model {shown(name)} is not served here. Allowed: {served}."
             raise ApiError(404, message, param="model", code="model_not_found")
         adapted = copy(self)
         adapted.adapter, adapted.names = adapter, (name,)
         return adapted
+
+    async def all_names(self) -> list[str]:
+        """Names that requests may give: of the model, and of its adapters."""
+        return [*self.names, *(one.lora_name for one in await self.adapters.all())]
 
     async def render(
         self,

@@ -87,7 +87,8 @@ def chat_request(
         tools = None
     else:
         conversation, tools = _conversation(request.messages), request.tools
-    chat = ChatCompletionRequest(**generation_fields(request), messages=conversation.messages, tools=tools)
+    fields = generation_fields(request) | {"messages": conversation.messages, "tools": tools}
+    chat = ChatCompletionRequest(**fields)
     return chat, client_names(chat) | conversation.paths
 
 

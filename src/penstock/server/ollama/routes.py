@@ -84,10 +84,12 @@ async def create_embeddings(request: OllamaEmbedRequest, http: Request) -> Respo
 
 @router.get("/api/tags", responses={200: {"description": "The served names."}, **errors(401)})
 async def list_models(http: Request) -> Response:
-    """Names of the served model, and of its LoRA adapters."""
+    """All served names."""
     model = served_model(http)
-    names = [*model.names, *(adapter.lora_name for adapter in await model.adapters.all())]
-    cards = [{"name": name, "model": name, "modified_at": _STARTED, "details": _details(model)} for name in names]
+    details = _details(model)
+    cards = [
+        {"name": name, "model": name, "modified_at": _STARTED, "details": details} for name in await model.all_names()
+    ]
     return json_response({"models": cards})
 
 

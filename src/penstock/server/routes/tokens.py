@@ -115,8 +115,10 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
         if name in ("truncate_prompt_tokens", "output_kind") or value == default:
             continue
         if name == "structured_outputs":
-            value = {key: one for key, one in msgspec.to_builtins(value).items() if one not in (None, False)}
-        plain[name] = msgspec.to_builtins(value, str_keys=True)
+            given = msgspec.to_builtins(value)
+            plain[name] = {key: one for key, one in given.items() if one not in (None, False)}
+        else:
+            plain[name] = msgspec.to_builtins(value, str_keys=True)
     # Without it, the answer has as many tokens as fit.
     if params.max_tokens is not None:
         plain["max_tokens"] = params.max_tokens

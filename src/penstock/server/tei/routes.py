@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -48,8 +49,7 @@ async def embed(request: TeiEmbedRequest, http: Request) -> Response:
 async def predict(request: TeiPredictRequest, http: Request) -> Response:
     """Classify one or several texts, or pairs of texts."""
     given, is_single = request.inputs, _is_single(request.inputs)
-    inputs = [given] if is_single else list(given)
-    prompts = [_prompt(one) for one in inputs]
+    prompts = [_prompt(given)] if is_single else [_prompt(one) for one in given]
     with refusals(type(request).model_fields, _NAMES):
         asked = PoolingFields(use_activation=False if request.raw_scores else None, **request.truncation)
         config, _, outputs = await pooling.classes(http, asked, prompts, field="inputs")
@@ -107,7 +107,7 @@ def _is_single(inputs: str | list[str] | list[list[str]]) -> bool:
     return isinstance(inputs, str) or isinstance(inputs[0], str)
 
 
-def _prompt(given: str | list[str] | list[list[str]]) -> Prompt:
+def _prompt(given: str | Sequence[str] | Sequence[list[str]]) -> Prompt:
     if isinstance(given, str):
         return given
     first, *rest = (str(text) for text in given)
@@ -123,6 +123,6 @@ def _predictions(output: RequestOutput, config: PoolingConfig) -> list[dict[str,
 def _model_type(config: PoolingConfig) -> dict[str, Any]:
     if not config.has_classes:
         return {"embedding": {"pooling": _POOLING_NAMES.get(config.pooling, config.pooling)}}
-    names = {"id2label": {str(id): label for id, label in enumerate(config.labels)}}
-    names["label2id"] = {label: id for id, label in enumerate(config.labels)}  # type: ignore[assignment, misc]
+    names: dict[str, Any] = {"id2label": {str(id): label for id, label in enumerate(config.labels)}}
+    names["label2id"] = {label: id for id, label in enumerate(config.labels)}
     return {"reranker" if "score" in config.tasks else "classifier": names}
