@@ -127,8 +127,11 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
 
 def _params(model: ServedModel, request: GenerateRequest) -> SamplingParams:
     """Parameters of a request. Raises InvalidParameter."""
-    given = {"max_tokens": None, **{name: one for name, one in request.sampling_params.items() if one is not None}}
-    biases = given.get("logit_bias")
+    given: dict[str, Any] = {
+        "max_tokens": None,
+        **{name: one for name, one in request.sampling_params.items() if one is not None},
+    }
+    biases: Any = given.get("logit_bias")
     if isinstance(biases, dict):
         given["logit_bias"] = {int(id) if id.isdecimal() else id: bias for id, bias in biases.items()}
     return model.default_params.clone(**given)
@@ -148,7 +151,7 @@ class _TokenChoices:
         """Body of a response, from the last output."""
         (output,) = outputs
         choices = [self._choice(completion) for completion in output.outputs]
-        body = {**self._base, "choices": choices}
+        body: dict[str, Any] = {**self._base, "choices": choices}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return body
