@@ -148,6 +148,7 @@ class GenerationFields(RequestModel):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
+    num_speculative_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
     priority: int = 0

@@ -17,31 +17,11 @@ from penstock.server.protocol.base import (
     StructuralTagFormat,
 )
 
-# Fields with the names and meanings of `SamplingParams`.
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "max_tokens",
-    "min_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "truncate_prompt_tokens",
-    "thinking_token_budget",
+# Fields with the names and meanings of `SamplingParams`; a constraint has further forms.
+_SAME = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in SamplingFields.model_fields and name != "structured_outputs"
 )
 # Clients' names of parameters in errors, by the engine's.
 CLIENT_NAMES = {"extra_args": "vllm_xargs"}
