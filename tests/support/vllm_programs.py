@@ -510,7 +510,7 @@ REFUSED = {
 # With vLLM's name of the program, each with what it prints or is refused with.
 COMMANDS = {
     "vllm launch render demo": "asks for the HTTP server",
-    "vllm run-batch -i in.jsonl -o out.jsonl --model demo": "asks for the HTTP server",
+    "vllm run-batch --help": "Answer a file of requests in OpenAI's batch format",
     "vllm complete --quick Hello": "asks for the HTTP server",
     "vllm chat --url http://localhost:8000/v1": "asks for the HTTP server",
     "vllm bench latency --model demo --nnodes 2": "expert parallelism, several nodes and external load balancers",

@@ -21,6 +21,7 @@ from penstock.cli.plan import plan
 from penstock.cli.pool import classify, embed, score
 from penstock.cli.profile import profile, profile_serve
 from penstock.cli.replay import replay
+from penstock.cli.run_batch import run_batch
 from penstock.cli.sections import with_dashes
 from penstock.cli.serve import serve
 from penstock.cli.top import top
@@ -81,6 +82,7 @@ app = typer.Typer(
 )
 app.command(cls=EngineCommand)(generate)
 app.command(cls=EngineCommand)(chat)
+app.command("run-batch", cls=EngineCommand)(run_batch)
 for _command in (embed, classify, score):
     app.command(cls=EngineCommand)(_command)
 app.command(cls=EngineCommand)(serve)

@@ -42,25 +42,34 @@ def read_batch_lines(
     lines: Sequence[tuple[str, dict[str, Any] | InvalidRequest]],
     names: Mapping[str, str],
     defaults: SamplingParams,
+    chat_defaults: SamplingParams,
     model: str,
 ) -> dict[str, Work]:
     """Read the requests of lines in this format, and of broken lines beside them.
 
     lines: place of each line, for errors, and its fields, or why it has none. names: custom_id of lines without fields,
-    if it could be read. defaults: of parameters that a body does not have. model: the running model. A file for
-    one other model is answered by it, with a warning; among several names only the running model's is accepted.
+    if it could be read. defaults, chat_defaults: of parameters that a body does not have. model: the running model.
+    A file for one other model is answered by it, with a warning; among several names only its own is accepted.
 
     Returns the requests by place; errors are in their `Work.error`.
     """
-    reader = _Reader(defaults, names, model, {_model_of(fields) for _, fields in lines} - {None})
+    reader = _Reader(defaults, chat_defaults, names, model, {_model_of(fields) for _, fields in lines} - {None})
     return {where: reader.read(where, fields) for where, fields in lines if _is_ours(fields)}
 
 
 class _Reader:
     """Reader of the lines of a file. named: models of its requests."""
 
-    def __init__(self, defaults: SamplingParams, names: Mapping[str, str], model: str, named: set[Any]) -> None:
+    def __init__(
+        self,
+        defaults: SamplingParams,
+        chat_defaults: SamplingParams,
+        names: Mapping[str, str],
+        model: str,
+        named: set[Any],
+    ) -> None:
         self._defaults = defaults
+        self._chat_defaults = chat_defaults
         self._names = names
         self._model = model
         self._answers_any = len(named) <= 1
@@ -96,7 +105,7 @@ class _Reader:
         try:
             request = kind.model_validate(body)
             self._check_model(request.model)
-            defaults = self._defaults
+            defaults = self._chat_defaults if kind is ChatCompletionRequest else self._defaults
             if isinstance(request, ChatCompletionRequest):
                 prompt: Messages | PromptDict = _messages(request)
                 params = _chat_params(request, defaults)

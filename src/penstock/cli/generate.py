@@ -83,7 +83,9 @@ def generate(
     if resume and output is None:
         raise ConfigError("--resume has no meaning without --output. Give the output file of the run to go on with.")
     adapter = _adapter_of(lora_modules or [])
-    _run(work, model, engine, output, adapter, as_json=as_json, is_strict=input is None or strict, resumes=resume)
+    run_requests(
+        work, model, engine, output, adapter, as_json=as_json, is_strict=input is None or strict, resumes=resume
+    )
 
 
 def _adapter_of(lora_modules: list[str]) -> LoRARequest | None:
@@ -132,7 +134,7 @@ def _read_work(
     return read_jsonl(input, params, model)
 
 
-def _run(
+def run_requests(
     work: list[Work],
     model: str,
     engine: dict[str, Any],

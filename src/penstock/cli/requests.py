@@ -41,12 +41,14 @@ def read_prompt(argument: str | None) -> str:
         raise InvalidRequest(f"Standard input is no UTF-8 text: {error}.") from error
 
 
-def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
+def read_jsonl(
+    path: Path, defaults: SamplingParams, model: str, chat_defaults: SamplingParams | None = None
+) -> list[Work]:
     """Read one request per line, in Penstock's format or OpenAI's (`batch_requests`); empty lines are skipped.
 
     Penstock's format has `prompt`, `prompt_token_ids` or `messages`; optionally `cache_salt`, `id`, sampling
     parameters, and with messages template options. defaults: of sampling parameters that a line does not have.
-    model: the running model, as on the command line.
+    model: the running model, as on the command line. chat_defaults: of chats in OpenAI's format, None for `defaults`.
 
     Errors of a line are in its `Work.error`. Raises ConfigError if the file cannot be opened, or for OpenAI's format
     without the packages of the server.
@@ -67,7 +69,7 @@ def read_jsonl(path: Path, defaults: SamplingParams, model: str) -> list[Work]:
         check_server_packages("A file of requests in OpenAI's batch format")
         from penstock.cli.batch_requests import read_batch_lines
 
-        works = read_batch_lines(lines, names, defaults, model)
+        works = read_batch_lines(lines, names, defaults, chat_defaults or defaults, model)
     return [works.get(where) or _read_line(where, fields, defaults) for where, fields in lines]
 
 
