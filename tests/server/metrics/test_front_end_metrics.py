@@ -19,7 +19,8 @@ from penstock.server.metrics.expert_tokens import NoExpertTokens
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.http_requests import HttpCounts
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
-from penstock.server.metrics.table import TABLE
+from penstock.server.metrics.route import _Collector
+from penstock.server.metrics.table import NAMES_OF_VLLM, TABLE
 from penstock.server.processes.health import Health
 from support.broker_statuses import BUSY
 from support.expert_tokens import Workers, expert_tokens
@@ -46,6 +47,7 @@ class FrontEnd:
             number=number,
             model_name="demo",
             max_num_seqs=4,
+            block_size=16,
             experts=experts,
         )
 
@@ -187,6 +189,30 @@ def test_every_metric_is_described_and_every_description_is_of_a_metric(
     one.totals.drafts.note(3, 1)
     kinds = {metric.name.removeprefix("penstock:"): kind_of(metric) for metric in one.metrics.collect()}
     assert kinds == {name: described.kind for name, described in TABLE.items()}
+
+
+def test_names_can_be_those_of_vllm(front: Callable[..., FrontEnd]) -> None:
+    broker = BrokerState()
+    broker.note(BUSY)
+    one = front(0, broker)
+    one.totals.note_end(FinishReason.LENGTH, 10, RequestMetrics(arrival_time=1.0, first_scheduled_time=2.0), 7)
+    own, other, vllm = (
+        {family.name: family for family in _Collector(one.metrics, prefix).collect()}
+        for prefix in ("penstock", "mine", "vllm")
+    )
+    assert {name.partition(":")[2] for name in own} == {name.partition(":")[2] for name in other}
+    assert {name.partition(":")[0] for name in vllm} == {"vllm"}
+    added = {name.removeprefix("vllm:") for name in vllm} - {name.removeprefix("penstock:") for name in own}
+    assert added == {"cache_config_info", *NAMES_OF_VLLM.values()}
+    for name, old in NAMES_OF_VLLM.items():
+        before, after = ([sample.value for sample in vllm[f"vllm:{one}"].samples] for one in (name, old))
+        assert before == after
+    (sample,) = vllm["vllm:cache_config_info"].samples
+    sizes = {"block_size": "16", "num_gpu_blocks": str(BUSY.stats.num_blocks)}
+    assert sample.labels == {"model_name": "demo", **sizes}
+    assert {"vllm:request_params_max_tokens_sum": 7.0}.items() <= {
+        sample.name: sample.value for sample in vllm["vllm:request_params_max_tokens"].samples
+    }.items()
 
 
 def kind_of(metric: Metric) -> str:

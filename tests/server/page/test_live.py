@@ -49,7 +49,9 @@ class Engine:
 def view_of(engine: Engine, broker: BrokerState, folder: Path) -> LiveView:
     health = Health(broker, step_limit_s=60.0, silence_limit_s=60.0)
     given = cast(Any, engine)
-    metrics = FrontEndMetrics(given, health, HttpCounts(), folder, number=0, model_name="demo", max_num_seqs=4)
+    metrics = FrontEndMetrics(
+        given, health, HttpCounts(), folder, number=0, model_name="demo", max_num_seqs=4, block_size=16
+    )
     return LiveView(ServerState(given, health, metrics), model_name="demo", max_num_seqs=4)
 
 

@@ -158,7 +158,9 @@ class OutputProcessor:
         return ((len(progress.request.prompt_token_ids), progress.metrics()) for progress in self._running.values())
 
     def _note_end(self, progress: RequestProgress, reason: FinishReason) -> None:
-        self._metrics.note_end(reason, len(progress.request.prompt_token_ids), progress.metrics())
+        request = progress.request
+        max_tokens = request.sampling_params.max_tokens
+        self._metrics.note_end(reason, len(request.prompt_token_ids), progress.metrics(), max_tokens)
 
     def _fan_out(self, request: EngineRequest, prompt: str | None, inbox: Inbox) -> FanOut:
         length = self._shared_prompt_length

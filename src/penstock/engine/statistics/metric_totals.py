@@ -98,6 +98,7 @@ class RequestTotals(Totals):
     inter_token_latency: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKEN_SECONDS))
     prompt_tokens: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKENS))
     generation_tokens: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKENS))
+    max_tokens: Observations = msgspec.field(default_factory=lambda: Observations.of(_TOKENS))
     at_the_end: dict[str, Observations] = msgspec.field(
         default_factory=lambda: {name: Observations.of(bounds) for name, (bounds, _) in _AT_THE_END.items()}
     )
@@ -110,6 +111,7 @@ class RequestTotals(Totals):
             "inter_token_latency_seconds": self.inter_token_latency,
             "request_prompt_tokens": self.prompt_tokens,
             "request_generation_tokens": self.generation_tokens,
+            "request_params_max_tokens": self.max_tokens,
             **self.at_the_end,
         }
 
@@ -124,9 +126,13 @@ class RequestTotals(Totals):
         self.num_preemptions += metrics.num_preemptions
         self.drafts.add(metrics.spec_decode_metrics)
 
-    def note_end(self, reason: FinishReason, num_prompt_tokens: int, metrics: RequestMetrics) -> None:
-        """Count the end of a request, whose tokens `note_counts` counts."""
+    def note_end(
+        self, reason: FinishReason, num_prompt_tokens: int, metrics: RequestMetrics, max_tokens: int | None = None
+    ) -> None:
+        """Count the end of a request, whose tokens `note_counts` counts. max_tokens: its parameter."""
         self.num_ended[reason] += 1
+        if max_tokens is not None:
+            self.max_tokens.note(max_tokens)
         if metrics.first_scheduled_time is not None:
             self.prompt_tokens.note(num_prompt_tokens)
             self.generation_tokens.note(metrics.num_generated_tokens)

@@ -72,10 +72,12 @@ class EngineMetrics:
         self.note_later_tokens = self._noted.note_later_tokens
         self.note_refusal = self._noted.note_refusal
 
-    def note_end(self, reason: FinishReason, num_prompt_tokens: int, metrics: RequestMetrics) -> None:
-        """Count a request that has ended."""
+    def note_end(
+        self, reason: FinishReason, num_prompt_tokens: int, metrics: RequestMetrics, max_tokens: int | None = None
+    ) -> None:
+        """Count a request that has ended. max_tokens: its parameter."""
         self._noted.note_counts(num_prompt_tokens, metrics, has_prefix_cache=self._has_prefix_cache)
-        self._noted.note_end(reason, num_prompt_tokens, metrics)
+        self._noted.note_end(reason, num_prompt_tokens, metrics, max_tokens)
 
     def totals(self, running: Iterable[tuple[int, RequestMetrics]]) -> RequestTotals:
         """Copy of the counts of all requests. running: (prompt tokens, metrics so far) of each unfinished request."""

@@ -37,8 +37,8 @@ class FrontEndMetrics:
     Counters never decrease: a front end writes its counts before it shows them, so the loss of its process loses none
     that a scrape has shown.
 
-    number: of this front end among all ever started. folder: see `SharedFile`. max_num_seqs: of each core. experts:
-    tokens of the model's experts; None for none.
+    number: of this front end among all ever started. folder: see `SharedFile`. max_num_seqs: of each core.
+    block_size: of the KV cache. experts: tokens of the model's experts; None for none.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class FrontEndMetrics:
         number: int,
         model_name: str,
         max_num_seqs: int,
+        block_size: int,
         experts: NoExpertTokens | None = None,
     ) -> None:
         self._labels = {"model_name": model_name}
@@ -60,6 +61,7 @@ class FrontEndMetrics:
         self._folder = folder
         self._file = SharedFile(folder, f"{FRONT_END}{number}")
         self._max_num_seqs = max_num_seqs
+        self._block_size = block_size
         self._experts = experts or NoExpertTokens()
 
     async def read_workers(self) -> None:
@@ -115,6 +117,7 @@ class FrontEndMetrics:
     def _gauges(self) -> Iterator[Gauge]:
         health = self._health
         values: dict[str, float] = {
+            "kv_cache_block_size": self._block_size,
             "broker_heartbeat_age_seconds": health.silent_s,
             "alive": health.why_dead() is None,
             "ready": health.why_not_ready() is None,

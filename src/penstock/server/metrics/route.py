@@ -11,11 +11,12 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from penstock.engine.statistics.metrics import PREFIX, Histogram, Metric, Vector
+from penstock.engine.statistics.metrics import PREFIX, Gauge, Histogram, Metric, Vector
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
-from penstock.server.metrics.table import TABLE
+from penstock.server.metrics.table import NAMES_OF_VLLM, TABLE
 
 router = APIRouter()
+_VLLM = "vllm"
 _OPEN_METRICS = "application/openmetrics-text"
 # Suffixes of the samples' names.
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
@@ -29,7 +30,7 @@ _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
 async def metrics(http: Request) -> Response:
     await http.app.state.metrics.read_workers()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(http.app.state.metrics))
+    registry.register(_Collector(http.app.state.metrics, http.app.state.served_model.options.metrics_prefix))
     accepted = [part.partition(";")[0].strip() for part in http.headers.get("Accept", "").split(",")]
     if _OPEN_METRICS in accepted:
         # All names are valid as they are; other ways of escaping would alter their colons.
@@ -39,18 +40,40 @@ async def metrics(http: Request) -> Response:
 
 
 class _Collector(Collector):
-    def __init__(self, metrics: FrontEndMetrics) -> None:
+    """Collector of a server's metrics. prefix: of their names, `ServerOptions.metrics_prefix`."""
+
+    def __init__(self, metrics: FrontEndMetrics, prefix: str) -> None:
         self._metrics = metrics
+        self._prefix = prefix
 
     def collect(self) -> Iterator[Family]:
         """Families of metrics; those of one name are one family, as the formats demand."""
         families: dict[str, Family] = {}
-        for metric in self._metrics.collect():
-            described = TABLE[metric.name.removeprefix(PREFIX)]
-            family = families.setdefault(metric.name, Family(metric.name, described.help, described.kind))
-            for suffix, labels, value in _samples(metric, _SUFFIXES.get(described.kind, "")):
-                family.add_sample(metric.name + suffix, {**metric.labels, **labels}, value)
+        collected = list(self._metrics.collect())
+        for metric in collected:
+            name = metric.name.removeprefix(PREFIX)
+            described = TABLE[name]
+            for shown in (name, NAMES_OF_VLLM.get(name) if self._prefix == _VLLM else None):
+                if shown is not None:
+                    full_name = f"{self._prefix}:{shown}"
+                    family = families.setdefault(full_name, Family(full_name, described.help, described.kind))
+                    for suffix, labels, value in _samples(metric, _SUFFIXES.get(described.kind, "")):
+                        family.add_sample(full_name + suffix, {**metric.labels, **labels}, value)
         yield from families.values()
+        if self._prefix == _VLLM:
+            yield _cache_config(collected)
+
+
+def _cache_config(metrics: list[Metric]) -> Family:
+    """vLLM's metric of the KV cache's sizes, which it has as labels."""
+    sizes = {"kv_cache_block_size": "block_size", "num_kv_cache_blocks": "num_gpu_blocks"}
+    family = Family("vllm:cache_config_info", "Sizes of the KV cache.", "gauge")
+    labels: dict[str, str] = {}
+    for metric in metrics:
+        if isinstance(metric, Gauge) and (name := sizes.get(metric.name.removeprefix(PREFIX))) is not None:
+            labels |= {**metric.labels, name: str(int(metric.value))}
+    family.add_sample(family.name, labels, 1.0)
+    return family
 
 
 def _samples(metric: Metric, suffix: str) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -19,6 +19,13 @@ class Described(NamedTuple):
     vllm: str | None = SAME
 
 
+# Further names of vLLM's, by Penstock's: those of older releases, and one that is equal where each sample counts as a
+# request. They are scraped with metrics_prefix="vllm".
+NAMES_OF_VLLM = {
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "request_generation_tokens": "request_max_num_generation_tokens",
+}
 # By name, without the prefix `penstock:`.
 TABLE: dict[str, Described] = {
     "num_requests_running": Described("gauge", "Requests that run: they hold blocks of the KV cache."),
@@ -31,6 +38,7 @@ TABLE: dict[str, Described] = {
     ),
     "kv_cache_usage_perc": Described("gauge", "Share of the KV cache's blocks that requests hold, 0 to 1."),
     "num_kv_cache_blocks": Described("gauge", "Blocks of the KV cache, of all cores.", "cache_config_info"),
+    "kv_cache_block_size": Described("gauge", "Tokens of a KV-cache block.", "cache_config_info"),
     "num_cores": Described("gauge", "Engine cores.", None),
     "num_cores_recovering": Described("gauge", "Engine cores that are being started again.", None),
     "core_stalled_seconds": Described("gauge", "Time since a core with requests has computed a token.", None),
@@ -85,6 +93,7 @@ TABLE: dict[str, Described] = {
     "request_inference_time_seconds": Described("histogram", "From a request's first run to its last token."),
     "request_prompt_tokens": Described("histogram", "Prompt tokens of a request, when it ends."),
     "request_generation_tokens": Described("histogram", "Generated tokens of a request, when it ends."),
+    "request_params_max_tokens": Described("histogram", "max_tokens of a request, when it ends."),
     "step_duration_seconds": Described("histogram", "Time of an engine core's step.", None),
     "step_phase_seconds": Described(
         "histogram",

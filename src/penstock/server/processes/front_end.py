@@ -155,6 +155,7 @@ def _add_metrics(
         number=arguments.number,
         model_name=arguments.options.served_model_name[0],
         max_num_seqs=arguments.config.scheduler.max_num_seqs,
+        block_size=arguments.config.cache.block_size,
         experts=ExpertTokens(engine, state) if arguments.config.expert_stats.expert_stats else None,
     )
     app.include_router(metrics_route.router)
