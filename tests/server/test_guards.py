@@ -114,6 +114,20 @@ def test_prompts_are_logged_on_request(tmp_path: Path, caplog: pytest.LogCapture
     assert "no secret" in caplog.text
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_outputs_are_logged_on_request(is_stream: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO),
+        serving(engine_of(tmp_path), enable_log_requests=True, enable_log_outputs=True) as server,
+    ):
+        body = {"prompt": "x", "n": 2, "max_tokens": 4, "stream": is_stream}
+        answer = server.post("/v1/completions", body, X_Request_Id="log-1")
+        lines = [line for line in caplog.messages if line.startswith("log-1 output[")]
+    assert [line.partition(":")[0] for line in sorted(lines)] == [f"log-1 output[0][{i}], length" for i in (0, 1)]
+    if not is_stream:
+        assert [line.partition(": ")[2] for line in sorted(lines)] == [one["text"] for one in answer.json["choices"]]
+
+
 def test_a_prefix_that_a_proxy_keeps_is_no_part_of_the_route(tmp_path: Path) -> None:
     with serving(engine_of(tmp_path), root_path="/llm", api_keys=("one",)) as server:
         assert server.request("GET", "/llm/version").status == 200
@@ -130,6 +144,8 @@ WRONG: list[dict[str, Any]] = [
     {"request_read_timeout_s": 0},
     {"keep_alive_interval_s": -1},
     {"log_prompts": True},
+    {"enable_log_outputs": True},
+    {"metrics_prefix": "vllm:"},
     {"enable_auto_tool_choice": True},
 ]
 

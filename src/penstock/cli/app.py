@@ -10,9 +10,9 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.cli.bench import bench
-from penstock.cli.bench_serve import ManyValuesCommand, bench_serve
+from penstock.cli.bench_serve import bench_serve
 from penstock.cli.chat import chat
-from penstock.cli.command import EngineCommand
+from penstock.cli.command import EngineCommand, ManyValues, ServeCommand
 from penstock.cli.env import env
 from penstock.cli.evaluate import evaluate
 from penstock.cli.failures import readable_errors
@@ -85,7 +85,7 @@ app.command(cls=EngineCommand)(chat)
 app.command("run-batch", cls=EngineCommand)(run_batch)
 for _command in (embed, classify, score):
     app.command(cls=EngineCommand)(_command)
-app.command(cls=EngineCommand)(serve)
+app.command(cls=ServeCommand)(serve)
 app.command()(top)
 app.command()(env)
 app.command(cls=EngineCommand)(plan)
@@ -94,7 +94,7 @@ app.command()(replay)
 app.command(cls=EngineCommand)(profile)
 app.command("profile serve")(profile_serve)
 app.command("eval", cls=EngineCommand)(evaluate)
-app.command("bench serve", cls=ManyValuesCommand)(bench_serve)
+app.command("bench serve", cls=ManyValues)(bench_serve)
 
 
 def _show_version(is_wanted: bool) -> None:

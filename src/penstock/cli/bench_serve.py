@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from penstock.bench.serving.settings import DatasetSettings, LoadSettings
 from penstock.cli import options
@@ -22,26 +21,6 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.bench.serving.run import ServeResult, ServeSettings
-
-
-class ManyValuesCommand(TyperCommand):
-    """Command whose repeatable options take several values at once: `--goodput ttft:200 tpot:50`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        normalize = ctx.token_normalize_func or str
-        many = {flag for parameter in self.params if getattr(parameter, "multiple", False) for flag in parameter.opts}
-        repeated: list[str] = []
-        flag, has_value = None, False
-        for arg in args:
-            if arg.startswith("-"):
-                flag = normalize(arg) if normalize(arg) in many else None
-                has_value = False
-            elif flag is not None and has_value:
-                repeated.append(flag)
-            else:
-                has_value = True
-            repeated.append(arg)
-        return super().parse_args(ctx, repeated)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from penstock.cli.config_file import read_config_file
 from penstock.cli.failures import readable_errors
 from penstock.cli.flags import Flags
-from penstock.cli.sections import with_dashes
+from penstock.cli.sections import parse_value, with_dashes
 
 # Begin of the names of parameters for the engine's options, beside which a command may have its own of the same names.
 ENGINE = "engine_"
@@ -60,7 +60,8 @@ class EngineCommand(TyperCommand):
         like: dict[str | None, Any] = {one.name: one for one in self.params}
         for arg in args:
             flag, equals, _ = arg.partition("=")
-            flag = with_dashes(flag) if flag.startswith("--") else flag
+            # One letter may have its value behind it: -O3.
+            flag = with_dashes(flag) if flag.startswith("--") else arg[:2] if arg[1:2].isupper() else flag
             if self._parameter(flag) is None and (option := _engine_option(flag)) is not None:
                 unlisted[flag] = option[0], None if equals else option[1]
                 parameter = copy.copy(like[_OPTION if unlisted[flag][1] is None else _YES])
@@ -97,7 +98,7 @@ class EngineCommand(TyperCommand):
                 name, implied = option
                 value = not value if implied == "false" and isinstance(value, bool) else value
                 options.append(_as_option(name, _text(value)))
-                own_name = vllm.table().other_names["options"].get(name, name)
+                own_name = vllm.table().other_names["options"].get(name, name).partition(".")[0]
                 ctx.meta.setdefault(_FROM_FILE, set()).add(own_name)
             else:
                 self._refuse(ctx, flag, f"--config {path}: ")
@@ -127,6 +128,37 @@ class EngineCommand(TyperCommand):
         ctx.fail(f"{where}No such option: {flag}.{hint} docs/options.md explains all options.")
 
 
+class ManyValues(TyperCommand):
+    """Command whose repeatable options take several values at once: `--goodput ttft:200 tpot:50`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        normalize = ctx.token_normalize_func or str
+        many = {flag for one in self.params if getattr(one, "multiple", False) for flag in one.opts}
+        repeated: list[str] = []
+        flag, has_value = None, False
+        for arg in args:
+            if arg.startswith("-"):
+                name, equals, _ = normalize(arg).partition("=")
+                has_value = bool(equals)
+                flag = name if name in many else None
+            elif flag is not None and has_value:
+                repeated.append(flag)
+            else:
+                has_value = True
+            repeated.append(arg)
+        return super().parse_args(ctx, repeated)
+
+
+class ServeCommand(ManyValues, EngineCommand):
+    """Engine command whose options take several values, if the model comes before them: a word may be the model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        has_model = (
+            not args[:1] or not args[0].startswith("-") or any(arg.startswith(("--model", "-m")) for arg in args)
+        )
+        return super().parse_args(ctx, args) if has_model else EngineCommand.parse_args(self, ctx, args)
+
+
 def flags_of(ctx: typer.Context) -> Flags:
     """Flags of a command's parameters, and which of them a file gave."""
     command: Any = ctx.command
@@ -154,7 +186,9 @@ def _engine_option(flag: str) -> tuple[str, str | None] | None:
     from penstock.config import vllm
     from penstock.config.engine import option_is_flag
 
-    name = vllm.table().other_names["flags"].get(flag[1:]) or flag.removeprefix("--").replace("-", "_")
+    short, dot, key = flag[1:].partition(".")
+    long = vllm.table().other_names["flags"].get(short)
+    name = flag.removeprefix("--").replace("-", "_") if long is None else long + dot + key
     is_flag = option_is_flag(name.partition(".")[0])
     if is_flag is None:
         name = name.removeprefix("no_")
@@ -163,9 +197,14 @@ def _engine_option(flag: str) -> tuple[str, str | None] | None:
 
 
 def _as_option(name: str, value: str) -> str:
-    """NAME=VALUE of `--option`; `name.key` is an entry of a dictionary."""
-    name, _, key = name.partition(".")
-    return f"{name}={json.dumps({key: value}) if key else value}"
+    """NAME=VALUE of `--option`; `name.key.key` is an entry of a dictionary."""
+    name, *keys = name.split(".")
+    if not keys:
+        return f"{name}={value}"
+    entry = parse_value(value)
+    for key in reversed(keys):
+        entry = {key: entry}
+    return f"{name}={json.dumps(entry)}"
 
 
 def _as_default(parameter: Any, value: Any, *, is_negative: bool) -> Any:

@@ -129,9 +129,9 @@ def command_with_sections(function: Callable[..., None]) -> Callable[..., None]:
 def parse_options(options: list[str] | None) -> dict[str, Any]:
     """Parse `NAME=VALUE` pairs as engine options. Values are JSON if possible, else text.
 
-    Raises ConfigError for a pair without an equals sign.
+    Dictionaries of one name are one. Raises ConfigError for a pair without an equals sign.
     """
-    parsed = {}
+    parsed: dict[str, Any] = {}
     for option in options or []:
         name, equals, value = option.partition("=")
         if not equals or not name:
@@ -139,8 +139,19 @@ def parse_options(options: list[str] | None) -> dict[str, Any]:
         name = name.strip().replace("-", "_")
         if name == "model":
             raise ConfigError(f"--option {option!r} is not valid. The model has an option of its own: --model.")
-        parsed[name] = parse_value(value.strip())
+        given, before = parse_value(value.strip()), parsed.get(name)
+        parsed[name] = _merged(before, given) if isinstance(before, dict) and isinstance(given, dict) else given
     return parsed
+
+
+def _merged(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a dictionary that comes in parts, as `--speculative-config.method ngram` gives them."""
+    both = {
+        name: _merged(before[name], value)
+        for name, value in given.items()
+        if isinstance(value, dict) and isinstance(before.get(name), dict)
+    }
+    return {**before, **given, **both}
 
 
 def with_defaults(flags: Mapping[str, Any], model: str, engine: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -159,6 +170,6 @@ def with_defaults(flags: Mapping[str, Any], model: str, engine: Mapping[str, Any
     given = {name: value for name, value in flags.items() if value is not None}
     SamplingParams(**{**defaults, **given})
     folder, _ = resolve_metadata_folder(model, engine.get("revision"))
-    names = ("generation_config", "override_generation_config", "hf_config_path")
+    names = ("generation_config", "override_generation_config", "hf_config_path", "hf_overrides")
     options = {name: engine[name] for name in names if name in engine}
     return {**defaults, **read_default_sampling(ModelConfig.load(folder, **options)).fields, **given}

@@ -23,6 +23,7 @@ from penstock.config.generation import (
     check_override,
     generation_config_folder,
 )
+from penstock.config.hf_overrides import with_overrides
 from penstock.config.pooling import POOL, read_pooling
 from penstock.errors import ConfigError, ModelError
 
@@ -88,6 +89,7 @@ class ModelConfig:
     override_generation_config: fields that replace those of `generation_config.json`; None for none.
     hf_config_path: folder or hub id whose `config.json` is taken in place of the model's own, or of a GGUF file's
     metadata.
+    hf_overrides: fields that replace those of `config.json`, as a dictionary or JSON; None for none.
     """
 
     model: str
@@ -115,6 +117,7 @@ class ModelConfig:
     generation_config: str | Path = AUTO_GENERATION_CONFIG
     override_generation_config: Mapping[str, Any] | None = None
     hf_config_path: str | Path | None = None
+    hf_overrides: Mapping[str, Any] | str | None = None
     pooling: PoolingConfig | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +136,12 @@ class ModelConfig:
             # The option repeats the checkpoint's own method.
             object.__setattr__(self, "quantization", None)
         if self.quantization is not None:
+            if isinstance(quantized, Mapping) and self.quantization not in QUANTIZATIONS:
+                raise ConfigError(
+                    f"quantization={self.quantization!r} is not that of {self.model}, whose weights are quantized "
+                    f"already (quantization_config in config.json). Allowed: {quantized.get('quant_method')!r}, or "
+                    "leave the option out."
+                )
             check_choice("quantization", self.quantization, QUANTIZATIONS)
             if quantized is not None and quantization_of_checkpoint(self.hf_config) not in (FP8, MXFP4):
                 raise ConfigError(
@@ -182,7 +191,9 @@ class ModelConfig:
             model=model if isinstance(model, str) else str(folder.absolute()),
             folder=folder,
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
-            hf_config=_read_config(_config_file(folder, options.get("hf_config_path"))),
+            hf_config=with_overrides(
+                _read_config(_config_file(folder, options.get("hf_config_path"))), options.get("hf_overrides")
+            ),
             hf_generation_config=read_json_object(generation / GENERATION_CONFIG_FILE, ModelError, is_optional=True),
             **options,
         )
@@ -192,11 +203,6 @@ class ModelConfig:
         """Name under which another process finds the model: the given one, or the folder of a hub id."""
         is_given = self.model in SHIPPED_MODELS or Path(self.model).exists()
         return self.model if is_given else str(self.folder)
-
-    @property
-    def config_file(self) -> Path:
-        """File that `hf_config` was read from."""
-        return _config_file(self.folder, self.hf_config_path)
 
     @property
     def pools(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,11 +41,13 @@ class ServerOptions:
     max_unread_response_bytes: limit of the responses, in the memory of each front end, that clients have not taken.
         Beyond it, clients that take nothing are disconnected, as is one for which a quarter of it waits, and new
         requests get status 429.
+    metrics_prefix: begin of the names of metrics, before a colon; with "vllm" they have further names of vLLM's too.
     keep_alive_interval_s: seconds without output after which a stream gets a comment; 0 sends none.
     otlp_traces_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP) for a trace of each request, such as
         http://localhost:4318/v1/traces.
     disable_log_stats: do not log throughput, a line for every ten seconds of work.
     enable_log_requests: log a line per request. log_prompts: with it, log prompts and messages too.
+    enable_log_outputs: with it, log the texts of outputs too, when they end.
 
     chat_template: template of chats instead of the model's own: Jinja text or a path.
     trust_request_chat_template: whether requests may bring a template of their own.
@@ -81,11 +84,13 @@ class ServerOptions:
     request_read_timeout_s: float = 60.0
     response_write_timeout_s: float = 60.0
     max_unread_response_bytes: int = 256 * 2**20
+    metrics_prefix: str = "penstock"
     keep_alive_interval_s: float = 15.0
     otlp_traces_endpoint: str | None = None
     disable_log_stats: bool = False
     enable_log_requests: bool = False
     log_prompts: bool = False
+    enable_log_outputs: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -134,13 +139,18 @@ class ServerOptions:
         for name in ("max_stored_responses", "max_stored_response_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: 0 or more.")
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", str(self.metrics_prefix)):
+            raise ConfigError(
+                f"metrics_prefix={self.metrics_prefix!r} is not valid. Allowed: letters, digits and _, such as 'vllm'."
+            )
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not str(endpoint).startswith(("http://", "https://")):
             raise ConfigError(
                 f"otlp_traces_endpoint={endpoint!r} is not valid. Allowed: the URL of OTLP over HTTP, "
                 "such as http://localhost:4318/v1/traces."
             )
-        if self.log_prompts and not self.enable_log_requests:
-            raise ConfigError("log_prompts needs enable_log_requests.")
+        for name in ("log_prompts", "enable_log_outputs"):
+            if getattr(self, name) and not self.enable_log_requests:
+                raise ConfigError(f"{name} needs enable_log_requests.")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the form of the model's tool calls.")

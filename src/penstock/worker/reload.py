@@ -32,7 +32,7 @@ def config_of_replacement(current: ModelConfig, weights_path: str | None) -> Mod
     moved = replace(current, model=weights_path, folder=folder)
     if not os.path.lexists(folder / "config.json"):
         return moved
-    loaded = ModelConfig.load(weights_path, hf_config_path=current.hf_config_path)
+    loaded = ModelConfig.load(weights_path, hf_config_path=current.hf_config_path, hf_overrides=current.hf_overrides)
     return replace(moved, hf_config=loaded.hf_config, hf_generation_config=loaded.hf_generation_config)
 
 

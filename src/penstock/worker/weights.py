@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -146,7 +146,7 @@ class Weights:
         with torch.no_grad():
             written = save_sharded_state(self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size)
         if source is not None:
-            if source.hf_config_path is not None:
-                shutil.copyfile(source.config_file, folder / source.config_file.name)
+            if source.hf_config_path is not None or source.hf_overrides is not None:
+                (folder / "config.json").write_text(json.dumps(source.hf_config), encoding="utf-8")
             copy_model_files(source.folder, folder)
         return [str(file) for file in written]

@@ -110,7 +110,8 @@ def _build(config: ModelConfig) -> nn.Module:
         Use.CLASSIFY_TOKENS: transformers.AutoModelForTokenClassification,
     }
     try:
-        hf_config = transformers.AutoConfig.from_pretrained(config.folder, trust_remote_code=False)
+        fields = dict(config.hf_config)
+        hf_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
         hf_config._attn_implementation = "eager"
         auto = kinds.get(use, transformers.AutoModel) if name else transformers.AutoModel
         with torch.device("meta"):

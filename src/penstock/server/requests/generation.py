@@ -19,6 +19,7 @@ from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.stream_dispatcher import AdmittedRequest
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.server.http.errors import ApiError
+from penstock.server.requests.output_log import OutputLog
 from penstock.server.tracing import NoTracing, RequestTrace
 
 # Output of a prompt, after the prompt's number in its HTTP request.
@@ -54,7 +55,7 @@ class Generation:
 
     output_kind: DELTA for streams, FINAL_ONLY for whole answers. timeout_s: deadline, after which the requests are
     aborted; their outputs end with finish_reason "abort". begin_s: the event loop's time from which it counts, None for
-    that of `start`. parts: of all prompts. trace: gets the end of each prompt that was admitted.
+    that of `start`. parts: of all prompts. trace: gets the end of each prompt that was admitted. log: gets all outputs.
 
     `start` returns once the engine has admitted all prompts. Leaving the context aborts what still runs.
     """
@@ -69,6 +70,7 @@ class Generation:
         begin_s: float | None = None,
         parts: Sequence[Part] = (),
         trace: RequestTrace | None = None,
+        log: OutputLog | None = None,
     ) -> None:
         self._engine = engine
         self._submissions = submissions
@@ -77,6 +79,7 @@ class Generation:
         self._begin_s = begin_s
         self._parts = parts
         self._trace = trace or NoTracing()
+        self._log = log
         # Outputs of the prompts that have not ended.
         self._last: dict[int, RequestOutput] = {}
         self._admitted: dict[int, AdmittedRequest] = {}
@@ -121,6 +124,8 @@ class Generation:
         """
         async for index, output in self._one() if len(self._submissions) == 1 else self._several():
             self._last[index] = output
+            if self._log is not None:
+                self._log.note(index, output)
             if output.finished:
                 self._end_trace(index)
             if output.error is not None and output.is_invalid:

@@ -21,6 +21,7 @@ from penstock.server.protocol.base import SamplingFields
 from penstock.server.protocol.pooling import PoolingFields
 from penstock.server.requests.generation import Generation, PoolingSubmission, Submission
 from penstock.server.requests.logprobs import LogprobsFormat
+from penstock.server.requests.output_log import OutputLog
 from penstock.server.served_model import AnsweringModel, ServedModel
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ async def answer(
         timeout_s=timeout_s,
         parts=model.parts,
         trace=model.tracing.begin(http.scope, model.name),
+        log=OutputLog(request_id_of(http.scope)) if model.options.enable_log_outputs else None,
     )
     if not is_stream:
         async with generation:

@@ -1,0 +1,90 @@
+"""The option hf_overrides replaces fields of config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, EngineConfig, SamplingParams
+from penstock.config.hf_overrides import with_overrides
+from penstock.errors import ConfigError
+from penstock.layers.rope_scaling import read_rope_parameters
+from support.checkpoints import save_checkpoint, tiny_model
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "overrides", "result"),
+    [
+        ({"a": 1}, None, {"a": 1}),
+        ({"a": 1}, '{"a": 2, "b": null}', {"a": 2, "b": None}),
+        ({"text_config": {"a": 1, "b": 2}}, {"text_config": {"b": 3}}, {"text_config": {"a": 1, "b": 3}}),
+        ({"a": {"b": 1}}, {"a": {"c": 2}}, {"a": {"c": 2}}),
+    ],
+)
+def test_fields_are_replaced(fields: Any, overrides: Any, result: Any) -> None:
+    assert with_overrides(fields, overrides) == result
+
+
+OLD = {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+NEW = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}}
+
+
+@pytest.mark.parametrize("written", [OLD, NEW], ids=["old", "new"])
+@pytest.mark.parametrize(
+    ("overrides", "rope_type", "theta"),
+    [
+        ({"rope_theta": 7.0}, "linear", 7.0),
+        ({"rope_scaling": YARN}, "yarn", 500.0),
+        ({"rope_scaling": YARN, "rope_theta": 7.0}, "yarn", 7.0),
+        ({"rope_scaling": None}, "default", 500.0),
+        ({"rope_parameters": {**YARN, "rope_theta": 7.0}}, "yarn", 7.0),
+    ],
+)
+def test_rotary_settings_replace_those_of_either_form(
+    written: Any, overrides: Any, rope_type: str, theta: float
+) -> None:
+    changed = with_overrides({"max_position_embeddings": 64, **written}, overrides)
+    rope = read_rope_parameters(changed, head_size=8, num_positions=64)
+    assert (rope.rope_type, rope.theta) == (rope_type, theta)
+
+
+def test_settings_by_kind_of_layer_are_not_replaced_by_one(tmp_path: Path) -> None:
+    kinds = {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}}
+    with pytest.raises(ConfigError, match=r"hf_overrides has rope_theta, but .* each kind of layer \(full_attention"):
+        with_overrides(kinds, {"rope_theta": 3.0})
+
+
+@pytest.mark.parametrize("given", ["{", "[1]", 7, {1: 2}, lambda config: config])
+def test_another_value_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="hf_overrides"):
+        EngineConfig.create("demo", hf_overrides=given)
+
+
+def test_a_model_computes_with_the_fields_and_saves_them(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("llama"), tmp_path / "model")
+    save_checkpoint(
+        tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 3.0}), tmp_path / "other"
+    )
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+
+    def tokens(model: str, **options: Any) -> list[int]:
+        with LLM(tmp_path / model, tokenizer="demo", dtype="float32", kv_cache_memory_bytes=1 << 22, **options) as llm:
+            (output,) = llm.generate([{"prompt_token_ids": [5, 17, 3, 88]}], params)
+            if options:
+                llm.collective_rpc("save_sharded_state", args=(str(tmp_path / "state"),))
+        return list(output.outputs[0].token_ids)
+
+    own = tokens("model")
+    assert own != tokens("other") == tokens("model", rope_theta=3.0)
+    assert json.loads((tmp_path / "state/config.json").read_text())["rope_parameters"]["rope_theta"] == 3.0
+
+
+def test_a_longer_context_can_be_asked_for() -> None:
+    config = EngineConfig.create("demo", max_model_len=4096, hf_overrides={"max_position_embeddings": 4096})
+    assert config.model.longest_context == 4096
+    assert EngineConfig.create("demo", **config.options()) == config
