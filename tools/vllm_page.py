@@ -45,10 +45,13 @@ and commands raise a `ConfigError`, parameters of requests an `InvalidParameter`
 `None`, and an empty text or collection, ask for no feature. On the command line, `max_num_seqs=4` is
 `--max-num-seqs 4`, and `enable_lora=True` is `--enable-lora`. Sizes in bytes may be texts such as `1GiB`.
 
-Three habits differ. Close an engine: use it in a `with` block, or call `close()`, or `shutdown()` of an
-`AsyncEngine`. All names are in `penstock` itself: `from penstock import TokensPrompt`, not `from penstock.inputs`.
-`AsyncLLM` is another name of `AsyncEngine`, and `EngineArgs(...)` gives a configuration, for
-`AsyncEngine.from_engine_args`.
+Modules of vLLM's that scripts import are here too, such as `penstock.sampling_params`, `penstock.lora.request` and
+`penstock.utils`: the list is below. `python -m penstock.entrypoints.openai.api_server` is `penstock serve`. All public
+names are in `penstock` itself as well.
+
+Two habits differ. Close an engine: use it in a `with` block, or call `close()`, or `shutdown()` of an `AsyncEngine`.
+`AsyncLLM` is another name of `AsyncEngine`, and `EngineArgs(...)` gives an `EngineConfig`, for `from_engine_args`;
+`EngineArgs.add_cli_args` and `from_cli_args` take an argument parser's flags.
 """
 
 
@@ -62,6 +65,8 @@ def render(table: Mapping[str, Any]) -> str:
         *_same(table["same"]),
         "## Another name or value\n",
         _rows(("vLLM", "Penstock"), _renamed(table)),
+        "## Modules\n",
+        _rows(("module", "names"), _modules(table)),
         "## Not built\n",
         _rows(("feature", "planned", "what asks for it", "instead"), map(_refused_row, refused)),
         "## Accepted without an effect\n",
@@ -105,6 +110,12 @@ def _renamed(table: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             yield f"`{option}={given!r}`", f"`{option}={own or None!r}`"
 
 
+def _modules(table: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    yield from ((f"`penstock.{path}`", _names(names)) for path, names in table["modules"].items())
+    for path, command in table["programs"].items():
+        yield f"`python -m penstock.{path}`", f"`penstock {command}`".replace(" `", "`")
+
+
 def _refused_row(feature: Mapping[str, Any]) -> tuple[str, str, str, str]:
     planned = "yes" if feature["planned"] else "no"
     return feature["name"], planned, "; ".join(_asking(feature)), feature["instead"]
@@ -127,7 +138,8 @@ def _asking(feature: Mapping[str, Any]) -> list[str]:
     asking += [f"parts of messages of type {_names(feature['parts'])}"] if "parts" in feature else []
     asking += [_names(f"{name}()" for name in feature.get("methods", ()))] if feature.get("methods") else []
     asking += [_names(feature["names"])] if "names" in feature else []
-    asking += [_names(f"penstock {name}" for name in feature["commands"])] if "commands" in feature else []
+    asking += [_names(f"penstock {name}" for name in feature["commands"])] if feature.get("commands") else []
+    asking += [f"modules {_names(f'penstock.{name}' for name in feature['modules'])}"] if "modules" in feature else []
     return asking
 
 

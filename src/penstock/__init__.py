@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from penstock.version import __version__
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from penstock.config import EngineConfig
-    from penstock.config.engine import EngineArgs
     from penstock.contract import PoolingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from penstock.engine.arg_utils import EngineArgs
     from penstock.engine.async_engine import AsyncEngine
     from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from penstock.engine.inputs.prompts import PromptDict
     from penstock.engine.inputs.streaming_input import StreamingInput
+    from penstock.engine.llm_engine import LLMEngine
     from penstock.engine.output.outputs import CompletionOutput, RequestOutput
     from penstock.engine.output.pooling_outputs import (
         ClassificationOutput,
@@ -45,6 +48,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
+    "LLMEngine",
     "LoRARequest",
     "PoolingOutput",
     "PoolingParams",
@@ -62,6 +66,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "penstock.llm",
+    "LLMEngine": "penstock.engine.llm_engine",
     "AsyncEngine": "penstock.engine.async_engine",
     "BeamSearchOutput": "penstock.engine.beam_search",
     "BeamSearchParams": "penstock.engine.beam_search",
@@ -70,7 +75,7 @@ _HOMES = {
     "CompletionOutput": "penstock.engine.output.outputs",
     "EmbeddingOutput": "penstock.engine.output.pooling_outputs",
     "EmbeddingRequestOutput": "penstock.engine.output.pooling_outputs",
-    "EngineArgs": "penstock.config.engine",
+    "EngineArgs": "penstock.engine.arg_utils",
     "EngineConfig": "penstock.config",
     "LoRARequest": "penstock.features.lora.request",
     "PoolingOutput": "penstock.engine.output.pooling_outputs",
@@ -104,19 +109,20 @@ def _name_of_vllm(name: str) -> Any:
     return __getattr__(own_name)
 
 
-class _MissingModules:
-    """Finder of the modules that this package does not have, such as vLLM's: the error says where public names are."""
+class _OtherModules:
+    """Finder of the modules that no file of the package has: those of vLLM's names (`penstock.alias_modules`)."""
 
     @staticmethod
-    def find_spec(name: str, *_: Any) -> None:
-        if name.startswith(f"{__name__}."):
-            names = ", ".join(one for one in __all__ if not one.startswith("_"))
-            hint = f"Public names are in {__name__} itself, as in `from {__name__} import SamplingParams`: {names}."
-            raise ModuleNotFoundError(f"No module named {name!r}. {hint}", name=name)
+    def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+        if not name.startswith(f"{__name__}."):
+            return None
+        from penstock.alias_modules import find_module
+
+        return find_module(name, __all__)
 
 
-if not any(getattr(finder, "__qualname__", None) == _MissingModules.__qualname__ for finder in sys.meta_path):
-    sys.meta_path.append(_MissingModules)
+if not any(getattr(finder, "__qualname__", None) == _OtherModules.__qualname__ for finder in sys.meta_path):
+    sys.meta_path.append(_OtherModules)
 
 
 def __dir__() -> list[str]:

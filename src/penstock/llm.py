@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -15,6 +16,7 @@ from penstock.engine.inputs.conversation import Message, list_of_conversations, 
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.pooling_prompts import refuse_generation
 from penstock.engine.inputs.prompts import Prompts, list_of_params, list_of_priorities, list_of_prompts
+from penstock.engine.llm_engine import LLMEngine
 from penstock.engine.offline_pooling import PoolingMethods, with_adapters
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
@@ -119,6 +121,11 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
     def max_model_len(self) -> int:
         """Longest context in tokens, prompt and output together."""
         return self._session.max_model_len
+
+    @cached_property
+    def llm_engine(self) -> LLMEngine:
+        """This engine, step by step: its requests run beside those of other methods."""
+        return LLMEngine(self._config, self._session)
 
     @also_from_vllm
     def generate(

@@ -49,8 +49,8 @@ def _shared_engines(sessions: dict[str, Session], monkeypatch: pytest.MonkeyPatc
 
 def run(code: str) -> Any:
     names: dict[str, Any] = {"__name__": "__main__"}
-    own = re.sub(r"from vllm[.\w]* import", "from penstock import", textwrap.dedent(code))
-    exec(own.replace("import vllm", "import penstock as vllm"), names)
+    own = textwrap.dedent(code).replace("import vllm", "import penstock as vllm")
+    exec(re.sub(r"from vllm\b", "from penstock", own), names)
     return names.get("result")
 
 

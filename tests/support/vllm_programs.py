@@ -381,6 +381,139 @@ RUNNING = {
         result = [name for name in ("generate", "chat", "embed", "sleep") if hasattr(llm, name)]
         assert result == ["generate", "chat", "embed"]
     """,
+    "an engine step by step": """
+        import argparse
+        from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        def create_test_prompts() -> list[tuple[str, SamplingParams]]:
+            return [
+                ("A robot may not injure", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
+                ("To be or not to be,", SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
+                ("What is the meaning?", SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)),
+            ]
+
+        def process_requests(engine: LLMEngine, test_prompts: list[tuple[str, SamplingParams]]):
+            request_id, finished = 0, []
+            while test_prompts or engine.has_unfinished_requests():
+                if test_prompts:
+                    prompt, sampling_params = test_prompts.pop(0)
+                    engine.add_request(str(request_id), prompt, sampling_params)
+                    request_id += 1
+                request_outputs: list[RequestOutput] = engine.step()
+                finished += [output for output in request_outputs if output.finished]
+            return finished
+
+        def initialize_engine(args: argparse.Namespace) -> LLMEngine:
+            engine_args = EngineArgs.from_cli_args(args)
+            return LLMEngine.from_engine_args(engine_args)
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description="steps"))
+        args = parser.parse_args(["--model", "demo", "--max-model-len", "64", "--gpu_memory_utilization=0.4"])
+        result = process_requests(initialize_engine(args), create_test_prompts())
+        assert sorted((output.request_id, len(output.outputs)) for output in result) == [("0", 1), ("1", 1), ("2", 2)]
+    """,
+    "adapters step by step": """
+        import json, tempfile
+        from pathlib import Path
+        import torch
+        from safetensors.torch import save_file
+        from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        def snapshot_download() -> str:  # of huggingface_hub
+            folder, layer = tempfile.mkdtemp(), "base_model.model.model.layers.0.self_attn.o_proj"
+            config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["o_proj"]}
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+            tensors = {f"{layer}.lora_A.weight": torch.ones(2, 192), f"{layer}.lora_B.weight": torch.ones(192, 2)}
+            save_file(tensors, Path(folder) / "adapter_model.safetensors")
+            return folder
+
+        engine_args = EngineArgs(model="demo", enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2,
+                                 max_num_seqs=256)
+        engine = LLMEngine.from_engine_args(engine_args)
+        lora_path = snapshot_download()
+        sampling_params = SamplingParams(temperature=0.0, logprobs=1, max_tokens=8)
+        test_prompts = [
+            ("A robot may not injure a human being", sampling_params, None),
+            ("A robot may not injure a human being", sampling_params, LoRARequest("sql-lora", 1, lora_path)),
+            ("A robot may not injure a human being", sampling_params, LoRARequest("sql-lora2", 2, lora_path)),
+        ]
+        request_id, texts = 0, {}
+        while test_prompts or engine.has_unfinished_requests():
+            if test_prompts:
+                prompt, sampling_params, lora_request = test_prompts.pop(0)
+                engine.add_request(str(request_id), prompt, sampling_params, lora_request=lora_request)
+                request_id += 1
+            request_outputs: list[RequestOutput] = engine.step()
+            texts |= {output.request_id: output.outputs[0].text for output in request_outputs if output.finished}
+        assert texts["0"] != texts["1"] == texts["2"]
+        result = texts
+    """,
+    "arguments of a script": """
+        from vllm import LLM, EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        def create_parser():
+            parser = FlexibleArgumentParser()
+            engine_group = parser.add_argument_group("Engine arguments")
+            EngineArgs.add_cli_args(engine_group)
+            engine_group.set_defaults(model="demo")
+            sampling_group = parser.add_argument_group("Sampling parameters")
+            sampling_group.add_argument("--max-tokens", type=int)
+            sampling_group.add_argument("--temperature", type=float)
+            return parser
+
+        args = vars(create_parser().parse_args(["--max_tokens", "3"]))
+        max_tokens, temperature = args.pop("max_tokens"), args.pop("temperature")
+        llm = LLM(**args)
+        sampling_params = llm.get_default_sampling_params()
+        if max_tokens is not None:
+            sampling_params.max_tokens = max_tokens
+        if temperature is not None:
+            sampling_params.temperature = temperature
+        result = llm.generate(["Hello, my name is"], sampling_params)
+        assert len(result[0].outputs[0].token_ids) == 3
+    """,
+    "structured output": """
+        from enum import Enum
+        from pydantic import BaseModel
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        llm = LLM(model="demo")
+        choice = StructuredOutputsParams(choice=["Positive", "Negative"])
+        outputs = llm.generate("Classify this: wonderful!", SamplingParams(structured_outputs=choice))
+        assert outputs[0].outputs[0].text in ("Positive", "Negative")
+        regex = StructuredOutputsParams(regex=r"\\w{1,8}@\\w{1,8}\\.com\\n")
+        params = SamplingParams(structured_outputs=regex, stop=["\\n"], max_tokens=50)
+        assert "@" in llm.generate("An address:", params)[0].outputs[0].text
+
+        class CarType(str, Enum):
+            SEDAN = "SEDAN"
+            SUV = "SUV"
+
+        class CarDescription(BaseModel):
+            fast: bool
+            car_type: CarType
+
+        CarDescription.model_rebuild(_types_namespace={"CarType": CarType})
+        schema = StructuredOutputsParams(json=CarDescription.model_json_schema())
+        outputs = llm.generate("A car as JSON:", SamplingParams(structured_outputs=schema, max_tokens=100))
+        result = CarDescription.model_validate_json(outputs[0].outputs[0].text)
+    """,
+    "embeddings": """
+        from vllm import LLM, EngineArgs, PoolingParams
+        from vllm.config import PoolerConfig
+        llm = LLM(model="demo", runner="pooling", convert="embed", enforce_eager=True,
+                  pooler_config=PoolerConfig(pooling_type="MEAN", normalize=True))
+        outputs = llm.embed(["Hello, my name is", "The capital of France is"])
+        for output in outputs:
+            embeds = output.outputs.embedding
+            print(f"{embeds[:4]} (size={len(embeds)})")
+        result = [sum(value * value for value in output.outputs.embedding) for output in outputs]
+        assert all(abs(norm - 1) < 1e-3 for norm in result)
+    """,
     "one import for all": """
         import vllm
         llm = vllm.LLM("demo", max_model_len=-1, model_impl="vllm", worker_extension_cls="")
@@ -488,21 +621,15 @@ REFUSED = {
         LLM(model="demo", otlp_traces_endpoint="grpc://localhost:4317")
         """,
     ],
-    "LLMEngine and its steps": [
-        """
-        from vllm import EngineArgs, LLMEngine, SamplingParams
-        engine = LLMEngine.from_engine_args(EngineArgs(model="demo"))
-        """,
-    ],
     "KV transfer between engines": [
         """
         from vllm import LLM
         LLM(model="demo", kv_transfer_config={"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"})
         """,
     ],
-    "vLLM's own helpers": [
+    "models and layers of vLLM's": [
         """
-        from vllm.utils import random_uuid
+        from vllm.model_executor.models.llama import LlamaForCausalLM
         """,
     ],
 }

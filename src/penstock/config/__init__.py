@@ -1,5 +1,7 @@
 """Options, one file per concern: frozen, validated once, composed by `EngineConfig`."""
 
+from typing import Any
+
 from penstock.config.cache import CacheConfig
 from penstock.config.device import DeviceConfig
 from penstock.config.engine import EngineConfig
@@ -35,3 +37,9 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutputsConfig",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    from penstock.config.vllm import attribute
+
+    return attribute(__name__, name)

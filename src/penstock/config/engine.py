@@ -275,7 +275,9 @@ def sections() -> tuple[type[Any], ...]:
 def option_is_flag(name: str) -> bool | None:
     """Whether an option, of Penstock's or of vLLM's, is a flag; None for an unknown name."""
     types = {field.name: str(field.type) for config in sections() for field in dataclasses.fields(config)}
-    own_name = vllm.table().other_names["options"].get(name, name)
+    own_name, _, key = vllm.table().other_names["options"].get(name, name).partition(".")
+    if key:
+        return False
     if own_name in option_names():
         return types.get(own_name, "str").startswith("bool")
     if name in vllm.table().ignored["options"] or name in vllm.table().ignored["flags"]:
@@ -299,7 +301,3 @@ def _refuse_unknown(options: Mapping[str, Any], known: list[str]) -> None:
             raise UnknownOption(
                 f"There is no option {name} (given: {value!r}).{hint} docs/options.md explains all options."
             )
-
-
-# vLLM's name: AsyncEngine.from_engine_args(EngineArgs(...)).
-EngineArgs = EngineConfig.create

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from penstock.config.checks import did_you_mean
 from penstock.errors import (
+    ConfigError,
     InvalidParameter,
     UnsupportedArgument,
     UnsupportedMethod,
@@ -21,7 +23,7 @@ from penstock.errors import (
 )
 
 _TABLE = Path(__file__).with_suffix(".toml")
-_KINDS = ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts")
+_KINDS = ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts", "modules")
 # Keys of a feature with names that ask for it, and the kind of those names.
 _ASKING = {**{kind: kind for kind in _KINDS}, "flags": "options", "defaults": "options"}
 _MAX_SHOWN = 80
@@ -31,11 +33,12 @@ _Result = TypeVar("_Result")
 
 
 class Feature(NamedTuple):
-    """Feature that Penstock does not have. instead: what to do, as a sentence."""
+    """Feature that Penstock does not have. instead: what to do, as a sentence. of_commands: not of engines."""
 
     name: str
     planned: bool
     instead: str
+    of_commands: bool = False
 
     def refusal(self, said: str) -> str:
         """Message that refuses an argument which asks for the feature."""
@@ -66,7 +69,10 @@ class Entry(NamedTuple):
 class Table(NamedTuple):
     """same, other_names: Penstock's names, by kind of name. values: Penstock's, by option and vLLM's value.
     ignored: names without an effect, by kind ("options", "flags", "parameters", "arguments").
-    entries: by kind of name ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts").
+    modules: names of each module that only vLLM has. homes: of names that penstock itself does not have, as
+        "module:name". programs: commands of modules.
+    entries: by kind of name ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts",
+        "modules").
     refused_values: by option of Penstock's.
     """
 
@@ -74,6 +80,9 @@ class Table(NamedTuple):
     other_names: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     ignored: Mapping[str, list[str]]
+    modules: Mapping[str, list[str]]
+    homes: Mapping[str, str]
+    programs: Mapping[str, str]
     features: list[Feature]
     entries: Mapping[str, Mapping[str, Entry]]
     refused_values: Mapping[str, Mapping[str, Feature]]
@@ -89,7 +98,7 @@ def table() -> Table:
     refused: dict[str, dict[str, Feature]] = {}
     features = []
     for group in content["features"]:
-        feature = Feature(group["name"], group["planned"], group["instead"])
+        feature = Feature(group["name"], group["planned"], group["instead"], of_commands="commands" in group)
         features.append(feature)
         for key, kind in _ASKING.items():
             for name, values in _named(group.get(key, ()), (False,) if key == "flags" else ()):
@@ -97,9 +106,8 @@ def table() -> Table:
                 entries[kind][name] = Entry(feature, values, is_flag)
         for option, values in group.get("values", {}).items():
             refused.setdefault(option, {}).update(dict.fromkeys(values, feature))
-    return Table(
-        content["same"], content["other_names"], content["values"], content["ignored"], features, entries, refused
-    )
+    lists = {name: content[name] for name in Table._fields if name in content and name != "features"}
+    return Table(**lists, features=features, entries=entries, refused_values=refused)
 
 
 def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -108,10 +116,16 @@ def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[st
     known: Penstock's names. Raises UnsupportedArgument, naming the feature, for what Penstock does not have.
     """
     ignored = {*table().ignored["options"], *table().ignored["flags"]}
-    ours = {}
+    ours: dict[str, Any] = {}
     for name, value in options.items():
-        own_name = table().other_names["options"].get(name, name)
-        if own_name in known:
+        own_name, _, key = table().other_names["options"].get(name, name).partition(".")
+        if key:
+            if value is None:
+                continue
+            if options.get(own_name):
+                raise ConfigError(f"{name} is given beside {own_name}. Put {key} into {own_name}.")
+            ours[own_name] = {**ours.get(own_name, {}), key: value}
+        elif own_name in known:
             own_value = _value_as_ours(own_name, value)
             # vLLM's None takes the default, as does an option that is not given.
             if own_value is not None:
@@ -206,6 +220,24 @@ def name_as_ours(name: str) -> str | None:
     if (entry := table().entries["names"].get(name)) is not None:
         raise UnsupportedName(entry.feature.refusal(name))
     return table().other_names["names"].get(name)
+
+
+def attribute(module: str, name: str) -> Any:
+    """A name of a module of the table. Raises AttributeError; UnsupportedName for a feature that Penstock lacks."""
+    package, _, path = module.partition(".")
+    if name in table().modules.get(path, ()):
+        home, _, own_name = table().homes.get(name, f"{package}:{name}").partition(":")
+        return getattr(importlib.import_module(home), own_name)
+    if not name.startswith("_"):
+        name_as_ours(name)  # refuses it by feature
+    raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
+
+
+def check_module(path: str) -> None:
+    """Raise UnsupportedName for a module of vLLM's that asks for a feature. path: without the package's name."""
+    for name, entry in table().entries["modules"].items():
+        if f"{path}.".startswith(f"{name}."):
+            raise UnsupportedName(entry.feature.refusal(f"The module {path}"))
 
 
 def command_as_ours(name: str) -> str:

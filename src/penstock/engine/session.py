@@ -75,18 +75,22 @@ class Session:
         sampling_params: SamplingParams | PoolingParams,
         where: str = "",
         *,
+        request_id: str | None = None,
         priority: int = 0,
         number: int | None = None,
     ) -> AcceptedRequest:
         """Check a prompt and its parameters, and create the request for `run`.
 
-        where: name in errors, such as "prompts[3]". priority: lower runs first, under the "priority" policy.
+        where: name in errors, such as "prompts[3]". request_id: None numbers the requests.
+        priority: lower runs first, under the "priority" policy.
         number: input of the seed of a request without one; None takes the number of requests before it.
         Raises InvalidRequest, InvalidParameter or ContextTooLong; LifecycleError after `close`.
         """
         with self._lock:
             self._check_open()
-            return self._input_processor.process(prompt, sampling_params, where, priority=priority, number=number)
+            return self._input_processor.process(
+                prompt, sampling_params, where, request_id=request_id, priority=priority, number=number
+            )
 
     def accept_pooled(self, prompts: Sequence[PooledPrompt]) -> list[AcceptedRequest]:
         """Check and tokenise prompts of an engine that pools, in parallel, for `run`. Raises as `accept`."""
@@ -110,7 +114,13 @@ class Session:
         inbox: deque[Progress] = deque()
         unfinished: set[str] = set()
         try:
-            self._admit(requests, inbox, unfinished, on_refused)
+            for accepted in requests:
+                try:
+                    self.admit(accepted, inbox, unfinished)
+                except InvalidRequest as error:
+                    if on_refused is None:
+                        raise
+                    on_refused(accepted, error)
             with InterruptsBetweenSteps() as interrupts:
                 while unfinished:
                     if not inbox:
@@ -122,7 +132,7 @@ class Session:
                         yield progress
         finally:
             if unfinished:
-                self._abandon(unfinished)
+                self.abandon(unfinished)
 
     def finish(self, requests: Sequence[AcceptedRequest], *, shows_bar: bool = False) -> list[RequestOutput]:
         """Run requests to their end; return final outputs in order. shows_bar: in a terminal. Raises as `run`."""
@@ -133,6 +143,36 @@ class Session:
                     outputs[progress.req_id] = progress.output()
                     bar.update()
         return [outputs[accepted.request.req_id] for accepted in requests]
+
+    def admit(self, accepted: AcceptedRequest, inbox: deque[Progress], admitted: set[str]) -> None:
+        """Submit a request, whose progress comes to the inbox with each step, and add its id to `admitted`.
+
+        Raises InvalidRequest or ContextTooLong when the core refuses it.
+        """
+        request, prompt, where = accepted
+        with self._lock, InterruptAfterwards(), located(where):
+            self._check_open()
+            self._dispatcher.admit(request, prompt, inbox)
+            admitted.add(request.req_id)
+
+    def step(self, inbox: deque[Progress]) -> None:
+        """Run one step of the core for all requests. Raises EngineDead if there is none."""
+        with InterruptsBetweenSteps() as interrupts:
+            self._turn(inbox, interrupts)
+
+    def abandon(self, req_ids: set[str]) -> None:
+        """Abort requests, without an output."""
+        if not self._lock.owner.is_here():
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            try:
+                with InterruptAfterwards():
+                    self._dispatcher.abandon(req_ids)
+            except Exception:
+                # Logged and not raised, since it would hide the original error.
+                logger.exception("Could not abort %d requests", len(req_ids))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
@@ -167,25 +207,6 @@ class Session:
                 self.tokenizer.close()
                 self._core.close()
 
-    def _admit(
-        self,
-        requests: Sequence[AcceptedRequest],
-        inbox: deque[Progress],
-        admitted: set[str],
-        on_refused: Callable[[AcceptedRequest, InvalidRequest], None] | None,
-    ) -> None:
-        for accepted in requests:
-            request, prompt, where = accepted
-            try:
-                with self._lock, InterruptAfterwards(), located(where):
-                    self._check_open()
-                    self._dispatcher.admit(request, prompt, inbox)
-                    admitted.add(request.req_id)
-            except InvalidRequest as error:
-                if on_refused is None:
-                    raise
-                on_refused(accepted, error)
-
     def _turn(self, inbox: deque[Progress], interrupts: InterruptsBetweenSteps) -> None:
         """Run one step of the core, and deliver its outputs to the inboxes of all runs."""
         with self._lock:
@@ -203,19 +224,6 @@ class Session:
         if not inbox:
             # Without the lock, so that other threads can use the core.
             self._core.wait_for_work()
-
-    def _abandon(self, req_ids: set[str]) -> None:
-        if not self._lock.owner.is_here():
-            return
-        with self._lock:
-            if self._is_closed:
-                return
-            try:
-                with InterruptAfterwards():
-                    self._dispatcher.abandon(req_ids)
-            except Exception:
-                # Logged and not raised, since it would hide the original error.
-                logger.exception("Could not abort %d requests", len(req_ids))
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -1,0 +1,158 @@
+"""Modules that only vLLM has: imports of public scripts work with the package's name alone replaced."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.config import vllm
+from penstock.engine.arg_utils import EngineArgs, FlexibleArgumentParser
+from penstock.errors import UnsupportedFeature
+
+TABLE = vllm.table()
+
+# As scripts of vLLM's documentation, and tutorials, have them.
+IMPORTS = """
+import vllm.sampling_params
+from vllm import LLM, SamplingParams
+from vllm import EngineArgs, RequestOutput, SamplingParams
+from vllm import LLM, EngineArgs, PoolingParams
+from vllm import LLM, PromptType, TextPrompt, TokensPrompt
+from vllm import AsyncEngineArgs, AsyncLLMEngine
+from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
+from vllm.config import CompilationConfig
+from vllm.config import KVTransferConfig
+from vllm.config import PoolerConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm_engine import AsyncLLMEngine
+from vllm.entrypoints.llm import LLM
+from vllm.inputs import PromptType, TextPrompt, TokensPrompt
+from vllm.inputs.data import TokensPrompt
+from vllm.logger import init_logger
+from vllm.logprobs import Logprob
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.sampling_params import GuidedDecodingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.sequence import Logprob
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.tokenizers import get_tokenizer
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils import FlexibleArgumentParser
+from vllm.utils import FlexibleArgumentParser, random_uuid
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
+from vllm.version import __version__
+""".strip().splitlines()
+
+REFUSED = {
+    "from vllm.assets.image import ImageAsset": "images, audio and video",
+    "from vllm.multimodal.utils import fetch_image": "images, audio and video",
+    "from vllm.model_executor.models import ModelRegistry": "models and layers of vLLM's",
+    "from vllm import ModelRegistry": "models and layers of vLLM's",
+    "from vllm.v1.sample.logits_processor import LogitsProcessor": "logits processors of vLLM's interface",
+    "from vllm.entrypoints.openai.protocol import ChatCompletionRequest": "the HTTP server",
+    "from vllm.distributed.kv_events import KVEventBatch": "KV transfer",
+}
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_an_import_of_a_public_script_works(line: str) -> None:
+    names: dict[str, Any] = {}
+    exec(line.replace("vllm", "penstock", 1), names)
+    assert all(value is not None for value in names.values())
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_an_import_of_a_missing_feature_is_refused_by_its_name(line: str) -> None:
+    with pytest.raises(ImportError, match=REFUSED[line]) as raised:
+        exec(line.replace("vllm", "penstock", 1))
+    assert isinstance(raised.value, UnsupportedFeature)
+
+
+def test_every_module_of_the_table_has_its_names_and_hides_none_of_ours() -> None:
+    for path, names in TABLE.modules.items():
+        module = importlib.import_module(f"penstock.{path}")
+        assert all(hasattr(module, name) for name in names)
+        assert path == "config" or not hasattr(module, "__file__")
+    used = {name for names in TABLE.modules.values() for name in names}
+    assert used >= set(TABLE.homes)
+
+
+def test_a_name_is_the_same_object_everywhere() -> None:
+    module = importlib.import_module("penstock.sampling_params")
+    assert module.SamplingParams is penstock.SamplingParams
+    assert importlib.import_module("penstock.v1.engine.async_llm").AsyncLLM is penstock.AsyncEngine
+
+
+def test_a_name_that_a_module_does_not_have_is_an_import_error() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'zebra' from 'penstock.utils'"):
+        exec("from penstock.utils import zebra")
+
+
+def test_an_unknown_module_says_where_public_names_are() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"(?s)from penstock import SamplingParams.*LoRARequest"):
+        importlib.import_module("penstock.zebra")
+
+
+def test_a_module_can_be_a_program() -> None:
+    arguments = [sys.executable, "-m", "penstock.entrypoints.openai.api_server", "--lora-modules", "x"]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "lora_modules" in result.stderr.replace("-", "_")
+
+
+# Arguments of scripts.
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    return EngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+def test_engine_arguments_come_from_flags(parser: argparse.ArgumentParser) -> None:
+    given = ["--max_model_len=64", "--kv-cache-memory-bytes", "1MiB", "--no-enable-prefix-caching", "--enforce-eager"]
+    config = EngineArgs.from_cli_args(parser.parse_args(given))
+    assert (config.model.model, config.model.max_model_len) == ("demo", 64)
+    assert not config.cache.enable_prefix_caching
+
+
+def test_flags_are_arguments_of_an_engine(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(model="demo", dtype="half")
+    options = vars(parser.parse_args(["--gpu-memory-utilization", "0.5"]))
+    assert EngineArgs(**options) == EngineArgs("demo", dtype="float16", memory_fraction=0.5)
+
+
+def test_a_script_has_flags_of_its_own() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--host", default="here")
+    group: Any = EngineArgs.add_cli_args(parser.add_argument_group("engine"))
+    group.add_argument("--max_tokens", type=int)
+    parser.add_argument("--seed", type=int, default=3)
+    args = parser.parse_args(["--max-tokens", "4"])
+    assert (args.host, args.max_tokens, args.seed) == ("here", 4, 3)
+    assert EngineArgs.from_cli_args(args).model.seed == 3
+
+
+def test_an_option_of_a_missing_feature_is_refused_by_its_name(parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(UnsupportedFeature, match="sleep mode"):
+        EngineArgs.from_cli_args(parser.parse_args(["--enable-sleep-mode"]))
+
+
+def test_a_tokenizer_is_that_of_a_model() -> None:
+    helpers: ModuleType = importlib.import_module("penstock.tokenizers")
+    assert helpers.get_tokenizer("demo", trust_remote_code=True).encode("Hello")
