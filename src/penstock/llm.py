@@ -191,7 +191,7 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
             text that ends with `.jinja`, `.jinja2` or `.j2`.
         add_generation_prompt: end the prompt with the beginning of an answer.
         continue_final_message: let the model go on with the last message instead; needs add_generation_prompt=False.
-        tools: descriptions of functions; a template without a variable for them is refused.
+        tools: descriptions of functions; a template without a variable for them gets them in a message.
         chat_template_kwargs: other variables of the template, such as `documents` or `enable_thinking`.
 
         Otherwise as `generate`; raises InvalidRequest also when there is no template or it refuses the messages.

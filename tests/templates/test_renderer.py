@@ -72,21 +72,21 @@ def test_a_template_that_exceeds_a_limit_ends_with_its_name(
         renderer.render(template, {}, name=NAME)
     caught.match(message)
     assert len(str(caught.value)) < 2500
-    assert renderer.render(FAST, {"number": 3}, name=NAME) == ("3", [])
+    assert renderer.render(FAST, {"number": 3}, name=NAME) == "3"
 
 
 def test_a_template_without_end_is_given_up(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer_module, "CPU_TIME_S", 0.2)
     with pytest.raises(ChatTemplateError, match="took more than 0.2 s of CPU time"):
         renderer.render(ENDLESS, {}, name=NAME)
-    assert renderer.render(FAST, {"number": 3}, name=NAME) == ("3", [])
+    assert renderer.render(FAST, {"number": 3}, name=NAME) == "3"
 
 
 def test_a_text_that_is_too_long_is_refused(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer_module, "OUTPUT_BYTES", 1 << 20)
     with pytest.raises(ChatTemplateError, match=r"its text has 2,000,\d\d\d bytes. Allowed: 1 MiB"):
         renderer.render("{{ 'x' * 2000000 }}", {}, name=NAME)
-    assert renderer.render(FAST, {"number": 3}, name=NAME) == ("3", [])
+    assert renderer.render(FAST, {"number": 3}, name=NAME) == "3"
 
 
 def test_others_are_rendered_while_one_does_not_end(
@@ -96,7 +96,7 @@ def test_others_are_rendered_while_one_does_not_end(
     with ThreadPoolExecutor(1) as threads:
         endless = threads.submit(renderer.render, ENDLESS, {}, name=NAME)
         for number in range(20):
-            assert renderer.render(FAST, {"number": number}, name=NAME) == (str(number), [])
+            assert renderer.render(FAST, {"number": number}, name=NAME) == str(number)
         assert not endless.done()
         assert isinstance(endless.exception(), ChatTemplateError)
 
@@ -120,7 +120,7 @@ def test_what_one_template_has_needed_is_not_missing_to_the_next(
     monkeypatch.setattr(renderer_module, "MEMORY_BYTES", 64 << 20)
     for number in range(4):
         renderer.render(f"{number}" + "x" * 1000000, {}, name=NAME)
-    assert renderer.render("{{ ('x' * 28000000)|length }}", {}, name=NAME) == ("28000000", [])
+    assert renderer.render("{{ ('x' * 28000000)|length }}", {}, name=NAME) == "28000000"
 
 
 def test_a_process_that_was_killed_meanwhile_is_replaced(renderer: TemplateRenderer) -> None:
@@ -128,7 +128,7 @@ def test_a_process_that_was_killed_meanwhile_is_replaced(renderer: TemplateRende
     killed = pid_of(renderer)
     os.kill(killed, signal.SIGKILL)
     wait_for_end(killed)
-    assert renderer.render(FAST, {"number": 3}, name=NAME) == ("3", [])
+    assert renderer.render(FAST, {"number": 3}, name=NAME) == "3"
     assert not psutil.pid_exists(killed)
 
 
@@ -161,12 +161,12 @@ def test_a_fork_has_processes_of_its_own(renderer: TemplateRenderer) -> None:
     renderer.render(FAST, {"number": 3}, name=NAME)
     pid = os.fork()
     if pid == 0:
-        text, _ = renderer.render(FAST, {"number": 4}, name=NAME)
+        text = renderer.render(FAST, {"number": 4}, name=NAME)
         renderer.close()
         os._exit(0 if text == "4" else 1)
     assert os.waitpid(pid, 0)[1] == 0
     before = pid_of(renderer)
-    assert renderer.render(FAST, {"number": 5}, name=NAME) == ("5", [])
+    assert renderer.render(FAST, {"number": 5}, name=NAME) == "5"
     assert pid_of(renderer) == before
 
 
@@ -174,7 +174,7 @@ PROGRAM = """
 import os, sys, time
 from penstock.templates.renderer import TemplateRenderer
 renderer = TemplateRenderer()
-assert renderer.render("{{ number }}", {"number": 3}, name="T") == ("3", [])
+assert renderer.render("{{ number }}", {"number": 3}, name="T") == "3"
 (process,) = renderer._idle
 report = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
 os.write(report, f"{process._process.pid} {process._connection.fileno()} ".encode())

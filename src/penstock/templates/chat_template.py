@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -14,7 +15,15 @@ from penstock.contract.param_checks import check_sendable, shown
 from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
 from penstock.templates.files import ModelTemplates
 from penstock.templates.renderer import TemplateRenderer
+from penstock.templates.told_tools import (
+    WriteCalls,
+    has_tool_messages,
+    plain_calls,
+    plain_history,
+    render_with_told_tools,
+)
 
+logger = logging.getLogger(__name__)
 # Endings of files that `chat_template` may name as text; a request must not be able to read others.
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _LONGEST_TEMPLATE = 4_000_000
@@ -22,6 +31,8 @@ _LONGEST_TEMPLATE = 4_000_000
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # In gpt-oss templates, which take the content or the reasoning of a message with calls, as its reasoning, but not both.
 _TAKES_ONE_TEXT = "message.content and message.thinking"
+# In templates that show calls, though some of these have no variable `tools`.
+_KNOWS_CALLS = "tool_calls"
 # Marks where the last message ends in the text; the space shows whether the template strips messages.
 _END_MARK = "penstock-ends-the-last-message-here "
 
@@ -96,42 +107,48 @@ def render_chat(
     add_generation_prompt: bool,
     continue_final_message: bool = False,
     tools: Sequence[Any] | None = None,
+    write_calls: WriteCalls = plain_calls,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation.
 
     messages: plain data. special_tokens: variables such as `bos_token`. tools: descriptions, or functions to describe.
+    write_calls: form of calls that a template without `tools` is told in messages (`told_tools`).
     variables: further template variables, which override special tokens.
 
-    Raises ChatTemplateError for an error of the template, InvalidRequest for tools that the template does not use.
+    Raises ChatTemplateError for an error of the template, InvalidRequest for tools that it cannot show.
     """
-    chat = [
-        _with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
-    ]
-    if _TAKES_ONE_TEXT in template.source:
-        chat = [_with_one_text(message) for message in chat]
-    last = _mark_end(chat, template) if continue_final_message else None
-    text, unused = renderer.render(
-        template.source,
-        {
-            "messages": chat,
-            "documents": None,
-            **special_tokens,
-            **plain_data("chat_template_kwargs", dict(variables or {})),
-            "tools": None
-            if tools is None
-            else [_described(tool, f"tools[{index}]") for index, tool in enumerate(tools)],
-            "add_generation_prompt": add_generation_prompt,
-        },
-        name=template.name,
-        asked=("tools",) if tools else (),
-    )
-    if unused:
-        raise InvalidRequest(
-            f"There are {len(tools or ())} tools, but {_lower(template.name)} has no variable `tools`, so that the "
-            "model would not see them. Give a chat_template that shows them, or describe them in a message."
+    further = {**special_tokens, **plain_data("chat_template_kwargs", dict(variables or {}))}
+    described = None if tools is None else [_described(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+    def render(plain: Sequence[Mapping[str, Any]]) -> str:
+        chat = [_with_reasoning(message) for message in plain]
+        if _TAKES_ONE_TEXT in template.source:
+            chat = [_with_one_text(message) for message in chat]
+        last = _mark_end(chat, template) if continue_final_message else None
+        ours = {"messages": chat, "tools": described, "add_generation_prompt": add_generation_prompt}
+        text = renderer.render(template.source, {"documents": None, **further, **ours}, name=template.name)
+        return text if last is None else _cut_at_mark(text, last, template)
+
+    if not (described or has_tool_messages(messages)) or knows_tools(renderer, template):
+        return render(messages)
+    shown = messages if _KNOWS_CALLS in template.source else plain_history(messages, write_calls)
+    if not described:
+        return render(shown)
+    if not renderer.has_warned_of_tools:
+        renderer.has_warned_of_tools = True
+        logger.warning(
+            "%s has no variable `tools`: tools, and the form of calls, are told in a message, which the model "
+            "was not trained for. A chat_template that shows tools may give better calls. Further conversations with "
+            "tools get no warning.",
+            template.name,
         )
-    return text if last is None else _cut_at_mark(text, last, template)
+    return render_with_told_tools(render, shown, described, write_calls, _lower(template.name))
+
+
+def knows_tools(renderer: TemplateRenderer, template: ChatTemplate) -> bool:
+    """Whether a template has a variable `tools`. Raises ChatTemplateError for one that cannot be compiled."""
+    return "tools" in renderer.names_of(template.source, name=template.name)
 
 
 def _own_template(templates: ModelTemplates, folder: Path, tools: Sequence[Any] | None) -> str:

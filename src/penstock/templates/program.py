@@ -123,11 +123,11 @@ def syntax_error(source: str) -> str | None:
     return None
 
 
-def _answer(source: str, variables: dict[str, Any], asked: list[str]) -> dict[str, Any]:
-    """Render a template; return its text and the requested names that it does not use, or the error."""
+def _answer(source: str, variables: dict[str, Any] | None) -> dict[str, Any]:
+    """Render a template, or list the names of its variables if there are no values; return the result or the error."""
     try:
         template, names = _compiled(source)
-        return {"text": template.render(variables), "unused": [name for name in asked if name not in names]}
+        return {"names": sorted(names)} if variables is None else {"text": template.render(variables)}
     except MemoryError:
         return {"needs_memory": True}
     except Exception as error:

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.spawn import get_executable
 from typing import Any
@@ -39,7 +39,7 @@ class _Answer(msgspec.Struct):
 
     is_last: bool
     text: str = ""
-    unused: list[str] = []
+    names: list[str] = []
     error: str | None = None
     needs_memory: bool = False
 
@@ -51,23 +51,31 @@ class TemplateRenderer:
     """Renders Jinja templates with limits of time, memory and output, in processes started on demand.
 
     Thread-safe; a fork of this process gets processes of its own.
+
+    has_warned_of_tools: whether the log has said that a template shows no tools.
     """
 
     def __init__(self) -> None:
+        self.has_warned_of_tools = False
         self._idle: deque[_Process] = deque()
         self._most_idle = _MAX_IDLE_PROCESSES
         weakref.finalize(self, _end_all, self._idle)
 
-    def render(
-        self, template: str, variables: Mapping[str, Any], *, name: str, asked: Sequence[str] = ()
-    ) -> tuple[str, list[str]]:
-        """Render a template with plain data as variables; return its text and the `asked` names that it does not use.
+    def render(self, template: str, variables: Mapping[str, Any], *, name: str) -> str:
+        """Render a template with plain data as variables.
 
         name: the template's name for errors. Raises ChatTemplateError for any error of the template.
         """
+        return self._ask(template, dict(variables), name).text
+
+    def names_of(self, template: str, *, name: str) -> list[str]:
+        """Names of a template's variables. Raises ChatTemplateError as `render`."""
+        return self._ask(template, None, name).names
+
+    def _ask(self, template: str, variables: dict[str, Any] | None, name: str) -> _Answer:
         process = self._take()
         try:
-            answer = process.ask(marshal.dumps((template, dict(variables), list(asked))))
+            answer = process.ask(marshal.dumps((template, variables)))
         except _NoAnswer as reason:
             process.end()
             raise ChatTemplateError(f"{name} cannot render these messages: {reason}") from None
@@ -81,7 +89,7 @@ class TemplateRenderer:
         error = f"it needs more than {MEMORY_BYTES >> 20} MiB of memory" if answer.needs_memory else answer.error
         if error is not None:
             raise ChatTemplateError(f"{name} cannot render these messages: {error}")
-        return answer.text, answer.unused
+        return answer
 
     def close(self) -> None:
         """End all processes; later templates start new ones, which end with their template."""

@@ -17,9 +17,10 @@ from penstock.checkpoints.gguf.folder import check_tokenizer
 from penstock.checkpoints.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_hf_tokenizer
 from penstock.checkpoints.sentence_transformers_modules import lower_cases
 from penstock.errors import InvalidRequest, TokenizerError
-from penstock.templates.chat_template import choose_template, render_chat
+from penstock.templates.chat_template import choose_template, knows_tools, render_chat
 from penstock.templates.files import ModelTemplates
 from penstock.templates.renderer import TemplateRenderer
+from penstock.templates.told_tools import WriteCalls, plain_calls
 from penstock.text.detokenizer import (
     SKIPPED,
     Detokenizer,
@@ -179,11 +180,13 @@ class Tokenizer:
         continue_final_message: bool = False,
         chat_template: str | Path | None = None,
         tools: Sequence[Any] | None = None,
+        write_calls: WriteCalls = plain_calls,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Render the conversation as the prompt's text; encode it with add_special_tokens=False.
 
         messages: plain data. chat_template: a Jinja template or the path of one, instead of the folder's own.
+        write_calls: form of calls that a template which knows no tools is told in messages.
         variables: template variables, such as `documents` or `enable_thinking`.
 
         Raises InvalidRequest when there is no template, ChatTemplateError when it refuses the messages or exceeds its
@@ -199,8 +202,13 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
+            write_calls=write_calls,
             variables=variables,
         )
+
+    def knows_tools(self, chat_template: str | Path | None = None) -> bool:
+        """Whether the template of conversations with tools has a variable for them. Raises as `apply_chat_template`."""
+        return knows_tools(self._renderer, choose_template(self.templates, self.folder, chat_template, ({},)))
 
     def close(self) -> None:
         """End the processes that render templates."""

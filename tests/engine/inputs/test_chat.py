@@ -138,12 +138,6 @@ def test_a_message_without_content_is_empty(tokenizer: Tokenizer) -> None:
         ([{"role": "user", "content": "\ud800"}], {}, InvalidRequest, r"messages\[0\].* lone surrogates"),
         (MESSAGES, {"tools": 3}, InvalidParameter, "tools=3 is not valid"),
         (MESSAGES, {"tools": [3]}, InvalidRequest, r"tools\[0\] is 3"),
-        (
-            MESSAGES,
-            {"tools": TOOLS, "chat_template": OTHER_TEMPLATE},
-            InvalidRequest,
-            "There are 1 tools, but the given chat template has no variable `tools`",
-        ),
         (MESSAGES, {"chat_template": "no/such.jinja"}, InvalidParameter, "'no/such.jinja' is not the path of a file"),
         (MESSAGES, {"chat_template": Path("no/such")}, InvalidParameter, "'no/such' is not the path of a file"),
         (MESSAGES, {"chat_template": "/etc/passwd"}, InvalidParameter, "'/etc/passwd' is no Jinja template"),

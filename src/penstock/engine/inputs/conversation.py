@@ -12,6 +12,7 @@ from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.templates.chat_template import plain_data
+from penstock.templates.told_tools import WriteCalls, plain_calls
 from penstock.text.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
@@ -29,6 +30,7 @@ def render_prompt(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    write_calls: WriteCalls = plain_calls,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> PromptDict:
     """Render the conversation as a prompt, which the engine tokenises.
@@ -38,7 +40,9 @@ def render_prompt(
     chat_template: a Jinja template, instead of the model's own; or the path of a file with one, as a Path, or as text
         that ends with `.jinja`, `.jinja2` or `.j2`.
     add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last message open for
-        the model to continue. tools: descriptions of functions.
+        the model to continue.
+    tools: descriptions of functions. A template without a variable for them gets them in a message, with the form of
+        calls, as `write_calls` writes them.
     chat_template_kwargs: other variables that the template may use, such as `documents` or `enable_thinking`.
 
     Raises InvalidRequest: InvalidParameter for a bad option, ChatTemplateError when the template refuses the messages
@@ -57,6 +61,7 @@ def render_prompt(
         continue_final_message=continue_final_message,
         chat_template=chat_template,
         tools=as_list(tools),
+        write_calls=write_calls,
         variables=_variables(chat_template_kwargs),
     )
     return {"prompt": RenderedText(text)}
