@@ -19,11 +19,37 @@ ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
-{%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-        {{- raise_exception('The demo model knows the roles system, user and assistant, not ' + message['role']) -}}
+{%- if tools -%}
+    {{- '<|system|>' -}}
+    {%- if messages[0]['role'] == 'system' -%}
+        {{- messages[0]['content'] | trim + '\\n\\n' -}}
+        {%- set messages = messages[1:] -%}
     {%- endif -%}
-    {{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token -}}
+    {{- 'You can call these functions:\\n' -}}
+    {%- for tool in tools -%}
+        {{- tool.get('function', tool) | tojson + '\\n' -}}
+    {%- endfor -%}
+    {{- 'To call functions, answer with nothing but the calls, in this form:\\n' -}}
+    {{- '[{"name": "FUNCTION", "parameters": {"PARAMETER": "VALUE"}}]' + eos_token -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'tool' -%}
+        {{- '<|user|>Result of ' + message['name'] | default('a call') + ': ' -}}
+        {{- message['content'] | trim + eos_token -}}
+    {%- elif message['role'] not in ['system', 'user', 'assistant'] -%}
+        {{- raise_exception('The demo model knows system, user, assistant and tool, not ' + message['role']) -}}
+    {%- else -%}
+        {{- '<|' + message['role'] + '|>' + message['content'] | trim -}}
+        {%- if message['tool_calls'] -%}
+            {{- '\\n' if message['content'] | trim -}}
+            {%- for call in message['tool_calls'] -%}
+                {{- ('[' if loop.first else ', ') + '{"name": ' + call['function']['name'] | tojson -}}
+                {{- ', "parameters": ' + call['function']['arguments'] | tojson + '}' -}}
+            {%- endfor -%}
+            {{- ']' -}}
+        {%- endif -%}
+        {{- eos_token -}}
+    {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|assistant|>' -}}
