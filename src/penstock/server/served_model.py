@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from penstock.contract import SamplingParams
@@ -13,6 +14,8 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.prompts import PromptDict
 from penstock.features.lora.request import AdapterPart, LoRARequest, parts_of_adapter
+from penstock.server.answers.template_tools import TemplateTools, template_tools
+from penstock.server.answers.tool_parsers import tool_call_format
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
@@ -110,10 +113,7 @@ class ServedModel:
         variables: Mapping[str, Any],
     ) -> PromptDict:
         """Prompt of a conversation. messages: made in a thread. Raises InvalidRequest as `render_prompt`."""
-        if chat_template is not None and not self.options.trust_request_chat_template:
-            message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
-            raise ApiError(400, message, param="chat_template")
-        template = self._template if chat_template is None else chat_template
+        template = self._trusted(chat_template)
         reads_as_system = not self._knows_developer and chat_template is None
         return await _in_thread(
             lambda: render_prompt(
@@ -123,9 +123,27 @@ class ServedModel:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
+                write_calls=tool_call_format(self.options.tool_call_parser, self.tokenizer).written,
                 chat_template_kwargs={**self.options.default_chat_template_kwargs, **variables},
             )
         )
+
+    def template_tools(self, chat_template: str | None) -> TemplateTools:
+        """Knowledge of tools that the template of a request has. It takes some milliseconds. Raises as `render`."""
+        if chat_template is None:
+            return self._own_template_tools
+        return template_tools(self.tokenizer, self._trusted(chat_template))
+
+    @cached_property
+    def _own_template_tools(self) -> TemplateTools:
+        return template_tools(self.tokenizer, self._template)
+
+    def _trusted(self, chat_template: str | None) -> str | None:
+        """Template of a request, which may bring one if the server allows that."""
+        if chat_template is not None and not self.options.trust_request_chat_template:
+            message = "chat_template is not accepted from requests. Start the server with trust_request_chat_template."
+            raise ApiError(400, message, param="chat_template")
+        return self._template if chat_template is None else chat_template
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids. Raises ApiError for ids outside the vocabulary."""

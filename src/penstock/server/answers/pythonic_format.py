@@ -47,6 +47,13 @@ class PythonicFormat:
     def parser(self, tools: Sequence[CallableTool], *, parallel: bool) -> AnswerParser:
         return PythonicCallParser(_SYNTAX, {tool.name for tool in tools}, parallel=parallel)
 
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        texts = [
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in json.loads(arguments).items())})"
+            for name, arguments in calls
+        ]
+        return f"[{', '.join(texts)}]"
+
 
 def _arguments(tool: CallableTool) -> dict[str, Any]:
     """Format of a call's arguments: required ones, then others, each in the order of the schema."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,6 +74,9 @@ class ToolCallFormat(Protocol):
     def parser(self, tools: Sequence[CallableTool], *, parallel: bool) -> AnswerParser:
         """Parser of one answer. Without `parallel`, it drops calls after the first."""
 
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, which are names and arguments as JSON text, as the model writes them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat(CallSyntax):
@@ -99,7 +103,7 @@ class ToolFormat(CallSyntax):
         trigger = next((opener for opener in self.openers if written.startswith(opener)), None)
         if trigger is None:
             # The text is either calls or does not begin as they do.
-            other = {"type": "regex", "pattern": rf"(\s*[^\s{self.starts}](.|\n)*)?"}
+            other = {"type": "regex", "pattern": rf"(\s*[^\s{re.escape(self.starts)}](.|\n)*)?"}
             return {"type": "or", "elements": [self.calls(tools, parallel=parallel), other]}
         is_section = bool(self.begin)
         tags = [self.calls(tools, parallel=parallel)] if is_section else [self._tag(tool) for tool in tools]
@@ -114,7 +118,6 @@ class ToolFormat(CallSyntax):
         return CallParser(self, {tool.name for tool in tools}, parallel=parallel)
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Write calls, which are names and arguments as JSON text, as the model does."""
         texts = [f"{self.head.replace(_NAME, name)}{arguments}{self.tail}" for name, arguments in calls]
         return f"{self.begin}{self.separator.join(texts)}{self.end}"
 

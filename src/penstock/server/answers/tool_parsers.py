@@ -69,9 +69,9 @@ DEEPSEEK_V31 = ToolFormat(
     skipped=_DEEPSEEK_PARTS,
     bare_names=True,
 )
-# Calls of a model without a tool parser, which only a constraint brings.
+# Calls of a model without a tool parser: constrained ones, and those of `told_tools`. Some models leave the list out.
 JSON_LIST = ToolFormat(
-    begin="[", head='{"name": "{name}", "parameters": ', tail="}", separator=", ", end="]", starts="["
+    begin="[", head='{"name": "{name}", "parameters": ', tail="}", separator=", ", end="]", starts="[{"
 )
 
 ToolParserFactory = Callable[[Tokenizer], ToolCallFormat]

@@ -50,6 +50,20 @@ class XMLFormat:
     def parser(self, tools: Sequence[CallableTool], *, parallel: bool) -> AnswerParser:
         return XMLCallParser(tools, parallel=parallel)
 
+    def written(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "\n".join(
+            f"<tool_call>\n{_FUNCTION}{name}>\n{_written(arguments)}{_FUNCTION_END}\n</tool_call>"
+            for name, arguments in calls
+        )
+
+
+def _written(arguments: str) -> str:
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in json.loads(arguments).items()
+    }
+    return "".join(f"{_PARAMETER}{name}>\n{text}\n{_PARAMETER_END}\n" for name, text in texts.items())
+
 
 def _tag(tool: CallableTool) -> dict[str, Any]:
     return tag_of(tool, f"<tool_call>\n{_FUNCTION}{tool.name}>\n", _arguments, f"{_FUNCTION_END}\n</tool_call>")

@@ -6,10 +6,12 @@ The responses and messages APIs translate their requests to chat requests, so th
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract import SamplingParams
+from penstock.server.answers.template_tools import TemplateTools
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.requests.answer import AnswerFormat
 from penstock.server.requests.conversation import render_request
@@ -18,24 +20,34 @@ from penstock.server.requests.generation import Submission
 from penstock.server.requests.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
 from penstock.server.served_model import ServedModel
 
+# Header of responses to requests whose tools no template shows.
+_TOLD_TOOLS = {"x-penstock-tools": "in-message"}
+
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
-    """A chat request for the engine, and the format of its answers."""
+    """A chat request for the engine, and the format of its answers. headers: of the response."""
 
     form: AnswerFormat
     submission: Submission
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 async def prepare_chat(model: ServedModel, request: ChatCompletionRequest, id: str) -> ChatTask:
     """Task of a chat request. id: its name at the engine. Raises InvalidRequest."""
     # Schemas may take long, and the first markers of reasoning.
-    form, params = await asyncio.to_thread(_form_and_params, model, request)
+    form, params, tools = await asyncio.to_thread(_form_and_params, model, request)
     prompt = await render_request(model, request)
-    return ChatTask(form, Submission(prompt, params, id, request.priority))
+    headers = _TOLD_TOOLS if tools is TemplateTools.NONE else {}
+    return ChatTask(form, Submission(prompt, params, id, request.priority), headers)
 
 
-def _form_and_params(model: ServedModel, request: ChatCompletionRequest) -> tuple[AnswerFormat, SamplingParams]:
+def _form_and_params(
+    model: ServedModel, request: ChatCompletionRequest
+) -> tuple[AnswerFormat, SamplingParams, TemplateTools | None]:
+    """Format and parameters of a request, and what its template knows of its tools, if it has some."""
+    has_tools = bool(request.tools) and request.tool_choice != "none"
+    tools = model.template_tools(request.chat_template) if has_tools else None
     form = choose_format(
         tools=request.tools,
         tool_choice=request.tool_choice,
@@ -43,8 +55,9 @@ def _form_and_params(model: ServedModel, request: ChatCompletionRequest) -> tupl
         structured_outputs=structured_outputs(request),
         options=model.options,
         tokenizer=model.tokenizer,
+        calls_are_plain=tools in (TemplateTools.NONE, TemplateTools.PLAIN),
     )
-    return form, _params(request, model.default_params, form)
+    return form, _params(request, model.default_params, form), tools
 
 
 def chat_client_names(request: ChatCompletionRequest) -> dict[str, str]:

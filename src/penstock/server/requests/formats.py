@@ -21,8 +21,12 @@ def choose_format(
     structured_outputs: StructuredOutputsParams | None,
     options: ServerOptions,
     tokenizer: Tokenizer,
+    calls_are_plain: bool = False,
 ) -> AnswerFormat:
-    """Format of the answers of a server with these options. Raises InvalidParameter."""
+    """Format of the answers of a server with these options.
+
+    calls_are_plain: as in `answer_format`. Raises InvalidParameter.
+    """
     return answer_format(
         tools=tools,
         tool_choice=tool_choice,
@@ -30,6 +34,7 @@ def choose_format(
         structured_outputs=structured_outputs,
         tool_call_parser=options.tool_call_parser,
         enable_auto_tool_choice=options.enable_auto_tool_choice,
+        calls_are_plain=calls_are_plain,
         reasoning_parser=options.reasoning_parser,
         reasoning_start_str=options.reasoning_start_str,
         reasoning_end_str=options.reasoning_end_str,

@@ -49,6 +49,7 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
             timeout_s=request.timeout,
             whole=choices.whole,
             events=choices.events,
+            headers=task.headers,
         )
 
 

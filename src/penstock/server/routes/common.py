@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -64,11 +64,12 @@ async def answer(
     whole: Callable[[list[RequestOutput]], Awaitable[dict[str, Any]]],
     events: Callable[[Generation], AsyncGenerator[bytes, None]],
     form: StreamForm = _EVENTS,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Generate, and respond with a stream or a whole answer.
 
     model: the one that the request names. timeout_s: as in `Generation`. whole: body of a whole answer, from the last
-    outputs. events: events of a stream. form: of the stream.
+    outputs. events: events of a stream. form: of the stream. headers: further ones of the response.
     Raises InvalidRequest, Overloaded and other refusals of the engine.
     """
     if model.options.log_prompts:
@@ -86,9 +87,10 @@ async def answer(
     )
     if not is_stream:
         async with generation:
-            return json_response(await whole(await while_connected(http.receive, _finals(generation))))
+            body = await whole(await while_connected(http.receive, _finals(generation)))
+            return json_response(body, headers=headers)
     await while_connected(http.receive, generation.start())
-    return EventStream(
+    stream = EventStream(
         events(generation),
         backlog=generation,
         on_end=generation.close,
@@ -96,6 +98,8 @@ async def answer(
         keep_alive_s=model.options.keep_alive_interval_s,
         form=form,
     )
+    stream.headers.update(headers or {})
+    return stream
 
 
 async def whole_outputs(

@@ -39,6 +39,7 @@ async def create_message(request: MessagesRequest, http: Request) -> Response:
             whole=writer.whole,
             events=writer.events,
             form=StreamForm(error_event),
+            headers=task.headers,
         )
 
 

@@ -59,6 +59,7 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
             whole=writer.whole,
             events=writer.events,
             form=StreamForm(writer.error_event),
+            headers=task.headers,
         )
 
 
