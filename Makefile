@@ -60,6 +60,7 @@ test-clients: $(VENV)/.installed
 	$(BIN)/python -m tools.clients.openai_suite
 	$(BIN)/python -m tools.clients.schemathesis_suite
 	$(BIN)/python -m tools.clients.lm_eval_suite
+	$(BIN)/python -m tools.clients.tools_suite
 
 # The server's page in the system's Chromium (Debian's package chromium).
 test-page: $(VENV)/.installed
