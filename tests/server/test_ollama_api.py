@@ -117,7 +117,7 @@ def test_the_model_is_listed_and_described(server: Served) -> None:
     names = [model["name"] for model in server.request("GET", "/api/tags").json["models"]]
     assert names == ["demo", "other-name"]
     shown = server.post("/api/show", {"model": "demo"}).json
-    assert shown["capabilities"] == ["completion"]
+    assert shown["capabilities"] == ["completion", "tools"]
     assert "{%" in shown["template"]
     family = shown["details"]["family"]
     assert shown["model_info"][f"{family}.context_length"] > 0

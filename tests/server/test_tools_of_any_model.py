@@ -148,6 +148,13 @@ def test_responses_call_functions(client: OpenAI) -> None:
         Pick.model_validate_json(call.arguments)
 
 
+def test_clients_of_ollama_may_give_tools(server: Served, template: str | None) -> None:
+    expected = None if template is None else "in-message"
+    asked = {"model": "demo", "messages": [USER], "tools": TOOLS, "stream": False, "options": {"num_predict": 2}}
+    assert server.post("/api/chat", asked).headers.get(HEADER) == expected
+    assert "tools" in server.post("/api/show", {"model": "demo"}).json["capabilities"]
+
+
 def test_messages_use_tools(server: Served) -> None:
     anthropic: Any = Anthropic(base_url=server.url, api_key="unused", max_retries=0)
     tools: Any = [{"name": "Pick", "description": "A colour", "input_schema": Pick.model_json_schema()}]

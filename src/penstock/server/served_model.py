@@ -13,6 +13,7 @@ from penstock.contract.param_checks import shown
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.prompts import PromptDict
+from penstock.errors import InvalidRequest
 from penstock.features.lora.request import AdapterPart, LoRARequest, parts_of_adapter
 from penstock.server.answers.template_tools import TemplateTools, template_tools
 from penstock.server.answers.tool_parsers import tool_call_format
@@ -133,6 +134,16 @@ class ServedModel:
         if chat_template is None:
             return self._own_template_tools
         return template_tools(self.tokenizer, self._trusted(chat_template))
+
+    def takes_tools(self) -> bool:
+        """Whether the model itself may decide on calls of tools. It takes some milliseconds."""
+        if self.options.tool_call_parser is not None:
+            return self.options.enable_auto_tool_choice
+        try:
+            return self.template_tools(None) is not TemplateTools.OWN
+        except InvalidRequest:
+            # It has no template.
+            return False
 
     @cached_property
     def _own_template_tools(self) -> TemplateTools:

@@ -101,7 +101,7 @@ async def show(request: OllamaShowRequest, http: Request) -> Response:
     can_embed = model.engine.model_config.pools
     capabilities = ["embedding"] if can_embed else ["completion"]
     options = model.options
-    if options.tool_call_parser is not None and options.enable_auto_tool_choice:
+    if not can_embed and await asyncio.to_thread(model.takes_tools):
         capabilities.append("tools")
     if options.reasoning_parser is not None:
         capabilities.append("thinking")
@@ -146,6 +146,7 @@ async def _generate(request: OllamaChatRequest | OllamaGenerateRequest, http: Re
             whole=writer.whole,
             events=writer.events,
             form=LINES,
+            headers=task.headers,
         )
 
 
