@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.structured.backend import MatcherError
+from penstock.structured.compiler import GrammarCompiler
 from support.constraints import END, NUM_WORDS, allowed_tokens, demo_backend, encode, matcher_for, tokens_of
 from support.waiting import wait_until
 
@@ -225,6 +227,50 @@ def test_a_reused_request_id_gets_its_own_grammar_and_failures(core: Core) -> No
     core.run_calls()
     assert not core.ended
     assert not core.waiting
+
+
+class Waiting:
+    """Wraps a backend, which compiles `DIGITS` once the event is set."""
+
+    def __init__(self, is_due: threading.Event) -> None:
+        self._is_due = is_due
+
+    def compile(self, params: StructuredOutputsParams) -> Any:
+        assert params.regex != DIGITS["regex"] or self._is_due.wait(60)
+        return demo_backend().compile(params)
+
+
+def test_a_request_waits_for_its_own_grammar_and_not_for_that_of_an_earlier_one_of_its_id(
+    config: EngineConfig,
+) -> None:
+    is_due = threading.Event()
+    core = Core(config, lambda: Waiting(is_due))
+    core.add("a", regex="x+")
+    core.abort("a")
+    core.add("a", **DIGITS)
+    wait_until(lambda: bool(core.calls))
+    core.run_calls()
+    assert core.waiting == {"a"}
+    is_due.set()
+    core.ready_all()
+    assert rows_of(core.bitmask("a")) == [after([], **DIGITS)]
+    core.feature.close()
+
+
+def test_a_grammar_that_no_thread_could_compile_is_compiled_for_the_next_request(
+    core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarCompiler, "compile", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            core.add("a", **DIGITS)
+    core.abort("a")
+    core.add("b", **DIGITS)
+    core.ready_all()
+    assert rows_of(core.bitmask("b")) == [after([], **DIGITS)]
 
 
 def test_tokens_that_a_request_comes_with_must_be_the_grammars(core: Core) -> None:

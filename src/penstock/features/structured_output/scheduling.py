@@ -106,10 +106,10 @@ class StructuredOutputScheduling(SchedulerFeature):
         if grammar is not None:
             self._start([constrained], grammar)
             return
-        waiting = self._waiting.setdefault(params, [])
-        waiting.append(constrained)
-        if len(waiting) == 1:
+        if params not in self._waiting:
+            # Without a thread it raises, and the next request tries again.
             self._compile(params)
+        self._waiting.setdefault(params, []).append(constrained)
 
     def request_ended(self, request: Request) -> None:
         self._constrained.pop(request.req_id, None)
