@@ -71,12 +71,15 @@ class GrammarCompiler:
     def compile(
         self, params: StructuredOutputsParams, on_result: Callable[[StructuredOutputsParams, Compiled], None]
     ) -> None:
-        """Compile a constraint. `on_result` is called in another thread, unless the compiler is closed."""
+        """Compile a constraint. `on_result` is called in another thread, unless the compiler is closed.
+
+        Raises RuntimeError where the system has no thread for it.
+        """
         with self._lock:
-            if not self._threads:
-                self._threads = [self._thread(self._serve, f"grammars-{index}") for index in range(_NUM_THREADS)]
-                for thread in self._threads:
-                    thread.start()
+            while len(self._threads) < _NUM_THREADS:
+                thread = self._thread(self._serve, f"grammars-{len(self._threads)}")
+                thread.start()
+                self._threads.append(thread)
         self._jobs.put(_Job(params, on_result))
 
     @property

@@ -19,7 +19,6 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.structured.backend import MatcherError
-from penstock.structured.compiler import GrammarCompiler
 from support.constraints import END, NUM_WORDS, allowed_tokens, demo_backend, encode, matcher_for, tokens_of
 from support.waiting import wait_until
 
@@ -264,7 +263,7 @@ def test_a_grammar_that_no_thread_could_compile_is_compiled_for_the_next_request
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(GrammarCompiler, "compile", fail)
+        patched.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="new thread"):
             core.add("a", **DIGITS)
     core.abort("a")
