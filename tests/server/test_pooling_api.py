@@ -61,6 +61,11 @@ def test_the_openai_client_gets_the_oracles_embeddings(embedder: tuple[Served, A
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(text.split()) + 2 for text in TEXTS)
 
 
+def test_the_model_has_the_tasks_of_its_pooling(embedder: tuple[Served, Any]) -> None:
+    (card,) = embedder[0].request("GET", "/v1/models").json["data"]
+    assert card["tasks"] == ["embed", "token_embed"]
+
+
 def test_many_texts_keep_their_order(embedder: tuple[Served, Any]) -> None:
     served, oracle = embedder
     texts = [random_text(1 + seed % 5, seed=seed) for seed in range(100)]

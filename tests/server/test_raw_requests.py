@@ -214,6 +214,7 @@ def test_the_models_have_their_longest_context(server: Served) -> None:
     (card,) = server.request("GET", "/v1/models").json["data"]
     assert card["id"] == "demo"
     assert card["max_model_len"] == 64
+    assert card["tasks"] == ["generate"]
     assert server.request("GET", "/v1/models/demo").json == card
 
 

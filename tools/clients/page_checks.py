@@ -192,6 +192,76 @@ def check_stream(tab: Tab) -> None:
     assert ask(page, "And the land?")
 
 
+def check_markdown(tab: Tab) -> None:
+    page = tab.open()
+    table, link = "| a | b |\n|---|---|\n| 1 | 2 |", "[link](https://example.org)"
+    answer = f"# Sea\n\n- **deep**\n- `blue`\n\n{table}\n\n{link}\n\n{_HOSTILE}"
+    pieces = [{"choices": [{"index": 0, "delta": {"content": answer[at : at + 7]}}]} for at in range(0, len(answer), 7)]
+    stream = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces) + "data: [DONE]\n\n"
+    headers = {"content-type": "text/event-stream"}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, headers=headers, body=stream))
+    text = ask(page, "Tell me about the sea")
+    shown = page.locator(".assistant .markdown")
+    contents = {"h3": "Sea", "li strong": "deep", "li code": "blue", "td >> nth=1": "2", "a": "link"}
+    for selector, content in contents.items():
+        assert shown.locator(selector).inner_text() == content
+    assert _HOSTILE in text
+    assert page.title() == "Penstock"
+    no_violations(page, "Markdown")
+    tab.shoot(page, "markdown")
+    page.uncheck("#formatted")
+    assert page.locator(".assistant .text").inner_text() == answer
+    page.check("#formatted")
+    assert shown.locator("h3").inner_text() == "Sea"
+
+
+def check_similarity(tab: Tab) -> None:
+    """With the model's tasks and embeddings as an embedding model's server would give them."""
+    page = tab.without_key()
+    models = {"object": "list", "data": [{"id": "minilm", "object": "model", "tasks": ["embed", "token_embed"]}]}
+    vectors = {"one": [1, 0], "two": [0, 2], "three": [3, 3]}
+
+    def embed(route: Any) -> None:
+        texts = route.request.post_data_json["input"]
+        data = [{"index": index, "embedding": vectors[text]} for index, text in enumerate(texts)]
+        route.fulfill(status=200, json={"data": data, "usage": {"prompt_tokens": 9}})
+
+    page.route("**/v1/models", lambda route: route.fulfill(status=200, json=models))
+    page.route("**/v1/embeddings", embed)
+    page.fill("#key", tab.key)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#model option", state="attached")
+    assert page.locator("#composer button.main").inner_text() == "Compare"
+    assert not page.locator("[value=chat]").is_visible()
+    assert not page.locator("#temperature").is_visible()
+    page.fill("#input", "one")
+    page.press("#input", "Enter")
+    assert "Give at least two texts" in page.locator(".failure").inner_text()
+    page.fill("#input", "one\ntwo\n\nthree")
+    page.click("#send")
+    page.wait_for_selector(".similar")
+    cells = page.locator(".similar td").all_inner_texts()[1:]
+    assert cells == ["1.000", "0.000", "0.707", "0.000", "1.000", "0.707", "0.707", "0.707", "1.000"]
+    assert "2 dimensions" in page.locator(".figures").inner_text()
+    no_violations(page, "a table of similarities")
+    tab.shoot(page, "similarity")
+    page.click("#as-python")
+    program = page.locator("#share-code").inner_text()
+    compile(program, "program", "exec")
+    assert "embeddings.create" in program
+
+
+def check_charts_begin_before_the_page_was_opened(tab: Tab) -> None:
+    with load(tab, num_clients=2):
+        time.sleep(6)
+    page = tab.open("#live")
+    wait(page, "live.samples.length > 5")
+    first, last = page.evaluate("[live.samples[0], live.samples.at(-1)]")
+    assert last["time"] - first["time"] > 5
+    assert last["counters"]["generated_tokens"] > first["counters"]["generated_tokens"]
+    assert page.evaluate("live.samples.every((one, index, all) => !index || one.time > all[index - 1].time)")
+
+
 def check_stop_and_regenerate(tab: Tab) -> None:
     page = tab.open()
     page.fill("#max_tokens", "900")

@@ -69,6 +69,12 @@ class ServedModel:
         return self.names[0]
 
     @property
+    def tasks(self) -> list[str]:
+        """Tasks of the model: those of its pooling, or "generate"."""
+        pooling = self.engine.model_config.pooling
+        return ["generate"] if pooling is None else list(pooling.tasks)
+
+    @property
     def base_name(self) -> str:
         """Name of the model itself."""
         return self.options.served_model_name[0]

@@ -22,6 +22,7 @@ from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.step_log import StepRecord
 from penstock.scheduler.outputs import FinishReason
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
+from penstock.server.metrics.history import ServerHistory
 from penstock.server.metrics.http_requests import HttpCounts
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
 from penstock.server.page.live import ServerState
@@ -85,6 +86,14 @@ def test_a_view_gets_each_step_once(tmp_path: Path) -> None:
     assert [(step.core, step.ended_at) for step in view.read(0.0).steps] == [(0, 1.0), (0, 2.0), (1, 3.0)]
     broker.note(msgspec.structs.replace(BUSY, recent_steps=[steps[3:], []]))
     assert [step.ended_at for step in view.read(3.0).steps] == [4.0]
+
+
+def test_a_view_gets_the_samples_before_it_where_it_asks(tmp_path: Path) -> None:
+    view = view_of(Engine(), BrokerState(), tmp_path)
+    ServerHistory(tmp_path, max_num_seqs=4, logs=False).note(BUSY)
+    assert view.read(0.0).history == []
+    (sample,) = view.read(0.0, with_history=True).history
+    assert (sample.requests.running, sample.kv_cache.num_blocks) == (3, 10)
 
 
 def test_a_server_without_its_broker_is_not_ready(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ class ModelCard(BaseModel):
     root: str
     parent: None
     max_model_len: int
+    tasks: list[str]
 
 
 class ModelList(BaseModel):

@@ -49,6 +49,7 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": model.max_model_len,
+        "tasks": model.tasks,
     }
 
 
