@@ -153,7 +153,90 @@ ENFORCED: dict[str, tuple[Any, list[Any]]] = {
         },
         [{"k": "cat"}, {"k": "dog"}, {"k": "cow"}, {}],
     ),
+    "one of that overlap": ({"oneOf": [{"minimum": 3}, {"maximum": 5}]}, [2, 3, 4, 5, 6, "a"]),
+    "one of required names": (
+        {"type": "object", "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}],
+    ),
+    "one of references that overlap": (
+        {
+            "$defs": {"s": {"enum": ["a", "b"]}, "t": {"enum": ["b", "c"]}},
+            "oneOf": [{"$ref": "#/$defs/s"}, {"$ref": "#/$defs/t"}],
+        },
+        ["a", "b", "c", "d", 1],
+    ),
+    "one of beside any of": (
+        {"anyOf": [{"minimum": 1}, {"type": "null"}], "oneOf": [{"minimum": 3}, {"type": "null"}]},
+        [None, 1, 3],
+    ),
+    "if then else": (
+        {
+            "type": "object",
+            "properties": {"c": {"enum": ["us", "uk", "fr"]}, "zip": {"type": "string"}},
+            "if": {"properties": {"c": {"const": "us"}}, "required": ["c"]},
+            "then": {"properties": {"zip": {"pattern": "^[0-9]{2}$"}}},
+            "else": {"properties": {"zip": {"pattern": "^[a-z]{2}$"}}},
+        },
+        [{"c": "us", "zip": "12"}, {"c": "us", "zip": "ab"}, {"c": "uk", "zip": "ab"}, {"c": "uk", "zip": "12"}]
+        + [{"zip": "ab"}, {"zip": "12"}, {"c": "us"}, {}, {"c": "de"}],
+    ),
+    "if then, twice": (
+        {
+            "allOf": [
+                {"if": {"properties": {"k": {"const": k}}, "required": ["k"]}, "then": {"required": [k]}} for k in "ab"
+            ],
+            "properties": {"k": {"type": "string"}, "a": {}, "b": {}},
+        },
+        [{"k": "a"}, {"k": "a", "a": 1}, {"k": "b", "a": 1}, {"k": "b", "b": 1}, {"k": "ab"}, {"k": ""}, {}, 5],
+    ),
+    "if without then": ({"if": {"type": "null"}}, [None, 1]),
+    "if of a bound": ({"if": {"minimum": 5}, "then": {"multipleOf": 2}}, [3, 5, 6, "a"]),
+    "dependent names": (
+        {"properties": {"a": {}, "b": {}, "c": {}}, "dependentRequired": {"a": ["b", "c"], "c": ["b"]}},
+        [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1, "c": 1}, {"c": 1}, {"b": 1, "c": 1}, {"a": 1, "c": 1}, 5],
+    ),
+    "dependent schemas": (
+        {"properties": {"a": {}, "b": {}}, "dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}}},
+        [{"a": 1, "b": 1}, {"a": 1, "b": None}, {"b": 1}, {"a": 1}, {}, 5],
+    ),
+    "old dependencies": (
+        {**OLD, "properties": {"a": {}, "b": {}}, "dependencies": {"a": ["b"], "b": {"maxProperties": 2}}},
+        [{}, {"a": 1}, {"a": 1, "b": 1}, {"b": 1}, {"a": 1, "b": 1, "c": 1}],
+    ),
+    "contains": ({"type": "array", "contains": {"type": "null"}}, [[], [None], [None, 1], [1]]),
+    "contains behind a prefix": (
+        {"type": "array", "prefixItems": [{"type": "integer"}], "contains": {"type": "null"}, "minContains": 2},
+        [[1, None, None], [1, None], [1, None, None, "a"], [None, None]],
+    ),
+    "contains up to": (
+        {"type": "array", "contains": {"type": "integer"}, "minContains": 0, "maxContains": 0},
+        [[], [1], ["a"], ["a", 1]],
+    ),
+    "unique constants": (
+        {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+        [[], ["a"], ["b", "a"], ["a", "a"], ["c", "b", "a"], ["a", "b", "a"], ["d"]],
+    ),
+    "hundredths": ({"type": "number", "multipleOf": 0.01}, [0.25, 12, -3.5, 0.255, "a"]),
+    "at least two of three properties": (
+        {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2, "required": ["c"]},
+        [{"c": 1}, {"a": 1, "c": 1}, {"a": 1, "b": 1}, {"b": 1, "c": 1}, {"a": 1, "b": 1, "c": 1}],
+    ),
+    "not some texts": (
+        {"type": "string", "not": {"enum": ["ab", "abc", "b", ""]}},
+        ["", "a", "ab", "abc", "abcd", "b", "é"],
+    ),
+    "not some constants": (
+        {"not": {"enum": ["a", 1, 3, None, True]}},
+        ["a", "b", 1, 2, 3, 3.5, None, True, False],
+    ),
+    "not these items": ({"type": "array", "not": {"items": {"type": "null"}}}, [[1], [None], [], [1, None]]),
+    "a reference with siblings in an old draft": (
+        {**OLD, "definitions": {"a": {"type": "integer"}}, "items": {"$ref": "#/definitions/a", "minimum": 3}},
+        [[3], ["a"]],
+    ),
     "one of types": ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "a", None]),
+    "unknown formats": ({"type": "string", "format": "country-code"}, ["a", 1]),
+    "misspelt keywords": ({"items": {"maxlength": 1}, "anyof": [], "nullable": True}, [["ab"], 1]),
     "not a type": ({"not": {"type": ["string", "object"]}}, ["a", {}, 1, None, [1]]),
     "not a property": (
         {"type": "object", "properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}},
@@ -256,19 +339,27 @@ def _optional(count: int, prefix: str = "property") -> dict[str, Any]:
 # What is refused: the schema, the pointer that is named, and a part of what is said of it.
 REFUSED: list[tuple[Any, str, str]] = [
     ({"type": "array", "uniqueItems": True}, "/uniqueItems", "compare"),
-    ({"contains": {"type": "null"}}, "/contains", "counted"),
-    ({"properties": {"a": {"if": {}, "then": {}}}}, "/properties/a/if", "conditions"),
-    ({"dependentSchemas": {"a": {}}}, "/dependentSchemas", "anyOf"),
-    ({"dependentRequired": {"a": ["b"]}}, "/dependentRequired/a", "cannot be enforced"),
-    ({"dependencies": {"a": {"required": ["b"]}}}, "/dependencies/a", "cannot be enforced"),
+    ({"uniqueItems": True, "items": {"enum": list(range(10))}}, "/uniqueItems", "10 constants"),
+    ({"contains": {"type": "null"}, "minContains": 17}, "/contains", "at most 16 items"),
+    ({"contains": {"pattern": "a"}, "maxContains": 2}, "/contains", "maxContains"),
+    ({"contains": {}, "minContains": -1}, "/minContains", "non-negative"),
+    ({"properties": {"a": {"if": {"pattern": "a"}, "then": {"maxLength": 2}}}}, "/properties/a/if", "its opposite"),
+    (
+        {"dependentRequired": {name: [f"{name}{name}"] for name in "abcdefg"}},
+        "/dependentRequired/g",
+        "more than 64 cases",
+    ),
+    ({"allOf": [{"if": {"minimum": n}, "then": False} for n in range(7)]}, "/allOf/6/if", "more than 64 cases"),
+    ({"dependentRequired": {"a": {}}}, "/dependentRequired/a", "not an array of names"),
+    ({"dependentSchemas": {"a": ["b"]}}, "/dependentSchemas/a", "not a schema"),
+    ({"dependencies": {"a": "^1.0"}}, "/dependencies/a", "an array of names or a schema"),
+    ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "/oneOf", "exclude each other"),
     ({"not": {"pattern": "a"}}, "/not", "the rest"),
-    ({"not": {"format": "int32"}}, "/not/format", "pass over"),
-    ({"type": "object", "minProperties": 2}, "/minProperties", "at most 1"),
-    ({"items": {"maxlength": 3}}, "/items/maxlength", "did you mean maxLength"),
-    ({"additionalproperties": False}, "/additionalproperties", "did you mean additionalProperties"),
-    ({"anyof": []}, "/anyof", "did you mean anyOf"),
-    ({"nullable": True}, "/nullable", "OpenAPI"),
-    ({"format": "regex"}, "/format", "cannot be enforced"),
+    ({"not": {"type": "strin"}}, "/not/type", "not a type"),
+    ({"not": {"not": {"$ref": "#"}, "type": "null"}}, "/not/not/$ref", "without going any deeper"),
+    ({"not": {"format": "int32"}}, "/not", "the rest"),
+    ({"type": "object", "minProperties": 2}, "/minProperties", "a few listed properties"),
+    ({"format": 5}, "/format", "not the name"),
     ({"pattern": "a(?=b)"}, "/pattern", "lookahead"),
     ({"patternProperties": {"a/(?!b)": {}}}, "/patternProperties/a~1(?!b)", "lookahead"),
     (
@@ -276,7 +367,7 @@ REFUSED: list[tuple[Any, str, str]] = [
         "/properties/a/patternProperties",
         "more than 200 patterns of names",
     ),
-    ({"multipleOf": 0.1}, "/multipleOf", "do not agree"),
+    ({"multipleOf": 1e-11}, "/multipleOf", "fractions such as"),
     ({"multipleOf": 0}, "/multipleOf", "above 0"),
     ({"minimum": 2**60}, "/minimum", "not exact"),
     ({"const": [2**60]}, "/const", "not exact"),
@@ -309,7 +400,6 @@ REFUSED: list[tuple[Any, str, str]] = [
         "nothing finite",
     ),
     ({"$dynamicRef": "#a"}, "/$dynamicRef", "$ref"),
-    ({**OLD, "properties": {"a": {"$ref": "#", "minItems": 1}}}, "/properties/a/$ref", "passes over minItems"),
     ({"$schema": "http://example.org/mine"}, "/$schema", "not known"),
     ({**NEW, "items": [{}]}, "/items", "prefixItems"),
     ({**NEW, "minimum": 1, "exclusiveMinimum": True}, "/exclusiveMinimum", "draft 4"),
@@ -368,7 +458,6 @@ def test_what_cannot_be_enforced_is_refused_at_its_place(schema: Any, pointer: s
 @pytest.mark.parametrize(
     "schema",
     [
-        {"oneOf": [{"minimum": 3}, {"maximum": 5}]},
         {"type": "object", "patternProperties": {"a": {"type": "null"}, "b": {"type": "integer"}}},
         {"type": "string", "minLength": 3, "maxLength": 2},
         {"type": "object", "properties": {"a": False}, "required": ["a"]},
@@ -379,6 +468,27 @@ def test_what_only_compiling_tells_is_refused_then(schema: Any) -> None:
     enforceable(schema)
     with pytest.raises(InvalidParameter, match=r"structured_outputs.json cannot be enforced: "):
         schema_matcher(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"items": {"maxlength": 3}}, "/items/maxlength: 'maxlength' is not a keyword; did you mean maxLength?"),
+        ({"additonalProperties": False}, "did you mean additionalProperties?"),
+        ({"format": "ports"}, "/format: the format 'ports' is not enforced"),
+        ({"nullable": True}, "/nullable: nullable belongs to OpenAPI"),
+        ({"extends": {}}, "/extends: extends belongs to draft 3"),
+    ],
+    ids=str,
+)
+def test_annotations_that_may_be_mistakes_are_named_once(
+    schema: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    schema = {"$comment": "unlike those of other tests", "properties": {"only-here": schema}, **schema}
+    for _ in range(2):
+        enforceable(schema)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert said in warning
 
 
 def test_a_name_cannot_be_written_a_second_time_in_another_way() -> None:

@@ -35,9 +35,8 @@ class _Parts:
         needed: list[_Part] = [self.schema(branch) for branch in schema.get("allOf", ())]
         if "$ref" in schema:
             needed.append(schema["$ref"].rpartition("/")[2])
-        for name in ("anyOf", "oneOf"):
-            if name in schema:
-                needed.append(self._any_of(self.schema(branch) for branch in schema[name]))
+        if "anyOf" in schema:
+            needed.append(self._any_of(self.schema(branch) for branch in schema["anyOf"]))
         types = schema.get("type")
         listed = {types} if isinstance(types, str) else set(types or ())
         if "const" not in schema and "enum" not in schema and listed and not listed - _CONTAINERS:

@@ -1,11 +1,11 @@
-"""Keywords of JSON Schema, of all drafts, that are not enforced: annotations, and those that are refused."""
+"""Keywords of JSON Schema, of all drafts, that are not enforced: annotations, and those that cannot be."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 
-# Annotations: keywords that do not validate. `format` is not among them: it is enforced or refused.
+# Annotations: keywords that do not validate. `format` is not among them: known ones are enforced.
 ANNOTATIONS = frozenset(
     {
         "$anchor",
@@ -32,22 +32,19 @@ ANNOTATIONS = frozenset(
     }
 )
 
-# Keywords that are always refused, with what to do instead.
-REFUSED = {
+# Keywords that are never enforced, with what to do instead.
+UNENFORCED = {
     "$dynamicRef": "dynamic references are not followed; use $ref",
     "$recursiveRef": "recursive references are not followed; use $ref",
     "$vocabulary": "other vocabularies are not known",
-    "contains": "items cannot be counted by a condition; use items, or prefixItems with a fixed first item",
-    "dependentSchemas": "no condition on other properties can be enforced; use anyOf with one branch for each case",
-    "disallow": "it belongs to draft 3; use not, or a list of types",
-    "divisibleBy": "it belongs to draft 3; use multipleOf",
-    "else": "conditions cannot be enforced; use anyOf with one branch for each case",
-    "extends": "it belongs to draft 3; use allOf",
-    "if": "conditions cannot be enforced; use anyOf with one branch for each case",
-    "maxContains": "items cannot be counted by a condition; use maxItems",
-    "minContains": "items cannot be counted by a condition; use minItems",
-    "nullable": 'it belongs to OpenAPI; use a list of types with "null" in it',
-    "then": "conditions cannot be enforced; use anyOf with one branch for each case",
+}
+
+# Keywords of other notations, which are annotations here, with what to do instead.
+FOREIGN = {
+    "disallow": "disallow belongs to draft 3; use not, or a list of types",
+    "divisibleBy": "divisibleBy belongs to draft 3; use multipleOf",
+    "extends": "extends belongs to draft 3; use allOf",
+    "nullable": 'nullable belongs to OpenAPI; use a list of types with "null" in it',
 }
 
 _SIMILARITY = 0.85
@@ -71,7 +68,7 @@ def meant_instead_of(name: str, enforced: frozenset[str]) -> str | None:
 @functools.cache
 def _by_letters(enforced: frozenset[str]) -> dict[str, tuple[str, frozenset[str]]]:
     """Validating keywords by their letters, each with the set of these."""
-    names = {"".join(filter(str.isalnum, name)).lower(): name for name in sorted(enforced | REFUSED.keys())}
+    names = {"".join(filter(str.isalnum, name)).lower(): name for name in sorted(enforced | UNENFORCED.keys())}
     return {letters: (name, frozenset(letters)) for letters, name in names.items()}
 
 

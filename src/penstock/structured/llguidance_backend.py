@@ -48,10 +48,6 @@ _ERRORS = {
     "regex parse error": "it has a pattern that is not valid",
     "panic": "it is too large, or has something that llguidance cannot cope with",
     "NoExtension": "it leaves nothing that could come next",
-    "oneOf constraints are not supported": (
-        "oneOf: its branches are not known to exclude each other. Let each require a property whose value tells them "
-        "apart, or use anyOf"
-    ),
 }
 
 
@@ -98,12 +94,10 @@ class LLGuidanceBackend:
         if params.disable_additional_properties and name in CONSTRAINTS_BY_SCHEMA:
             narrow = self._matcher(self._source(params, narrowed, []), limits)
             matcher = None if narrow.is_error() else narrow
-        # llguidance sees whether branches of a oneOf exclude each other in the schema before narrowing only.
-        if matcher is None or '"oneOf"' in whole:
-            checked = self._matcher(whole, limits)
-            if checked.is_error():
-                raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_reason(checked)}.")
-            matcher = matcher or checked
+        if matcher is None:
+            matcher = self._matcher(whole, limits)
+            if matcher.is_error():
+                raise InvalidParameter(f"structured_outputs.{name} cannot be enforced: {_reason(matcher)}.")
         return LLGuidanceGrammar(matcher, self._eos_token_ids, self._end_words)
 
     def _matcher(self, source: str, limits: LLParserLimits) -> LLMatcher:

@@ -89,7 +89,7 @@ class _Translation:
         elif char in "^$":
             self._anchor(char)
         else:
-            self._write(_literal(ord(char)), 1)
+            self._write(literal(ord(char)), 1)
 
     def _write(self, text: str, length: int = 0, *, is_atom: bool = True) -> None:
         self.parts.append(text)
@@ -129,7 +129,7 @@ class _Translation:
             if match is None:
                 if _UPPER_BOUND_ALONE.match(self.pattern, self.at):
                     raise self._error("{,…}, which dialects read in different ways")
-                self._write(_literal(ord("{")), 1)
+                self._write(literal(ord("{")), 1)
                 return
             text = match.group()
             if any(len(number) > 10 or int(number) > MAX_REPEATED for number in re.findall("[0-9]+", text)):
@@ -158,7 +158,7 @@ class _Translation:
             return f"[{surely}]" if letter.islower() else f"[^{perhaps}]"
         if letter in "bBAZz":
             raise self._error(f"\\{letter}, which cannot be enforced")
-        return _literal(self._escaped_character(letter))
+        return literal(self._escaped_character(letter))
 
     def _escaped_letter(self) -> str:
         if self.at + 1 >= len(self.pattern):
@@ -211,14 +211,14 @@ class _Translation:
             "",
         )
         if not is_range:
-            return first if isinstance(first, str) else _literal(first)
+            return first if isinstance(first, str) else literal(first)
         self.at += 1
         last = self._one_of_brackets(negated)
         if isinstance(first, str) or isinstance(last, str):
             raise self._error("a range from or to a class of characters")
         if first > last:
             raise self._error("a range that is in the wrong order", "Write the lower character first")
-        return f"{_literal(first)}-{_literal(last)}"
+        return f"{literal(first)}-{literal(last)}"
 
     def _one_of_brackets(self, negated: bool) -> str | int:
         """Read a code point, or the members of a class."""
@@ -239,6 +239,6 @@ class _Translation:
         return self._escaped_character(letter)
 
 
-def _literal(code: int) -> str:
+def literal(code: int) -> str:
     char = chr(code)
     return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"

@@ -7,29 +7,40 @@ from typing import Any
 from penstock.structured.keywords import ANNOTATIONS
 from penstock.structured.negation import negated
 from penstock.structured.schema_constants import check_constants
-from penstock.structured.schema_walk import OLD_DRAFTS, Handler, Place, Walk, shown
+from penstock.structured.schema_exclusion import Exclusion
+from penstock.structured.schema_walk import TYPES, Handler, Place, Walk, shown
 
-_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+# References whose targets are copied into one schema.
+_MAX_COPIES = 1000
 
 
 def _reference(walk: Walk, value: Any, place: Place) -> None:
+    """Rewrite a reference. What is beside it counts too, though old drafts pass over that."""
     target, why_not = walk.references.resolve(value)
     if target is None:
-        walk.refuse(place.at, why_not)
-        return
-    hidden = [name for name in place.schema if name in walk.handlers and name != "$ref"]
-    if hidden and walk.draft in OLD_DRAFTS:
-        walk.refuse(place.at, f"{walk.draft} passes over {', '.join(hidden)} beside a $ref; put both into allOf")
-    if walk.references.is_circular(target):
+        walk.cannot(place.at, why_not)
+    elif walk.references.is_circular(target):
         walk.refuse(place.at, f"{value!r} leads back to itself without going any deeper")
+    elif walk.is_wide:
+        _copy(walk, target, place)
+    else:
+        place.out["$ref"] = walk.references.define(target, walk.definition)
+
+
+def _copy(walk: Walk, target: str, place: Place) -> None:
+    """Put the target of a reference in its place, unless it is within itself there, or copies become too many."""
+    if target in walk.copying or walk.num_copies >= _MAX_COPIES:
         return
-    place.out["$ref"] = walk.references.define(target, walk.definition)
+    walk.copying.add(target)
+    walk.num_copies += 1
+    place.out.setdefault("allOf", []).append(walk.schema(walk.references.target(target), target, place.depth + 1))
+    walk.copying.remove(target)
 
 
 def _type(walk: Walk, value: Any, place: Place) -> None:
     types = value if isinstance(value, list) else [value]
-    if not types or any(not isinstance(name, str) or name not in _TYPES for name in types):
-        walk.refuse(place.at, f"{shown(value)} is not a type; types are {', '.join(_TYPES)}")
+    if not types or any(not isinstance(name, str) or name not in TYPES for name in types):
+        walk.refuse(place.at, f"{shown(value)} is not a type; types are {', '.join(TYPES)}")
         return
     if "number" in types:
         types = [name for name in types if name != "integer"]
@@ -42,40 +53,72 @@ def _enum(walk: Walk, value: Any, place: Place) -> None:
         return
     why_not = check_constants(value)
     if why_not:
-        walk.refuse(place.at, why_not)
-    place.out["enum"] = value
+        walk.cannot(place.at, why_not)
+    else:
+        place.out["enum"] = value
 
 
 def _const(walk: Walk, value: Any, place: Place) -> None:
     why_not = check_constants([value])
     if why_not:
-        walk.refuse(place.at, why_not)
-    place.out["const"] = value
+        walk.cannot(place.at, why_not)
+    else:
+        place.out["const"] = value
 
 
 def _branches(walk: Walk, value: Any, place: Place) -> None:
     if not isinstance(value, list) or not value:
         walk.refuse(place.at, f"{shown(value)} is not a non-empty array of schemas")
         return
-    branches = [walk.inner(branch, place, index) for index, branch in enumerate(value)]
+    if place.name == "oneOf" and not walk.is_wide:
+        branches = _one_of(walk, value, place)
+    else:
+        branches = [walk.inner(branch, place, index) for index, branch in enumerate(value)]
     if place.name == "allOf":
         place.out.setdefault("allOf", []).extend(branches)
-    elif place.name == "anyOf":
+    elif "anyOf" in place.schema and place.name == "oneOf":
+        place.out.setdefault("allOf", []).append({"anyOf": branches})
+    elif branches:
         place.out["anyOf"] = branches
-    else:
-        # Branches are inlined, to see whether they exclude each other.
-        place.out["oneOf"] = [walk.references.inlined(branch) for branch in branches]
+
+
+def _one_of(walk: Walk, value: list[Any], place: Place) -> list[Any]:
+    """Rewrite the branches of a oneOf, each without what may be valid for another one."""
+    exclusion = Exclusion(walk.references.rewritten)
+    branches = [walk.inner(branch, place, index) for index, branch in enumerate(value)]
+    wide = [walk.wide(branch, place, index) for index, branch in enumerate(value)]
+    written = []
+    for index, branch in enumerate(branches):
+        overlapping = [
+            opposite(walk, value[number], place, number)
+            for number, other in enumerate(wide)
+            if number != index and not exclusion.between(branch, other)
+        ]
+        if None in overlapping:
+            walk.cannot(place.at, "oneOf: its branches are not known to exclude each other, and cannot be kept apart")
+            return branches
+        written.append({"allOf": [branch, *overlapping]} if overlapping else branch)
+    return written
+
+
+def opposite(walk: Walk, value: Any, place: Place, *path: str | int) -> Any:
+    """Return a schema of instances that are invalid for the subschema of a keyword; None if none is known."""
+    outside = negated(walk.wide(value, place, *path))
+    # What has no keyword left may have had some that cannot be told.
+    return None if outside is False and value not in (True, {}) else outside
 
 
 def _not(walk: Walk, value: Any, place: Place) -> None:
     asserted = {name for name in value if name not in ANNOTATIONS} if isinstance(value, dict) else set()
-    # An enforced format excludes more than a validator may; its complement would allow more.
-    walk.num_negations += 1
-    is_double = asserted == {"not"}
-    complement = walk.inner(value["not"], place, "not") if is_double else negated(walk.inner(value, place))
-    walk.num_negations -= 1
+    if asserted == {"not"}:
+        complement = walk.inner(value["not"], place, "not")
+    elif walk.is_wide:
+        walk.inner(value, place)
+        return
+    else:
+        complement = opposite(walk, value, place)
     if complement is None:
-        walk.refuse(place.at, "not: the rest can be told of types, bounds, sizes, and required properties only")
+        walk.cannot(place.at, "not: the rest can be told of types, constants, bounds, sizes, and properties only")
         return
     place.out.setdefault("allOf", []).append(complement)
 

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from penstock.structured.negation import ANY_TEXT
+
 MAX_LENGTH = 1024
 MAX_ITEMS = 256
 MAX_PROPERTIES = 256
@@ -19,7 +21,7 @@ MAX_DIGITS = 15
 MAX_FRACTION_DIGITS = 10
 # Limit of schemas that apply to one instance; beyond it a schema is not narrowed.
 _MAX_PARTS = 1000
-_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_IN_PLACE = ("allOf", "anyOf")
 _TYPES = {"array", "number", "object", "string"}
 _LARGEST = 10**MAX_DIGITS - 1
 _ANY_NAME = f"^(?s:.{{0,{MAX_NAME_LENGTH}}})$"
@@ -30,8 +32,7 @@ _OPEN = "-open"
 def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema with closed objects and bounds.
 
-    schema: as `enforceable` returns it. A oneOf becomes an anyOf, since closed branches always exclude each other:
-    the caller checks the oneOf of the schema itself.
+    schema: as `enforceable` returns it.
     """
     return _Narrowing(schema.get("$defs", {})).whole(schema)
 
@@ -72,9 +73,8 @@ class _Narrowing:
             return self._refer(schema["$ref"])
         if schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
             return self._place(schema["allOf"][0])
-        choices = [name for name in ("anyOf", "oneOf") if name in schema]
-        if len(choices) == 1:
-            return self._choice(schema, choices[0])
+        if "anyOf" in schema:
+            return self._choice(schema)
         part = self._part(schema)
         parts = list(itertools.islice(self._parts(schema, set()), _MAX_PARTS + 1))
         limits = _limits(parts) if len(parts) <= _MAX_PARTS else {}
@@ -83,13 +83,13 @@ class _Narrowing:
         properties = {**limits.get("properties", {}), **part.get("properties", {})}
         return _with_short_names({**limits, **part, **({"properties": properties} if properties else {})})
 
-    def _choice(self, schema: dict[str, Any], name: str) -> dict[str, Any]:
+    def _choice(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Narrow branches, each together with the schemas beside them."""
-        rest = {key: value for key, value in schema.items() if key != name}
+        rest = {key: value for key, value in schema.items() if key != "anyOf"}
         kept = {"type": rest["type"]} if "type" in rest else {}
         if rest == kept:
-            return {**kept, "anyOf": [self._place(branch) for branch in schema[name]]}
-        return {"anyOf": [self._place({"allOf": [rest, branch]}) for branch in schema[name]]}
+            return {**kept, "anyOf": [self._place(branch) for branch in schema["anyOf"]]}
+        return {"anyOf": [self._place({"allOf": [rest, branch]}) for branch in schema["anyOf"]]}
 
     def _part(self, schema: Any) -> Any:
         """Narrow a schema that applies beside others: it stays open, and its subschemas are narrowed."""
@@ -105,8 +105,6 @@ class _Narrowing:
                 out[name] = [self._place(item) for item in value]
             elif name == "$ref":
                 out |= self._refer(value, _OPEN)
-            elif name == "oneOf":
-                out.setdefault("allOf", []).append({"anyOf": [self._part(branch) for branch in value]})
             elif name == "allOf":
                 out.setdefault("allOf", []).extend(map(self._part, value))
             elif name == "anyOf":
@@ -136,7 +134,8 @@ def _limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
     types = {name for part in parts for name in _listed(part.get("type", []))} or _TYPES
     limits: dict[str, Any] = {}
-    if "string" in types and said.isdisjoint({"maxLength", "pattern"}):
+    patterns = _values(parts, "pattern")
+    if "string" in types and "maxLength" not in said and all(ANY_TEXT in pattern for pattern in patterns):
         limits["maxLength"] = max([MAX_LENGTH, *_values(parts, "minLength")])
     if "array" in types:
         if "maxItems" not in said:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +24,8 @@ from penstock.structured.schema_walk import (
 _MAX_PATTERNS = 200
 # Limit of properties in an object. llguidance compares all pairs: 5,000 take 2 s, 30,000 minutes.
 _MAX_PROPERTIES = 5000
+# Most choices of names that fulfil minProperties.
+_MAX_CHOICES_OF_NAMES = 32
 _CANNOT_BE_WRITTEN = "a name with control characters cannot be written"
 
 
@@ -50,6 +54,8 @@ def _pattern_properties(walk: Walk, value: Any, place: Place) -> None:
     for pattern, item in value.items():
         at = f"{place.at}/{escaped(pattern)}"
         name = translated(walk, pattern, at)
+        if name is None:
+            continue
         if name in patterns:
             walk.refuse(at, "two patterns that are the same")
         patterns[name] = walk.inner(item, place, pattern)
@@ -79,7 +85,7 @@ def _property_names(walk: Walk, value: Any, place: Place) -> None:
     if not names:
         place.out["additionalProperties"] = rest
     elif "properties" in place.schema or "patternProperties" in place.schema:
-        walk.refuse(place.at, "propertyNames together with properties or patternProperties")
+        walk.cannot(place.at, "propertyNames together with properties or patternProperties")
     elif names.keys() == {"pattern"}:
         place.out["patternProperties"] = {names["pattern"]: rest}
         place.out["additionalProperties"] = False
@@ -87,7 +93,7 @@ def _property_names(walk: Walk, value: Any, place: Place) -> None:
         place.out["properties"] = {name: rest for name in names["enum"] if isinstance(name, str)}
         place.out["additionalProperties"] = False
     else:
-        walk.refuse(place.at, "propertyNames other than a pattern, lengths, a format or an enum cannot be enforced")
+        walk.cannot(place.at, "propertyNames other than a pattern, lengths, a format or an enum cannot be enforced")
 
 
 def _target(walk: Walk, schema: Any) -> Any:
@@ -123,10 +129,11 @@ def _required(walk: Walk, value: Any, place: Place) -> None:
         return
     if not all(map(can_be_written, value)):
         walk.refuse(place.at, _CANNOT_BE_WRITTEN)
-    _require(walk, value, place)
+    require(walk, value, place)
 
 
-def _require(walk: Walk, names: Iterable[str], place: Place) -> None:
+def require(walk: Walk, names: Iterable[str], place: Place) -> None:
+    """Add names to those that the rewritten schema requires."""
     required = list(dict.fromkeys([*place.out.get("required", []), *names]))
     if len(required) > _MAX_PROPERTIES:
         walk.refuse(place.at, f"more than {_MAX_PROPERTIES:,} required properties in an object")
@@ -135,15 +142,25 @@ def _require(walk: Walk, names: Iterable[str], place: Place) -> None:
 
 
 def _min_properties(walk: Walk, value: Any, place: Place) -> None:
-    """Check minProperties: a repeated name counts twice, so above 1 only required names suffice."""
+    """Rewrite minProperties: a repeated name counts twice, so above 1 as many of the listed names are required."""
     if not count(walk, value, place.at):
         return
-    num_required = len(_names_required(place))
-    if value <= num_required:
+    required = names_required(place.schema)
+    num_missing = int(value) - len(required)
+    if num_missing <= 0:
         return
-    if value > 1:
-        walk.refuse(place.at, f"minProperties: at most 1, or the number of required names, {num_required}")
-    place.out["minProperties"] = int(value)
+    if value == 1:
+        place.out["minProperties"] = 1
+        return
+    properties = place.schema.get("properties", {})
+    optional = [name for name in properties if name not in required] if isinstance(properties, dict) else []
+    if walk.is_wide:
+        place.out["minProperties"] = 1
+    elif not 0 < math.comb(len(optional), num_missing) <= _MAX_CHOICES_OF_NAMES:
+        walk.cannot(place.at, f"minProperties: above 1 it is enforced beside a few listed properties only, not {value}")
+    else:
+        choices = [{"required": list(names)} for names in itertools.combinations(optional, num_missing)]
+        place.out.setdefault("allOf", []).append({"anyOf": choices})
 
 
 def _max_properties(walk: Walk, value: Any, place: Place) -> None:
@@ -151,28 +168,9 @@ def _max_properties(walk: Walk, value: Any, place: Place) -> None:
         place.out["maxProperties"] = int(value)
 
 
-def _dependencies(walk: Walk, value: Any, place: Place) -> None:
-    """Rewrite dependencies of required properties as required properties."""
-    if not isinstance(value, dict):
-        walk.refuse(place.at, f"{shown(value)} is not an object")
-        return
-    required = _names_required(place)
-    added: list[str] = []
-    for trigger, needed in value.items():
-        if needed in ([], {}) or needed is True:
-            continue
-        if trigger in required and is_list_of_texts(needed):
-            added += needed
-        else:
-            at = f"{place.at}/{escaped(trigger)}"
-            walk.refuse(at, f"{place.name} cannot be enforced; use anyOf with a branch for each case")
-    if added:
-        _require(walk, added, place)
-
-
-def _names_required(place: Place) -> set[str]:
-    """Names required in all objects."""
-    required = place.schema.get("required", [])
+def names_required(schema: dict[str, Any]) -> set[str]:
+    """Names that a schema requires in all objects."""
+    required = schema.get("required", [])
     return set(required) if is_list_of_texts(required) else set()
 
 
@@ -185,6 +183,4 @@ HANDLERS: dict[str, Handler] = {
     "required": _required,
     "minProperties": _min_properties,
     "maxProperties": _max_properties,
-    "dependentRequired": _dependencies,
-    "dependencies": _dependencies,
 }

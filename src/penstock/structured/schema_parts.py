@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _BY_NAME = {"$defs", "properties", "patternProperties"}
-_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
+_LISTS = {"allOf", "anyOf", "prefixItems"}
 _SINGLE = {"items", "additionalProperties"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,6 @@ _ANCHORS = ("$anchor", "$dynamicAnchor")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _INDEX = re.compile("[0-9]{1,9}")
 _MAX_OPEN = 16
-_MAX_INLINED = 1 << 18
 _DATA = ("const", "enum", "default", "examples", "example")
 
 
@@ -30,8 +28,6 @@ class References:
         self._num_open = 0
         self._put_off: list[str] = []
         self._circular: dict[str, bool] = {}
-        # Size of inlined definitions, in characters.
-        self._num_inlined = 0
         self._anchors: dict[str, str] = {}
         self._inner_address: str | None = None
         address = next((self.root[name] for name in _IDS if isinstance(self.root.get(name), str)), "")
@@ -101,20 +97,9 @@ class References:
                 open_pointers[following] = iter(self._applied_by(following))
         return self._circular[pointer]
 
-    def inlined(self, schema: Any) -> Any:
-        """Return the target of a schema that is only a reference, if it was walked; else the schema.
-
-        Nested copies grow fast, so references stay beyond a total size.
-        """
-        seen = set()
-        while isinstance(schema, dict) and schema.keys() == {"$ref"} and schema["$ref"] not in seen:
-            seen.add(schema["$ref"])
-            found = self._definitions.get(schema["$ref"].rpartition("/")[2])
-            if found is None or self._num_inlined > _MAX_INLINED:
-                break
-            self._num_inlined += len(json.dumps(found))
-            schema = found
-        return schema
+    def rewritten(self, reference: str) -> Any:
+        """Definition that a reference of a rewritten schema leads to; None if it is still being walked."""
+        return self._definitions.get(reference.rpartition("/")[2])
 
     def endless(self) -> list[str]:
         """JSON pointers of the definitions without a finite instance."""
@@ -134,7 +119,9 @@ class References:
                 if "$ref" in schema and (target := self.resolve(schema["$ref"])[0]) is not None:
                     found.append(target)
                 left += [branch for name in ("allOf", "anyOf", "oneOf") for branch in _listed(schema.get(name))]
-                left.append(schema.get("not"))
+                left += [schema.get(name) for name in ("not", "if", "then", "else")]
+                dependent = (schema.get(name) for name in ("dependentSchemas", "dependencies"))
+                left += [branch for named in dependent if isinstance(named, dict) for branch in named.values()]
         return found
 
     def _find(self, pointer: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.structured.patterns import MAX_REPEATED, PatternError, translate_search
-from penstock.structured.schema_constants import LARGEST_INTEGER, is_binary_fraction
+from penstock.structured.schema_constants import LARGEST_INTEGER, is_binary_fraction, is_decimal_fraction
 from penstock.structured.schema_formats import FORMATS
 from penstock.structured.schema_walk import OLDEST_DRAFT, Handler, Place, Walk, is_number, shown
 
@@ -18,16 +18,16 @@ def count(walk: Walk, value: Any, at: str) -> bool:
     return False
 
 
-def translated(walk: Walk, pattern: Any, at: str) -> str:
-    """Translate a regular expression for llguidance; refuse one that cannot be enforced."""
+def translated(walk: Walk, pattern: Any, at: str) -> str | None:
+    """Translate a regular expression for llguidance; None for one that cannot be enforced, which is noted."""
     if not isinstance(pattern, str):
         walk.refuse(at, f"{shown(pattern)} is not a regular expression")
-        return ""
+        return None
     try:
         return translate_search(pattern)
     except PatternError as error:
-        walk.refuse(at, f"the pattern {error.what}")
-        return ""
+        walk.cannot(at, f"the pattern {error.what}")
+        return None
 
 
 def _length(walk: Walk, value: Any, place: Place) -> None:
@@ -39,17 +39,19 @@ def _length(walk: Walk, value: Any, place: Place) -> None:
 
 
 def _pattern(walk: Walk, value: Any, place: Place) -> None:
-    place.out["pattern"] = translated(walk, value, place.at)
+    pattern = translated(walk, value, place.at)
+    if pattern is not None:
+        place.out["pattern"] = pattern
 
 
 def _format(walk: Walk, value: Any, place: Place) -> None:
-    if walk.num_negations:
-        walk.refuse(place.at, "format: under `not` it cannot be enforced, since validators may pass over it")
-    elif isinstance(value, str) and value in FORMATS:
+    """Enforce a known format, which excludes more than a validator may: one that passes over it does not count here."""
+    if not isinstance(value, str):
+        walk.refuse(place.at, f"{shown(value)} is not the name of a format")
+    elif value not in FORMATS:
+        walk.warn(place.at, f"the format {shown(value)} is not enforced; use a pattern")
+    elif not walk.is_wide:
         place.out.setdefault("allOf", []).append(FORMATS[value])
-    else:
-        known = ", ".join(sorted(FORMATS))
-        walk.refuse(place.at, f"{shown(value)} cannot be enforced; use a pattern, or one of {known}")
 
 
 def _bound(walk: Walk, value: Any, place: Place) -> None:
@@ -59,7 +61,7 @@ def _bound(walk: Walk, value: Any, place: Place) -> None:
     elif not is_number(value):
         walk.refuse(place.at, f"{shown(value)} is not a number")
     elif abs(value) > LARGEST_INTEGER:
-        walk.refuse(place.at, f"{name}: numbers beyond {LARGEST_INTEGER} are not exact")
+        walk.cannot(place.at, f"{name}: numbers beyond {LARGEST_INTEGER} are not exact")
     elif place.schema.get(f"exclusive{name.title()}") is True:
         place.out[f"exclusive{name.title()}"] = value
     else:
@@ -78,8 +80,8 @@ def _old_exclusive_bound(walk: Walk, value: bool, place: Place) -> None:
 def _multiple_of(walk: Walk, value: Any, place: Place) -> None:
     if not is_number(value) or value <= 0:
         walk.refuse(place.at, f"{shown(value)} is not a number above 0")
-    elif not is_binary_fraction(value):
-        walk.refuse(place.at, "multipleOf: validators round fractions such as 0.1 and do not agree; use whole numbers")
+    elif not (is_binary_fraction(value) or is_decimal_fraction(value)):
+        walk.cannot(place.at, "multipleOf: whole numbers and fractions such as 0.5 or 0.01 can be enforced")
     else:
         place.out["multipleOf"] = value
 

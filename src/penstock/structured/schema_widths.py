@@ -10,7 +10,7 @@ from penstock.structured.schema_parts import parts_of
 # Optional properties that may come next. llguidance has four parser items for each, and the time for a mask grows with
 # their square: 1,000 take 20 ms, 2,000 take 75 ms.
 MAX_OPTIONAL = 2000
-_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_IN_PLACE = ("allOf", "anyOf")
 # Schemas and properties that are looked at, so that those that refer to the same ones many times take bounded time.
 _MAX_STEPS = 1_000_000
 
