@@ -6,7 +6,9 @@ Each line of a file has a "schema", a "name" (or "file" and "description"), and 
 "valid" or not. Every instance goes through the matcher token by token. No invalid one may pass; a valid one that does
 not is counted apart, with those that pass with their properties in another order. With --outputs, as many outputs per
 schema are drawn at random, token by token, and validated with jsonschema. Instances are compared with open objects and
-without default bounds, outputs are drawn with them as requests have them by default.
+without default bounds, outputs are drawn with them as requests have them by default. With --sample, as many of the
+schemas whose names begin with one of --sources are chosen by a --seed. With --generate, the demo model answers each
+schema that is accepted, at temperature 1 and up to its context; its outputs are counted by how they end.
 
 Exits with 1 where something was accepted wrongly.
 """
@@ -24,13 +26,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 
+from penstock import LLM
 from penstock.config import ModelConfig
-from penstock.contract import StructuredOutputsParams
+from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import Matcher, MatcherError
+from penstock.structured.final_check import schema_errors
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 from penstock.structured.schema_check import NotEnforced
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +41,7 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 _NUM_ORDERS = 50
 _MAX_TOKENS = 300
 _SLOW_S = 1.0
+_PROMPT = "First Citizen:"
 
 
 class Check:
@@ -54,6 +58,7 @@ class Check:
         self.counts: Counter[str] = Counter()
         # (outcome, schema, instance or output) of everything that is not as the file says.
         self.differences: list[tuple[str, str, str]] = []
+        self.accepted: list[dict[str, Any]] = []
         self.refused: Counter[str] = Counter()
         self.not_compiled: Counter[str] = Counter()
         self.mask_times: list[float] = []
@@ -62,7 +67,7 @@ class Check:
         self.generator = np.random.default_rng(0)
 
     def add(self, case: dict[str, Any]) -> None:
-        name = case.get("name") or f"{case['file']}: {case['description']}"
+        name = _name_of(case)
         self.counts["schemas"] += 1
         begin = time.perf_counter()
         try:
@@ -81,6 +86,7 @@ class Check:
         if self.compile_times[-1] > _SLOW_S:
             self._show("slow to compile", name, f"{self.compile_times[-1]:.1f} s")
         self.counts["accepted"] += 1
+        self.accepted.append(case)
         for test in case["tests"]:
             self._check_instance(matcher, name, test)
         for _ in range(self.num_outputs):
@@ -123,14 +129,31 @@ class Check:
         if text is None:
             self.counts["outputs, too long"] += 1
             return
-        validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-        try:
-            is_valid = validator(schema).is_valid(json.loads(text))
-        except json.JSONDecodeError:
-            is_valid = False
-        self.counts["outputs, valid" if is_valid else "outputs, invalid"] += 1
-        if not is_valid:
-            self._differs("invalid output", name, text)
+        self._check_text(name, schema, text)
+
+    def _check_text(self, name: str, schema: Any, text: str) -> None:
+        errors = schema_errors(json.dumps(schema), text)
+        self.counts["outputs, invalid" if errors else "outputs, valid"] += 1
+        if errors:
+            self._differs("invalid output", name, f"{errors}: {text}")
+
+    def generate(self, seed: int) -> None:
+        """Let the demo model answer each accepted schema."""
+        params = [
+            SamplingParams(
+                max_tokens=None, seed=seed + number, structured_outputs=StructuredOutputsParams(json=case["schema"])
+            )
+            for number, case in enumerate(self.accepted)
+        ]
+        with LLM("demo") as llm:
+            outputs = llm.generate([_PROMPT] * len(params), params)
+        for case, output in zip(self.accepted, outputs, strict=True):
+            reason = output.outputs[0].finish_reason
+            self.counts[f"generated, {reason}"] += 1
+            if reason == "stop":
+                self._check_text(_name_of(case), case["schema"], output.outputs[0].text)
+            else:
+                self._show(f"ends by {reason}", _name_of(case), output.error or output.outputs[0].text[-200:])
 
     def _draw(self, matcher: Matcher) -> str | None:
         """Draw a random allowed text, which prefers closing tokens once it is long."""
@@ -181,6 +204,10 @@ class Check:
         return self.counts["invalid, passes"] + self.counts["outputs, invalid"]
 
 
+def _name_of(case: dict[str, Any]) -> str:
+    return case.get("name") or f"{case['file']}: {case['description']}"
+
+
 def read(paths: list[Path]) -> Iterator[dict[str, Any]]:
     for path in paths:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
@@ -192,10 +219,19 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--outputs", type=int, default=0, help="outputs to draw per schema")
     parser.add_argument("--show", action="store_true", help="name the schemas behind the numbers")
+    parser.add_argument("--sample", type=int, help="schemas to choose; all without it")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice, and of the demo model's outputs")
+    parser.add_argument("--sources", nargs="+", default=[""], help="begins of the names of schemas to choose from")
+    parser.add_argument("--generate", action="store_true", help="count how outputs of the demo model end")
     options = parser.parse_args()
     check = Check(num_outputs=options.outputs, shows=options.show)
-    for case in read(options.files):
+    cases = [case for case in read(options.files) if _name_of(case).startswith(tuple(options.sources))]
+    if options.sample is not None:
+        cases = random.Random(options.seed).sample(cases, options.sample)
+    for case in cases:
         check.add(case)
+    if options.generate:
+        check.generate(options.seed)
     check.report()
     return 1 if check.num_wrong else 0
 

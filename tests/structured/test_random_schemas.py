@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
 from penstock.errors import InvalidParameter
+from penstock.structured.final_check import schema_errors
 from support.constraints import allows, random_output, schema_matcher
 
 NAMES = ["a", "b", "c"]
@@ -101,14 +101,13 @@ def test_nothing_passes_that_is_not_valid(seed: int) -> None:
         except InvalidParameter:
             continue
         num_accepted += 1
-        validator = jsonschema.Draft202012Validator(schema)
         for instance in (maker.instance() for _ in range(10)):
             if allows(matcher, json.dumps(instance, ensure_ascii=False)):
                 num_passed += 1
-                assert validator.is_valid(instance), (schema, instance)
+                assert not schema_errors(json.dumps(schema), json.dumps(instance)), (schema, instance)
         text = random_output(matcher, generator, max_tokens=150)
         if text is not None:
             num_drawn += 1
-            assert validator.is_valid(json.loads(text)), (schema, text)
+            assert not schema_errors(json.dumps(schema), text), (schema, text)
     assert num_passed > NUM_SCHEMAS
     assert num_drawn > NUM_SCHEMAS // 2

@@ -177,8 +177,10 @@ ENFORCED: dict[str, tuple[Any, list[Any]]] = {
             "then": {"properties": {"zip": {"pattern": "^[0-9]{2}$"}}},
             "else": {"properties": {"zip": {"pattern": "^[a-z]{2}$"}}},
         },
-        [{"c": "us", "zip": "12"}, {"c": "us", "zip": "ab"}, {"c": "uk", "zip": "ab"}, {"c": "uk", "zip": "12"}]
-        + [{"zip": "ab"}, {"zip": "12"}, {"c": "us"}, {}, {"c": "de"}],
+        [
+            *({"c": country, "zip": code} for country in ("us", "uk") for code in ("12", "ab")),
+            *({"zip": "ab"}, {"zip": "12"}, {"c": "us"}, {}, {"c": "de"}),
+        ],
     ),
     "if then, twice": (
         {
@@ -211,6 +213,10 @@ ENFORCED: dict[str, tuple[Any, list[Any]]] = {
     "contains up to": (
         {"type": "array", "contains": {"type": "integer"}, "minContains": 0, "maxContains": 0},
         [[], [1], ["a"], ["a", 1]],
+    ),
+    "contains between": (
+        {"type": "array", "contains": {"type": "integer"}, "maxContains": 2},
+        [[], [1], [1, 1], [1, "a"], [1, "a", "a"], [1, 1, 1], ["a"]],
     ),
     "unique constants": (
         {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},

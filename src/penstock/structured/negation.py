@@ -28,18 +28,47 @@ _MAX_COMPARED = 64
 _MAX_CHARACTERS = 4000
 
 
-def negated(schema: Any) -> Any:
-    """Return a schema of instances that are all invalid for this one: all of them, or those that are known.
+def negated(schema: Any, *, is_complete: bool = False) -> Any:
+    """Return a schema of instances that are all invalid for this one: those that are known, or all with is_complete.
 
-    schema: rewritten by the walk with `is_wide`. None if no invalid instance is known.
+    schema: rewritten by the walk with `is_wide`. None if no invalid instance is known, or not all are.
     """
     if isinstance(schema, bool):
         return not schema
-    return _any_of([_of_keyword(name, value, schema) for name, value in schema.items()])
+    branches = [_of_keyword(name, value, schema, is_complete) for name, value in schema.items()]
+    return None if is_complete and None in branches else _any_of(branches)
 
 
-def _of_keyword(name: str, value: Any, schema: dict[str, Any]) -> Any:
+def negated_for_types(schema: Any, shared: set[str], alone: set[str]) -> Any:
+    """As `negated`, of a schema that is known to hold for no instance of some types.
+
+    shared: the types of other instances. alone: types for which the schema never holds.
+    """
+    outside = negated(schema)
+    kept = [branch for branch in _alternatives(outside) if _may_be_of(branch, shared)]
+    if alone:
+        kept.append({"type": sorted(alone)})
+    is_known = kept or negated(schema, is_complete=True) is not None
+    return _any_of(kept) if is_known else None
+
+
+def _may_be_of(schema: Any, wanted: set[str]) -> bool:
+    types = schema.get("type") if isinstance(schema, dict) else None
+    return types is None or not wanted.isdisjoint([types] if isinstance(types, str) else types)
+
+
+def _alternatives(schema: Any) -> list[Any]:
+    """Branches of a schema that is an anyOf; else the schema."""
+    return list(schema["anyOf"]) if isinstance(schema, dict) and schema.keys() == {"anyOf"} else [schema]
+
+
+def _of_keyword(name: str, value: Any, schema: dict[str, Any], is_complete: bool) -> Any:
     """Schema of instances that violate a keyword. schema: the keyword's, whose prefixItems come before its items."""
+    union = _any_of_all if is_complete else _any_of
+
+    def outside(inner: Any) -> Any:
+        return negated(inner, is_complete=is_complete)
+
     if name == "type":
         return _not_of_types(value)
     if name in ("const", "enum"):
@@ -53,21 +82,27 @@ def _of_keyword(name: str, value: Any, schema: dict[str, Any]) -> Any:
     if name == "required":
         return _any_of([{"type": "object", "properties": {missing: False}} for missing in value])
     if name == "properties":
-        return _any_of([_with_property(key, negated(item)) for key, item in value.items()])
+        return union([_with_property(key, outside(item)) for key, item in value.items()])
     if name == "prefixItems":
-        return _any_of([_with_item(index, negated(item)) for index, item in enumerate(value)])
+        return union([_with_item(index, outside(item)) for index, item in enumerate(value)])
     if name == "items":
-        return _with_item(len(schema.get("prefixItems", ())), negated(value))
+        # Any other item may be the one, too.
+        return None if is_complete else _with_item(len(schema.get("prefixItems", ())), outside(value))
     if name == "allOf":
-        return _any_of([negated(branch) for branch in value])
+        return union([outside(branch) for branch in value])
     if name == "anyOf":
-        return _all_of([negated(branch) for branch in value])
+        return _all_of([outside(branch) for branch in value])
     return None
+
+
+def _any_of_all(branches: Sequence[Any]) -> Any:
+    """Union of branches; None if one of them is not known."""
+    return None if None in branches else _any_of(branches)
 
 
 def _any_of(branches: Sequence[Any]) -> Any:
     """Union of the known branches; None if none is known."""
-    known = [branch for branch in branches if branch is not None and branch is not False]
+    known = [one for branch in branches if branch is not None for one in _alternatives(branch) if one is not False]
     if True in known:
         return True
     if known:

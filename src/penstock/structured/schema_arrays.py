@@ -90,9 +90,12 @@ def _contains(walk: Walk, value: Any, place: Place) -> None:
         walk.cannot(place.at, "maxContains: what is not counted can be told of types, constants, bounds and sizes only")
         return
     items = [*[other] * start, *[item] * least]
-    part: dict[str, Any] = {"minItems": len(items), **({"prefixItems": items} if items else {}), "items": other}
-    if counts.get("maxContains", least) < least:
-        part = {"type": _NO_ARRAYS}
+    part: dict[str, Any] = {"minItems": len(items), "items": other}
+    if "maxContains" in counts:
+        items += [True] * min(int(counts["maxContains"]) - least, _MAX_CONTAINED)
+        part = part if counts["maxContains"] >= least else {"type": _NO_ARRAYS}
+    if items:
+        part["prefixItems"] = items
     place.out.setdefault("allOf", []).append(part)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.structured.keywords import ANNOTATIONS
-from penstock.structured.negation import negated
+from penstock.structured.negation import negated, negated_for_types
 from penstock.structured.schema_constants import check_constants
 from penstock.structured.schema_exclusion import Exclusion
 from penstock.structured.schema_walk import TYPES, Handler, Place, Walk, shown
@@ -89,23 +89,29 @@ def _one_of(walk: Walk, value: list[Any], place: Place) -> list[Any]:
     wide = [walk.wide(branch, place, index) for index, branch in enumerate(value)]
     written = []
     for index, branch in enumerate(branches):
-        overlapping = [
-            opposite(walk, value[number], place, number)
+        apart = [
+            negated_for_types(other, shared, alone) if _tells(value[number], other) else None
             for number, other in enumerate(wide)
-            if number != index and not exclusion.between(branch, other)
+            if number != index
+            for shared, alone in [exclusion.types(branch, other)]
+            if shared
         ]
-        if None in overlapping:
+        if None in apart:
             walk.cannot(place.at, "oneOf: its branches are not known to exclude each other, and cannot be kept apart")
             return branches
-        written.append({"allOf": [branch, *overlapping]} if overlapping else branch)
+        written.append({"allOf": [branch, *apart]} if apart else branch)
     return written
 
 
 def opposite(walk: Walk, value: Any, place: Place, *path: str | int) -> Any:
     """Return a schema of instances that are invalid for the subschema of a keyword; None if none is known."""
-    outside = negated(walk.wide(value, place, *path))
-    # What has no keyword left may have had some that cannot be told.
-    return None if outside is False and value not in (True, {}) else outside
+    wide = walk.wide(value, place, *path)
+    return negated(wide) if _tells(value, wide) else None
+
+
+def _tells(schema: Any, wide: Any) -> bool:
+    """Whether the wide form of a schema has a keyword left, or the schema itself has none."""
+    return wide not in (True, {}) or schema in (True, {})
 
 
 def _not(walk: Walk, value: Any, place: Place) -> None:

@@ -16,6 +16,7 @@ _SIZES = {
     "object": ("minProperties", "maxProperties"),
     "number": ("minimum", "maximum"),
 }
+_TYPES = (*_SIZES, "boolean", "null")
 
 
 class _Side(NamedTuple):
@@ -32,24 +33,26 @@ class Exclusion:
     def __init__(self, rewritten: Callable[[str], Any]) -> None:
         self._rewritten = rewritten
 
-    def between(self, one: Any, other: Any, depth: int = 0) -> bool:
+    def excludes(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Whether two schemas are known to exclude each other."""
-        if one is False or other is False:
-            return True
-        if depth > _MAX_DEPTH or not isinstance(one, dict) or not isinstance(other, dict):
-            return False
+        shared, _ = self.types(one, other, depth)
+        return not shared
+
+    def types(self, one: Any, other: Any, depth: int = 0) -> tuple[set[str], set[str]]:
+        """Types of the instances that may be valid for both schemas, and types of those of the first alone."""
         parts = list(self._parts(one, 0)), list(self._parts(other, 0))
         if any(False in some for some in parts):
-            return True
+            return set(), set(_TYPES)
         sides = _side(parts[0]), _side(parts[1])
-        if all(self._excludes_type(name, *sides, depth) for name in sides[0].types & sides[1].types):
-            return True
-        return any(
-            all(self.between(branch, against, depth + 1) for branch in part["anyOf"])
+        shared = {name for name in sides[0].types & sides[1].types if not self._excludes_type(name, *sides, depth)}
+        if depth <= _MAX_DEPTH and any(
+            all(self.excludes(branch, against, depth + 1) for branch in part["anyOf"])
             for side, against in ((sides[0], other), (sides[1], one))
             for part in side.parts
             if "anyOf" in part
-        )
+        ):
+            shared = set()
+        return shared, sides[0].types - shared
 
     def _parts(self, schema: Any, depth: int) -> Iterator[Any]:
         yield schema
@@ -81,14 +84,16 @@ class Exclusion:
                 )
                 if any(item is False for item in (*mine, *its)):
                     return True
-                if any(self.between(item, another, depth + 1) for item in mine for another in its):
+                if depth <= _MAX_DEPTH and any(
+                    self.excludes(item, another, depth + 1) for item in mine for another in its
+                ):
                     return True
         return False
 
 
 def _side(parts: list[Any]) -> _Side:
     schemas = [part for part in parts if isinstance(part, dict)]
-    types = set(_SIZES) | {"boolean", "null"}
+    types = set(_TYPES)
     constants: dict[str, Any] | None = None
     for part in schemas:
         if "type" in part:
