@@ -180,7 +180,7 @@ def _check_and_read(fields: dict[str, Any], max_bytes: int) -> None:
         ({"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["["]}}, "/structures/0/begin="),
         ({"structural_tag": {"structures": [{"begin": "<", "x": 1}], "triggers": ["<"]}}, "field 'x'"),
         (
-            {"structural_tag": {"structures": [{"begin": "<", "schema": {"if": {}}}], "triggers": ["<"]}},
+            {"structural_tag": {"structures": [{"begin": "<", "schema": {"$dynamicRef": "#a"}}], "triggers": ["<"]}},
             "structural_tag/structures/0/schema",
         ),
         ({"json": {}, "whitespace_pattern": "(?=a)"}, "whitespace_pattern"),

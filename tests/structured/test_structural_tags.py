@@ -84,7 +84,7 @@ for _ in range(40):
         ({"type": "any"}, "/format={'type': 'any'} is not valid. Allowed: .*const_string, json_schema"),
         ({"type": "const_string", "value": 1}, "/format/value=1 is not valid. Allowed: text"),
         ({"type": "regex", "pattern": "(?=a)"}, "/format/pattern: "),
-        ({"type": "json_schema", "json_schema": {"if": {}}}, "/format/json_schema: "),
+        ({"type": "json_schema", "json_schema": {"$dynamicRef": "#a"}}, "/format/json_schema: "),
         ({"type": "or", "elements": []}, r"/format/elements=\[\] is not valid"),
         ({"type": "sequence", "elements": [{"type": "or"}]}, "/format/elements/0/elements=None"),
         ({"type": "tag", **tag("f"), "name": "f"}, "/format has a field 'name'"),
