@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.cli.batch_results import BatchFormat
-from penstock.cli.results import BATCH_FIELDS
-from penstock.cli.work import Messages, Work, unknown_field
+from penstock.cli.work import Messages, Work
 from penstock.config import vllm
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.prompts import PromptDict
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.server.batches.lines import BATCH_FIELDS, LineChecks
 from penstock.server.http.errors import ApiError
 from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
@@ -74,7 +74,7 @@ class _Reader:
         self._model = model
         self._answers_any = len(named) <= 1
         self._unknown = UnknownFields("refuse")
-        self._where_of: dict[str, str] = {}
+        self._checks = LineChecks(_REQUESTS)
         if self._answers_any and named - {model}:
             logger.warning("The requests are for the model %r; %r answers them.", *named, model)
 
@@ -85,7 +85,7 @@ class _Reader:
             with located(where):
                 if isinstance(fields, InvalidRequest):
                     raise fields
-                self._check_line(where, fields)
+                self._checks.check(where, fields)
                 request, prompt, params = self._read_body(_REQUESTS[url], fields["body"])
         except InvalidRequest as error:
             return Work(None, self._defaults, where, BatchFormat(name, url, self._model), error)
@@ -123,24 +123,6 @@ class _Reader:
         if request.response_format is None and request.structured_outputs is None:
             params = params.clone(structured_outputs=defaults.structured_outputs)
         return request, prompt, params
-
-    def _check_line(self, where: str, fields: dict[str, Any]) -> None:
-        for key, value in fields.items():
-            if key not in BATCH_FIELDS:
-                raise unknown_field(key, value, BATCH_FIELDS)
-        name = fields.get("custom_id")
-        if not isinstance(name, str):
-            raise InvalidRequest(f"custom_id={name!r} is not valid. Allowed: text, which the answer is found by.")
-        first = self._where_of.setdefault(name, where)
-        if first != where:
-            raise InvalidRequest(f"custom_id={name!r} is that of {first} too. Give each request one of its own.")
-        method, url = fields.get("method", "POST"), fields.get("url")
-        if method != "POST":
-            raise InvalidRequest(f"method={method!r} is not valid. Allowed: 'POST'.")
-        if _text(url) not in _REQUESTS:
-            raise InvalidRequest(f"url={url!r} is not valid. Allowed: {', '.join(_REQUESTS)}.")
-        if not isinstance(fields.get("body"), dict):
-            raise InvalidRequest(f"body={fields.get('body')!r} is not valid. Allowed: an object with the request.")
 
     def _check_model(self, named: str | None) -> None:
         if named is not None and named != self._model and not self._answers_any:

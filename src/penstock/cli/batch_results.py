@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from penstock.cli.results import BATCH_ID_PREFIX
 from penstock.contract import SamplingParams
 from penstock.engine.output.outputs import RequestOutput
+from penstock.server.batches.lines import answer_line
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.protocol.chat import ChatCompletionRequest
@@ -47,14 +47,11 @@ class BatchFormat:
     ) -> list[dict[str, Any]]:
         name = uuid4().hex
         if output.error is None and tokenizer is not None:
-            status, body, error = 200, self._body(name, output, tokenizer), None
+            status, body = 200, self._body(name, output, tokenizer)
         else:
             failure = ApiError(400 if tokenizer is None else 500, output.error or "")
             status, body = failure.status_code, failure.body
-            error = {"code": body["error"]["type"], "message": body["error"]["message"]}
-        response = {"status_code": status, "request_id": f"req_{name}", "body": body}
-        id = f"{BATCH_ID_PREFIX}{request_hash or name}"
-        return [{"id": id, "custom_id": self.custom_id, "response": response, "error": error}]
+        return [answer_line(request_hash or name, self.custom_id, status, f"req_{name}", body)]
 
     def num_lines(self, num_outputs: int) -> int:
         return 1

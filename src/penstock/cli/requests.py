@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from penstock.cli.failures import check_server_packages, read_file
-from penstock.cli.results import BATCH_FIELDS, OwnFormat
+from penstock.cli.results import OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.prompts import PROMPT_KEYS
 from penstock.errors import InvalidRequest
+from penstock.server.batches.lines import BATCH_FIELDS
 
 STANDARD_INPUT = "-"
 _LONGEST_LINE_BYTES = 32 << 20

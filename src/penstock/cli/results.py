@@ -19,10 +19,6 @@ from penstock.engine.output.outputs import CompletionOutput, RequestMetrics, Req
 from penstock.errors import InvalidRequest
 from penstock.text.tokenizer import Tokenizer
 
-# Prefix of an answer's id in OpenAI's batch format, before the hash of its request, and fields of a line.
-BATCH_ID_PREFIX = "batch_req_"
-BATCH_FIELDS = ("custom_id", "method", "url", "body")
-
 
 class ResultFormat(Protocol):
     """Format of one request's results."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.cli.output_file import PartialFile, partial_files
-from penstock.cli.results import BATCH_ID_PREFIX
 from penstock.cli.work import Work
 from penstock.config import EngineConfig
+from penstock.server.batches.lines import BATCH_ID_PREFIX
 
 
 class _Line(msgspec.Struct):

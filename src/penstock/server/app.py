@@ -14,6 +14,9 @@ from starlette.responses import Response
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import PenstockError
+from penstock.server.batches import routes as batches
+from penstock.server.batches.runner import BatchRunner
+from penstock.server.batches.store import BatchStore
 from penstock.server.http.body import body_model
 from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
 from penstock.server.http.errors import api_error
@@ -54,6 +57,14 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.state.large_bodies = asyncio.Lock()
     app.state.unknown_fields = UnknownFields(options.unknown_fields)
     app.state.response_store = ResponseStore(options)
+    app.state.batch_store = BatchStore(options)
+    app.state.batch_runner = BatchRunner(
+        app.state.batch_store,
+        app,
+        api_key=next(iter(options.api_keys), None),
+        # The others are left for requests whose clients wait.
+        num_at_once=max(1, engine.config.scheduler.max_num_seqs // 2),
+    )
     for module in (
         completions,
         chat,
@@ -65,6 +76,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
         tokens,
         chat_batch,
         invocations,
+        batches,
         ollama,
         tei,
     ):

@@ -63,6 +63,10 @@ class ServerOptions:
         one. All front ends share it.
     max_stored_responses: limit of stored responses, beyond which those unused for longest are dropped; 0 stores none.
     max_stored_response_bytes: limit of their size.
+    batch_dir: folder of the files and batches of `/v1/files` and `/v1/batches`, which outlive the server; without one,
+        these routes refuse. All front ends share it.
+    max_batch_dir_bytes: limit of the files' size, beyond which uploads get status 413.
+    max_batch_requests: limit of the requests of a batch.
 
     Raises ConfigError.
     """
@@ -105,6 +109,9 @@ class ServerOptions:
     response_store_dir: str | None = None
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 256 * 2**20
+    batch_dir: str | None = None
+    max_batch_dir_bytes: int = 4 * 2**30
+    max_batch_requests: int = 50_000
 
     @property
     def adapters(self) -> list[LoRARequest]:
@@ -129,7 +136,13 @@ class ServerOptions:
                 "(--admin-api-key KEY)."
             )
         check_choice("unknown_fields", self.unknown_fields, ("ignore", "warn", "refuse"))
-        for name in ("max_request_bytes", "max_open_request_bytes", "max_unread_response_bytes"):
+        for name in (
+            "max_request_bytes",
+            "max_open_request_bytes",
+            "max_unread_response_bytes",
+            "max_batch_dir_bytes",
+            "max_batch_requests",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: at least 1.")
         check_seconds("request_read_timeout_s", self.request_read_timeout_s)

@@ -7,6 +7,7 @@ from pathlib import Path
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format
+from penstock.server.batches.store import BatchStore
 from penstock.server.options import ServerOptions
 from penstock.server.requests.formats import choose_format
 from penstock.server.responses.store import ResponseStore
@@ -22,6 +23,7 @@ def check_start(options: ServerOptions, config: EngineConfig) -> None:
     check_parsers(options, tokenizer)
     template_source(options, tokenizer)
     ResponseStore(options)
+    BatchStore(options)
 
 
 def check_lora(options: ServerOptions, *, has_adapters: bool) -> None:

@@ -14,6 +14,17 @@ def lock_while_open(file: BinaryIO) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def try_lock(file: BinaryIO) -> bool:
+    """Lock a file until it is closed. Returns whether no other holds its lock; True where there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def is_locked(path: Path) -> bool:
     """Whether a file is open and locked, in this process or another one. Raises OSError if it cannot be opened."""
     with path.open("rb") as file:

@@ -188,6 +188,7 @@ class _FrontEnd:
     ) -> None:
         self._engine = engine
         self._health = state
+        self._batches = app.state.batch_runner
         self._metrics = metrics
         self._listener = listener
         self._parent = parent
@@ -223,6 +224,7 @@ class _FrontEnd:
 
         threading.Thread(target=read, name="penstock-parent", daemon=True).start()
         tasks = [asyncio.create_task(self._metrics.keep_written()), asyncio.create_task(self._send_heartbeats())]
+        self._batches.ensure_started()
         serving: asyncio.Future[Any] = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         while not (serving.done() or drain.done()):
             await asyncio.wait({serving, drain}, timeout=_HEALTH_POLL_S, return_when=asyncio.FIRST_COMPLETED)

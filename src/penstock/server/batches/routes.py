@@ -1,0 +1,179 @@
+"""Routes `/v1/files` and `/v1/batches`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import FileResponse, Response
+
+from penstock.server.batches.multipart import form_parts
+from penstock.server.batches.runner import BatchRunner
+from penstock.server.batches.store import UNFINISHED, BatchStore
+from penstock.server.http.body import BodyRoute
+from penstock.server.http.errors import ApiError, json_response
+from penstock.server.protocol.base import RequestModel
+from penstock.server.protocol.responses import errors
+
+router = APIRouter(route_class=BodyRoute)
+_ERRORS = errors(400, 401, 404, 413, 500)
+_FILE = {200: {"description": "The file's description."}, **_ERRORS}
+_BATCH = {200: {"description": "The batch."}, **_ERRORS}
+_LIST = {200: {"description": "A page of the list."}, **_ERRORS}
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                    },
+                    "required": ["file", "purpose"],
+                }
+            }
+        },
+    }
+}
+_Limit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+class CreateBatchRequest(RequestModel):
+    """Request of a batch. completion_window: accepted; a batch runs as soon as there is room, and does not expire."""
+
+    input_file_id: str
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank"
+    ]
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+
+
+@router.post("/v1/files", responses=_FILE, openapi_extra=_FORM)
+async def upload_file(http: Request) -> Response:
+    """Store a file of requests, a line each, for a batch."""
+    body = await http.body()
+    parts = await asyncio.to_thread(form_parts, http.headers.get("Content-Type", ""), body)
+    for name in parts.keys() - {"file", "purpose"}:
+        raise ApiError(400, f"There is no field {name}. Allowed: file, purpose.", param=name)
+    for name in ("file", "purpose"):
+        if name not in parts:
+            raise ApiError(400, f"{name} is missing.", param=name)
+    purpose = parts["purpose"].data.decode("utf-8", "replace")
+    if purpose != "batch":
+        raise ApiError(400, f"purpose={purpose!r} is not available. Allowed: 'batch'.", param="purpose")
+    file = parts["file"]
+    return json_response(await asyncio.to_thread(_store(http).add_file, file.data, file.filename or "file"))
+
+
+@router.get("/v1/files", responses=_LIST)
+async def list_files(
+    http: Request,
+    limit: _Limit = 10_000,
+    after: str | None = None,
+    purpose: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """Stored files, those of batches' answers included."""
+    files = [one for one in await asyncio.to_thread(_store(http).files) if purpose in (None, one["purpose"])]
+    return _page(files if order == "desc" else files[::-1], limit, after)
+
+
+@router.get("/v1/files/{id}", responses=_FILE)
+async def retrieve_file(id: str, http: Request) -> Response:
+    """Description of a file."""
+    return json_response(await asyncio.to_thread(_store(http).file, id))
+
+
+@router.get("/v1/files/{id}/content", responses={200: {"description": "The content."}, **_ERRORS})
+async def file_content(id: str, http: Request) -> Response:
+    """Content of a file."""
+    return FileResponse(await asyncio.to_thread(_store(http).content, id), media_type="application/octet-stream")
+
+
+@router.delete("/v1/files/{id}", responses=_FILE)
+async def delete_file(id: str, http: Request) -> Response:
+    """Delete a file."""
+    await asyncio.to_thread(_store(http).delete_file, id)
+    return json_response({"id": id, "object": "file", "deleted": True})
+
+
+@router.post("/v1/batches", responses=_BATCH)
+async def create_batch(request: CreateBatchRequest, http: Request) -> Response:
+    """Answer the requests of a file, as soon as there is room."""
+    store = _store(http)
+    try:
+        await asyncio.to_thread(store.file, request.input_file_id)
+    except ApiError as error:
+        raise ApiError(error.status_code, error.message, param="input_file_id", code=error.code) from error
+    batch = {
+        "id": f"batch_{uuid.uuid4().hex}",
+        "object": "batch",
+        "endpoint": request.endpoint,
+        "errors": None,
+        "input_file_id": request.input_file_id,
+        "completion_window": request.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": int(time.time()),
+        **dict.fromkeys(("in_progress_at", "finalizing_at", "completed_at", "failed_at", "cancelled_at")),
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": request.metadata,
+    }
+    await asyncio.to_thread(store.save, batch)
+    return json_response(batch)
+
+
+@router.get("/v1/batches", responses=_LIST)
+async def list_batches(http: Request, limit: _Limit = 20, after: str | None = None) -> Response:
+    """Stored batches, the newest first."""
+    return _page(await asyncio.to_thread(_store(http).batches), limit, after)
+
+
+@router.get("/v1/batches/{id}", responses=_BATCH)
+async def retrieve_batch(id: str, http: Request) -> Response:
+    """A batch, with its status and the files of its answers."""
+    return json_response(await asyncio.to_thread(_store(http).batch, id))
+
+
+@router.post("/v1/batches/{id}/cancel", responses=_BATCH)
+async def cancel_batch(id: str, http: Request) -> Response:
+    """Cancel a batch: requests that run are aborted, and the answers so far stay."""
+    store = _store(http)
+    batch = await asyncio.to_thread(store.batch, id)
+    if batch["status"] not in (*UNFINISHED, "cancelling"):
+        raise ApiError(400, f"The batch {id!r} has ended: it is {batch['status']}.")
+    await asyncio.to_thread(store.cancel, id)
+    return json_response(await asyncio.to_thread(store.batch, id))
+
+
+def _store(http: Request) -> BatchStore:
+    """Store of the server. Raises ApiError without a folder."""
+    store: BatchStore = http.app.state.batch_store
+    runner: BatchRunner = http.app.state.batch_runner
+    _ = store.folder
+    runner.ensure_started()
+    return store
+
+
+def _page(items: list[dict[str, Any]], limit: int, after: str | None) -> Response:
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ApiError(400, f"after={after!r} is no item of the list.", param="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    body = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
+    return json_response(body)

@@ -1,0 +1,219 @@
+"""Files and batches with OpenAI's client: their answers, their errors, their limits, and servers that are restarted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
+from tests.server.conftest import DEMO
+
+from penstock.engine.async_engine import AsyncEngine
+from penstock.errors import ConfigError
+from penstock.server.batches.multipart import form_parts
+from penstock.server.batches.store import BatchStore
+from penstock.server.http.errors import ApiError
+from penstock.server.options import ServerOptions
+from support.servers import Served, serving
+from support.waiting import wait_until
+
+CHAT = "/v1/chat/completions"
+KEYS = {"api_keys": ("secret",)}
+
+
+def server_of(folder: Path, **options: Any) -> Any:
+    engine = AsyncEngine("demo", enable_multiprocessing=False, **DEMO)
+    return serving(engine, batch_dir=str(folder), **{**KEYS, **options})
+
+
+@pytest.fixture(scope="module")
+def batch_server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with server_of(tmp_path_factory.mktemp("batches") / "new" / "folder") as served:
+        yield served
+
+
+@pytest.fixture
+def batch_client(batch_server: Served) -> OpenAI:
+    return batch_server.client(api_key="secret")
+
+
+def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "demo", **body}}
+
+
+def chat(name: str, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Hello {name}"}]
+    return line(name, **{"messages": messages, "max_tokens": 4, "temperature": 0, **body})
+
+
+def upload(client: OpenAI, *lines: dict[str, Any] | str) -> str:
+    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines)
+    return client.files.create(file=("in.jsonl", text.encode()), purpose="batch").id
+
+
+def begin(client: OpenAI, *lines: dict[str, Any] | str, endpoint: Any = CHAT) -> Any:
+    return client.batches.create(input_file_id=upload(client, *lines), endpoint=endpoint, completion_window="24h")
+
+
+def ended(client: OpenAI, id: str) -> Any:
+    final = ("completed", "failed", "cancelled")
+    wait_until(lambda: client.batches.retrieve(id).status in final, "the batch ends")
+    return client.batches.retrieve(id)
+
+
+def answers(client: OpenAI, file_id: str | None) -> dict[str, Any]:
+    if file_id is None:
+        return {}
+    text = client.files.content(file_id).text
+    return {one["custom_id"]: one for one in map(json.loads, text.splitlines())}
+
+
+def test_answers_are_those_of_the_route_and_errors_have_a_file(batch_client: OpenAI) -> None:
+    batch = begin(batch_client, *(chat(str(number)) for number in range(20)), "", chat("bad", temperature=-1))
+    assert (batch.object, batch.status) == ("batch", "validating")
+    batch = ended(batch_client, batch.id)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 20, 1)
+    found = answers(batch_client, batch.output_file_id)
+    assert found.keys() == {str(number) for number in range(20)}
+    direct = batch_client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "Hello 7"}], max_tokens=4, temperature=0
+    )
+    body = found["7"]["response"]["body"]
+    assert body["choices"][0]["message"]["content"] == direct.choices[0].message.content
+    assert (found["7"]["response"]["status_code"], found["7"]["error"]) == (200, None)
+    (failed,) = answers(batch_client, batch.error_file_id).values()
+    assert failed["response"]["status_code"] == 400
+    assert failed["error"]["message"].startswith("temperature=-1")
+    assert batch.id in [one.id for one in batch_client.batches.list()]
+    with pytest.raises(BadRequestError, match="has ended: it is completed"):
+        batch_client.batches.cancel(batch.id)
+
+
+def test_broken_lines_fail_the_batch_by_their_numbers(batch_client: OpenAI) -> None:
+    lines: list[Any] = [chat("a"), "{", chat("a"), line("b", "/v1/completions", prompt="a"), chat("c", stream=True)]
+    batch = ended(batch_client, begin(batch_client, *lines).id)
+    assert batch.status == "failed"
+    found = {one.line: one.message for one in batch.errors.data}
+    assert found.keys() == {2, 3, 4, 5}
+    assert found[3] == "custom_id='a' is that of line 1 too. Give each request one of its own."
+    assert found[4] == "url='/v1/completions' is not valid. Allowed: /v1/chat/completions."
+    assert ended(batch_client, begin(batch_client, "").id).errors.data[0].message == "The file has no requests."
+
+
+def test_completions_and_responses_can_be_batches(batch_client: OpenAI) -> None:
+    given: dict[str, Any] = {"/v1/completions": {"prompt": "Once", "max_tokens": 2}}
+    given["/v1/responses"] = {"input": "Hi", "max_output_tokens": 2, "store": False}
+    for endpoint, body in given.items():
+        batch = ended(batch_client, begin(batch_client, line("a", endpoint, **body), endpoint=endpoint).id)
+        assert answers(batch_client, batch.output_file_id)["a"]["response"]["status_code"] == 200
+
+
+def test_a_cancelled_batch_keeps_its_answers(batch_client: OpenAI, batch_server: Served) -> None:
+    long = [chat(f"long{number}", max_tokens=900, ignore_eos=True) for number in range(200)]
+    batch = begin(batch_client, chat("short"), *long)
+    wait_until(lambda: batch_client.batches.retrieve(batch.id).request_counts.completed > 0, "one is answered")
+    assert batch_client.batches.cancel(batch.id).status == "cancelling"
+    batch = ended(batch_client, batch.id)
+    assert batch.status == "cancelled"
+    assert "short" in answers(batch_client, batch.output_file_id)
+    wait_until(lambda: batch_server.engine.get_num_unfinished_requests() == 0, "no request of it runs")
+
+
+def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
+    lines = [chat(f"{number}", max_tokens=40, ignore_eos=True) for number in range(40)]
+    with server_of(tmp_path) as served, served.client(api_key="secret") as client:
+        batch = begin(client, *lines)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0, "one is answered")
+    partial = tmp_path / "batches" / f"{batch.id}.output"
+    num_before = len(partial.read_bytes().splitlines()) if partial.exists() else len(lines)
+    if partial.exists():
+        with partial.open("ab") as file:
+            file.write(b'{"custom_id": "cut')
+    with server_of(tmp_path) as served, served.client(api_key="secret") as client:
+        found = answers(client, ended(client, batch.id).output_file_id)
+    assert found.keys() == {str(number) for number in range(40)}
+    assert num_before > 0
+
+
+def test_files_are_listed_read_and_deleted(batch_client: OpenAI) -> None:
+    id = upload(batch_client, chat("a"))
+    described = batch_client.files.retrieve(id)
+    assert (described.filename, described.purpose, described.object) == ("in.jsonl", "batch", "file")
+    assert json.loads(batch_client.files.content(id).text)["custom_id"] == "a"
+    assert described.bytes == len(batch_client.files.content(id).content)
+    assert id in [one.id for one in batch_client.files.list(limit=1, purpose="batch")]
+    assert batch_client.files.delete(id).deleted
+    with pytest.raises(NotFoundError):
+        batch_client.files.retrieve(id)
+    with pytest.raises(NotFoundError) as caught:
+        batch_client.batches.create(input_file_id=id, endpoint=CHAT, completion_window="24h")
+    assert caught.value.param == "input_file_id"
+
+
+@pytest.mark.parametrize("path", ["/v1/files/..%2f..%2fetc", "/v1/files/file-0", "/v1/batches/batch_0"])
+def test_names_of_files_lead_nowhere_else(batch_server: Served, path: str) -> None:
+    assert batch_server.request("GET", path, x_api_key="secret").status == 404
+
+
+def test_wrong_uploads_are_named(batch_server: Served, batch_client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="purpose='vision' is not available"):
+        batch_client.files.create(file=b"a", purpose="vision")
+    reply = batch_server.post("/v1/files", b"x", x_api_key="secret")
+    assert reply.error["message"].startswith("The Content-Type is 'application/json'.")
+    assert batch_server.request("GET", "/v1/files").status == 401
+
+
+def test_without_a_folder_the_routes_say_so(server: Served, client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="Start the server with --batch-dir FOLDER"):
+        client.files.list()
+    assert server.request("GET", "/v1/batches").status == 400
+
+
+def test_files_and_batches_have_limits(tmp_path: Path) -> None:
+    limits = {"max_batch_dir_bytes": 600, "max_batch_requests": 2}
+    with server_of(tmp_path, **limits) as served, served.client(api_key="secret") as client:
+        batch = ended(client, begin(client, *(line(str(n), prompt="a") for n in range(3))).id)
+        assert "more than 2 requests (max_batch_requests)" in batch.errors.data[0].message
+        with pytest.raises(APIStatusError, match="max_batch_dir_bytes") as caught:
+            upload(client, "x" * 1000)
+        assert caught.value.status_code == 413
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="batch_dir="):
+        BatchStore(ServerOptions(served_model_name=("demo",), batch_dir=str(tmp_path / "file")))
+
+
+def test_one_front_end_runs_a_batch(tmp_path: Path) -> None:
+    options = ServerOptions(served_model_name=("demo",), batch_dir=str(tmp_path))
+    first, second = BatchStore(options), BatchStore(options)
+    id = "batch_" + "0" * 32
+    first.save({"id": id, "status": "validating", "created_at": 1})
+    with first.claimed(id) as mine, second.claimed(id) as theirs:
+        assert mine is not None
+        assert theirs is None
+    with second.claimed(id) as theirs:
+        assert theirs is not None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx',
+        b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n",
+    ],
+)
+def test_a_body_that_is_no_form_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError):
+        form_parts("multipart/form-data; boundary=b", body)
+
+
+def test_a_form_has_any_bytes() -> None:
+    data = b"\x00\r\n--bx\r\n\r\n--\n"
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa9.jsonl"\r\n\r\n'
+    parts = form_parts('multipart/form-data; boundary="b"', head + data + b"\r\n--b--\r\n")
+    assert (parts["file"].data, parts["file"].filename) == (data, "é.jsonl")
