@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import pytest
 from anthropic import Anthropic
-from openai import OpenAI, pydantic_function_tool
+from openai import BadRequestError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 from penstock import LLM
 from penstock.engine.async_engine import AsyncEngine
 from server.conftest import DEMO
-from support.chat_templates import WITHOUT_TOOLS
+from support.chat_templates import TOOL_TEMPLATE, WITHOUT_TOOLS
 from support.servers import Served, serving
 
 
@@ -47,7 +47,7 @@ def template(request: pytest.FixtureRequest) -> str | None:
 @pytest.fixture(scope="module")
 def server(template: str | None) -> Iterator[Served]:
     engine = AsyncEngine("demo", enable_multiprocessing=False, **DEMO)
-    with serving(engine, chat_template=template) as served:
+    with serving(engine, chat_template=template, trust_request_chat_template=True) as served:
         yield served
 
 
@@ -106,6 +106,21 @@ def test_calls_that_the_model_decides_on_are_read(client: OpenAI, stream: bool) 
     assert calls[0].function.name == "f"
     assert calls[0].function.arguments == '{"a": 1}' or stream
     assert not any(part.content for part in parts)
+
+
+def test_a_template_that_writes_calls_as_a_parser_reads_them_needs_no_option(client: OpenAI) -> None:
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    call = "{{ '<tool_call>\n' + c.function | tojson + '\n</tool_call>' }}"
+    calls = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
+    template = (
+        "{{ tools | tojson if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}" + calls + "{% endfor %}"
+    )
+    form = {"structured_outputs": {"choice": [written]}, "chat_template": template, "add_generation_prompt": False}
+    answer = ask(client, tools=LENIENT, extra_body=form)
+    (found,) = answer.choices[0].message.tool_calls[:1]
+    assert (found.function.name, found.function.arguments) == ("f", '{"a": 1}')
+    with pytest.raises(BadRequestError, match="--tool-call-parser"):
+        ask(client, tools=LENIENT, extra_body={"chat_template": TOOL_TEMPLATE})
 
 
 def test_content_may_have_a_form_beside_tools(client: OpenAI) -> None:

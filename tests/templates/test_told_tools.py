@@ -118,18 +118,46 @@ def test_a_plain_call_may_have_no_list() -> None:
     assert parsed(JSON_LIST.parser([], parallel=True), [text]).content == text
 
 
+CALL_BEGINS = "{{ '' if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}"
+CALL_ENDS = "<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning"),
+    [
+        *((name, "") for name in (None, *tool_parser_names()) if name != "openai"),
+        *((name, "<think>\n\n</think>\n\n") for name in ("hermes", "qwen3_coder", "deepseek_v31")),
+    ],
+)
+def test_the_parser_is_that_which_reads_what_the_template_writes(name: str | None, reasoning: str) -> None:
+    format = tool_call_format(name, demo_tokenizer())
+    written = format.written([("look_up", '{"word": "fox"}')])
+    begin = CALL_BEGINS + reasoning
+    end = CALL_ENDS.replace("<assistant>", "<assistant><think>") if reasoning else CALL_ENDS
+    shown = template_tools(demo_tokenizer(), f"{begin}{{% raw %}}{written}{{% endraw %}}{end}")
+    assert (shown.are_told, shown.has_known_calls) == (False, True)
+    assert tool_call_format(shown.parser, demo_tokenizer()) == format
+
+
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (None, TemplateTools.PLAIN),
-        (WITHOUT_TOOLS, TemplateTools.NONE),
-        (TOOL_TEMPLATE, TemplateTools.OWN),
-        ("{% if tools %}{% endif %}{{ raise_exception('no') }}", TemplateTools.OWN),
+        (None, TemplateTools(are_told=False, has_known_calls=True)),
+        (WITHOUT_TOOLS, TemplateTools(are_told=True, has_known_calls=True)),
+        (TOOL_TEMPLATE, TemplateTools(are_told=False, has_known_calls=False)),
+        ("{% if tools %}{% endif %}{{ raise_exception('no') }}", TemplateTools(are_told=False, has_known_calls=False)),
+        (
+            CALL_BEGINS
+            + '[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}, "id": "{{ c.id }}"}]'
+            + "{% endfor %}"
+            + CALL_ENDS,
+            TemplateTools(are_told=False, has_known_calls=True, parser="mistral"),
+        ),
     ],
-    ids=["demo", "no tools", "calls of its own", "refuses calls"],
+    ids=["demo", "no tools", "calls of its own", "refuses calls", "calls with ids"],
 )
 def test_a_template_is_asked_what_it_knows_of_tools(template: str | None, expected: TemplateTools) -> None:
-    assert template_tools(demo_tokenizer(), template) is expected
+    assert template_tools(demo_tokenizer(), template) == expected
 
 
 def test_the_demo_model_shows_tools_and_results() -> None:

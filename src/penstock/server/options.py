@@ -54,7 +54,7 @@ class ServerOptions:
     default_chat_template_kwargs: template variables of requests that do not set them.
     response_role: role of the answers.
     enable_auto_tool_choice: let the model decide whether it calls tools; needs tool_call_parser.
-    tool_call_parser: form of the model's tool calls.
+    tool_call_parser: form of the model's tool calls; by default that which the chat template writes, if it is known.
     tool_parser_plugin: Python file that registers further parsers of tool calls.
     reasoning_parser: form of the model's reasoning, which the answers have apart from their content.
     reasoning_start_str, reasoning_end_str: markers of the reasoning parser "custom"; those of the engine.

@@ -146,7 +146,7 @@ class ServedModel:
         if self.options.tool_call_parser is not None:
             return self.options.enable_auto_tool_choice
         try:
-            return self.template_tools(None) is not TemplateTools.OWN
+            return self.template_tools(None).has_known_calls
         except InvalidRequest:
             # It has no template.
             return False

@@ -74,7 +74,6 @@ def test_choices_of_chat_and_responses_are_read(tools: Any, choice: Any, mode: M
         ({"tools": [function("f", strict="yes")]}, r"tools\[0\].function.strict='yes'"),
         ({"tools": [function("f", {"type": "array"})]}, r"tools\[0\].function.parameters="),
         ({"enable_auto_tool_choice": False}, "--enable-auto-tool-choice"),
-        ({"tool_call_parser": None}, "--tool-call-parser"),
         ({"tool_call_parser": "herms"}, "tool_call_parser='herms' is not known. Allowed: .*hermes"),
         ({"reasoning_parser": "qwen4"}, "reasoning_parser='qwen4' is not known. Allowed: .*qwen3"),
         ({"structured_outputs": StructuredOutputsParams(grammar='start: "a"')}, "structured_outputs.grammar"),

@@ -18,7 +18,6 @@ def answer_format(
     structured_outputs: StructuredOutputsParams | None,
     tool_call_parser: str | None,
     enable_auto_tool_choice: bool,
-    calls_are_plain: bool = False,
     reasoning_parser: str | None,
     tokenizer: Tokenizer,
     reasoning_start_str: str = "<think>",
@@ -27,7 +26,8 @@ def answer_format(
     """Return the format of the answers to a request.
 
     tools, tool_choice, parallel_tool_calls: as in OpenAI's requests; None where a request has none.
-    calls_are_plain: whether the prompt shows calls as a plain JSON list, so that they need no parser of the model's.
+    tool_call_parser: name of the parser of calls, None for a plain JSON list.
+    enable_auto_tool_choice: whether the model may decide on calls.
     structured_outputs: constraint of the content, which answers without calls have.
     reasoning_start_str, reasoning_end_str: markers of the reasoning parser "custom".
 
@@ -42,7 +42,6 @@ def answer_format(
         structured_outputs=structured_outputs,
         tool_call_parser=tool_call_parser,
         enable_auto_tool_choice=enable_auto_tool_choice,
-        calls_are_plain=calls_are_plain,
         reasoning_parser=reasoning_parser,
         reasoning_strings=(reasoning_start_str, reasoning_end_str),
         tokenizer=tokenizer,

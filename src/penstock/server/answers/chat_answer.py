@@ -112,19 +112,17 @@ def chat_answer(
     structured_outputs: StructuredOutputsParams | None,
     tool_call_parser: str | None,
     enable_auto_tool_choice: bool,
-    calls_are_plain: bool,
     reasoning_parser: str | None,
     reasoning_strings: tuple[str, str],
     tokenizer: Tokenizer,
 ) -> AnswerFormat:
     """As `answer_format`."""
     choice = read_tool_choice(tools, tool_choice)
-    may_choose = calls_are_plain if tool_call_parser is None else enable_auto_tool_choice
-    if choice.mode is Mode.AUTO and not may_choose:
+    if choice.mode is Mode.AUTO and not enable_auto_tool_choice:
         raise InvalidParameter(
             'tool_choice="auto" needs a server that was started with --enable-auto-tool-choice and '
-            "--tool-call-parser, since this model's chat template has tools, and calls in a form of its own. Start it "
-            'with them, or choose "required", "none" or a function.'
+            "--tool-call-parser, since the chat template writes calls in a form that no parser is known to read. Start "
+            'it with them, or choose "required", "none" or a function.'
         )
     parallel = parallel and not choice.is_one_call
     has_messages = reasoning_parser == HARMONY

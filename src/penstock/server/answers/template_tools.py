@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
-from enum import Enum
+import json
+from dataclasses import dataclass
+from typing import Any
 
 from penstock.errors import ChatTemplateError
-from penstock.server.answers.tool_parsers import JSON_LIST
+from penstock.server.answers.harmony import HARMONY
+from penstock.server.answers.tool_format import CallableTool, ToolCallFormat
+from penstock.server.answers.tool_parsers import tool_call_format, tool_parser_names
+from penstock.server.requests.samples import Answer
 from penstock.text.tokenizer import Tokenizer
 
 _NAME, _ARGUMENTS = "look_up", {"word": "fox"}
-_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object"}}}
+_SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": _SCHEMA}}
 _QUESTION = {"role": "user", "content": "fox"}
+# Templates of Mistral take ids of nine letters and digits.
 _CALL = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
-class TemplateTools(Enum):
-    """Form in which a model sees tools. NONE: its template shows none, so that messages tell them (`told_tools`).
+@dataclass(frozen=True, slots=True)
+class TemplateTools:
+    """Tools of a prompt. are_told: whether messages tell them (`told_tools`), since the template shows none.
 
-    PLAIN: the template writes calls as a plain JSON list. OWN: it writes them otherwise.
+    has_known_calls: whether the prompt shows a known form of calls. parser: that which reads it, None for a plain list.
     """
 
-    NONE = "none"
-    PLAIN = "plain"
-    OWN = "own"
+    are_told: bool
+    has_known_calls: bool
+    parser: str | None = None
 
 
 def template_tools(tokenizer: Tokenizer, chat_template: str | None) -> TemplateTools:
     """Knowledge of the model's chat template, or of another one. Raises InvalidRequest without a template."""
     if not tokenizer.knows_tools(chat_template):
-        return TemplateTools.NONE
-    try:
-        before = tokenizer.apply_chat_template([_QUESTION], chat_template=chat_template, tools=[_TOOL])
-        text = tokenizer.apply_chat_template(
-            [_QUESTION, _CALLING], chat_template=chat_template, tools=[_TOOL], add_generation_prompt=False
+        return TemplateTools(are_told=True, has_known_calls=True)
+    text = _written_call(tokenizer, chat_template)
+    # Harmony has reasoning too, which needs options of its own.
+    names = [None, *(name for name in tool_parser_names() if tool_call_format(name, tokenizer) is not HARMONY)]
+    formats = [(name, tool_call_format(name, tokenizer)) for name in names]
+    read = [(name, format) for name, format in formats if _reads(format, text)]
+    written = [one for one in read if one[1].written([(_NAME, json.dumps(_ARGUMENTS))]) in text]
+    for name, _ in written or read:
+        return TemplateTools(are_told=False, has_known_calls=True, parser=name)
+    return TemplateTools(are_told=False, has_known_calls=False)
+
+
+def _written_call(tokenizer: Tokenizer, chat_template: str | None) -> str:
+    """Text that the template makes of a call; empty if it refuses one."""
+
+    def render(*messages: dict[str, Any], begins_answer: bool) -> str:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=chat_template, tools=[_TOOL], add_generation_prompt=begins_answer
         )
+
+    try:
+        text = render(_QUESTION, _CALLING, begins_answer=False)
+        # Some templates begin answers with more than their role, such as a marker of reasoning.
+        for before in (render(_QUESTION, begins_answer=True), render(_QUESTION, begins_answer=False)):
+            if text.startswith(before):
+                return text[len(before) :].lstrip()
     except ChatTemplateError:
-        return TemplateTools.OWN
-    written = JSON_LIST.written([(_NAME, '{"word": "fox"}')])
-    is_plain = text.startswith(before) and text[len(before) :].lstrip().startswith(written)
-    return TemplateTools.PLAIN if is_plain else TemplateTools.OWN
+        pass
+    return ""
+
+
+def _reads(format: ToolCallFormat, text: str) -> bool:
+    """Whether a parser finds the call."""
+    parser = format.parser([CallableTool(_NAME, _SCHEMA)], parallel=True)
+    calls = Answer.of([*parser.push(text), *parser.finish()]).tool_calls
+    try:
+        return [(call.name, json.loads(call.arguments)) for call in calls] == [(_NAME, _ARGUMENTS)]
+    except ValueError:
+        return False

@@ -38,14 +38,14 @@ async def prepare_chat(model: ServedModel, request: ChatCompletionRequest, id: s
     # Schemas may take long, and the first markers of reasoning.
     form, params, tools = await asyncio.to_thread(_form_and_params, model, request)
     prompt = await render_request(model, request)
-    headers = _TOLD_TOOLS if tools is TemplateTools.NONE else {}
+    headers = _TOLD_TOOLS if tools is not None and tools.are_told else {}
     return ChatTask(form, Submission(prompt, params, id, request.priority), headers)
 
 
 def _form_and_params(
     model: ServedModel, request: ChatCompletionRequest
 ) -> tuple[AnswerFormat, SamplingParams, TemplateTools | None]:
-    """Format and parameters of a request, and what its template knows of its tools, if it has some."""
+    """Format and parameters of a request, and what its prompt shows of tools, if it has some."""
     has_tools = bool(request.tools) and request.tool_choice != "none"
     tools = model.template_tools(request.chat_template) if has_tools else None
     form = choose_format(
@@ -55,7 +55,7 @@ def _form_and_params(
         structured_outputs=structured_outputs(request),
         options=model.options,
         tokenizer=model.tokenizer,
-        calls_are_plain=tools in (TemplateTools.NONE, TemplateTools.PLAIN),
+        shown=tools,
     )
     return form, _params(request, model.default_params, form), tools
 

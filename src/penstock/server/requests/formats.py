@@ -8,6 +8,7 @@ from typing import Any
 from penstock.contract import StructuredOutputsParams
 from penstock.server.answers import answer_format
 from penstock.server.answers.history import template_messages as messages_for_templates
+from penstock.server.answers.template_tools import TemplateTools
 from penstock.server.options import ServerOptions
 from penstock.server.requests.answer import AnswerFormat
 from penstock.text.tokenizer import Tokenizer
@@ -21,20 +22,22 @@ def choose_format(
     structured_outputs: StructuredOutputsParams | None,
     options: ServerOptions,
     tokenizer: Tokenizer,
-    calls_are_plain: bool = False,
+    shown: TemplateTools | None = None,
 ) -> AnswerFormat:
     """Format of the answers of a server with these options.
 
-    calls_are_plain: as in `answer_format`. Raises InvalidParameter.
+    shown: tools of the prompt, whose form of calls counts where the options name no parser. Raises InvalidParameter.
     """
+    parser, may_choose = options.tool_call_parser, options.enable_auto_tool_choice
+    if parser is None and shown is not None:
+        parser, may_choose = shown.parser, shown.has_known_calls
     return answer_format(
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=parallel_tool_calls,
         structured_outputs=structured_outputs,
-        tool_call_parser=options.tool_call_parser,
-        enable_auto_tool_choice=options.enable_auto_tool_choice,
-        calls_are_plain=calls_are_plain,
+        tool_call_parser=parser,
+        enable_auto_tool_choice=may_choose,
         reasoning_parser=options.reasoning_parser,
         reasoning_start_str=options.reasoning_start_str,
         reasoning_end_str=options.reasoning_end_str,
