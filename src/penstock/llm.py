@@ -183,6 +183,7 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; the outputs are in the conversations' order.
 
@@ -193,6 +194,8 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         continue_final_message: let the model go on with the last message instead; needs add_generation_prompt=False.
         tools: descriptions of functions; a template without a variable for them gets them in a message.
         chat_template_kwargs: other variables of the template, such as `documents` or `enable_thinking`.
+        chat_template_content_format: contents of messages for the template: "string", "openai" (lists of parts), or
+            "auto", what it reads.
 
         Otherwise as `generate`; raises InvalidRequest also when there is no template or it refuses the messages.
         """
@@ -209,6 +212,7 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
                     continue_final_message=continue_final_message,
                     tools=tools,
                     chat_template_kwargs=chat_template_kwargs,
+                    chat_template_content_format=chat_template_content_format,
                 )
             prompts.append(prompt)
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority)

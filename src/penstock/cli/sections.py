@@ -2,7 +2,8 @@
 
 The field says all of its flag: name, type and default; the help is the meaning in the class's docstring, or "help" of
 the field's metadata (`penstock.config.flags.listed`). Other metadata: "flag", another name, None for a field without a
-flag; "aliases", further names; "metavar", the form of values, which an integer's makes texts too; "hidden".
+flag; "aliases", further names; "metavar", the form of values, which an integer's makes texts too; "hidden";
+"json_list", whose values may be JSON lists.
 """
 
 from __future__ import annotations
@@ -79,10 +80,15 @@ class Section:
     def _value(self, field: Field[Any], given: Any) -> Any:
         kind = self._kind(field)
         if kind is tuple:
-            return tuple(given)
+            return tuple(one for text in given for one in self._values(field, text))
         if issubclass(kind, Mapping):
             return parse_json(_flag(field), given)
         return parse_value(given) if kind is int and field.metadata.get("metavar") else given
+
+    def _values(self, field: Field[Any], text: str) -> list[Any]:
+        """Values of a repeatable flag's text: itself, or a JSON list's."""
+        is_list = field.metadata.get("json_list") and text.startswith("[")
+        return list(parse_json(_flag(field), text)) if is_list else [text]
 
     def _parameter(self, field: Field[Any]) -> inspect.Parameter:
         kind, metavar = self._kind(field), field.metadata.get("metavar")

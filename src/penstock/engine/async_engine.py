@@ -228,6 +228,7 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: str = "auto",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to one conversation; the arguments are those of `LLM.chat` and `generate`.
 
@@ -242,6 +243,7 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                chat_template_content_format=chat_template_content_format,
             )
         )
         outputs = self.generate(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.checks import check_choice, check_seconds
 from penstock.errors import ConfigError
+from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 
 if TYPE_CHECKING:
     from penstock.features.lora.request import LoRARequest
@@ -50,6 +51,8 @@ class ServerOptions:
     enable_log_outputs: with it, log the texts of outputs too, when they end.
 
     chat_template: template of chats instead of the model's own: Jinja text or a path.
+    chat_template_content_format: contents of messages for the template: "string" is one text each, "openai" a list of
+        parts, "auto" what the template reads.
     trust_request_chat_template: whether requests may bring a template of their own.
     default_chat_template_kwargs: template variables of requests that do not set them.
     response_role: role of the answers.
@@ -76,9 +79,9 @@ class ServerOptions:
     api_keys: tuple[str, ...] = field(default=(), metadata={"flag": "--api-key"})
     enable_admin: bool = False
     admin_api_key: str | None = None
-    allowed_origins: tuple[str, ...] = ()
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
+    allowed_origins: tuple[str, ...] = field(default=(), metadata={"json_list": True})
+    allowed_methods: tuple[str, ...] = field(default=("*",), metadata={"json_list": True})
+    allowed_headers: tuple[str, ...] = field(default=("*",), metadata={"json_list": True})
     allow_credentials: bool = False
     root_path: str = ""
     unknown_fields: str = "refuse"
@@ -96,6 +99,7 @@ class ServerOptions:
     log_prompts: bool = False
     enable_log_outputs: bool = False
     chat_template: str | None = None
+    chat_template_content_format: str = AUTO
     trust_request_chat_template: bool = False
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     response_role: str = "assistant"
@@ -165,5 +169,6 @@ class ServerOptions:
         for name in ("log_prompts", "enable_log_outputs"):
             if getattr(self, name) and not self.enable_log_requests:
                 raise ConfigError(f"{name} needs enable_log_requests.")
+        check_choice("chat_template_content_format", self.chat_template_content_format, CONTENT_FORMATS)
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser, the form of the model's tool calls.")

@@ -132,6 +132,7 @@ class ServedModel:
                 tools=tools,
                 write_calls=tool_call_format(self.options.tool_call_parser, self.tokenizer).written,
                 chat_template_kwargs={**self.options.default_chat_template_kwargs, **variables},
+                chat_template_content_format=self.options.chat_template_content_format,
             )
         )
 

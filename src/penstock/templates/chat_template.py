@@ -13,6 +13,7 @@ import msgspec
 from penstock.checkpoints.shown_model import shown_model
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.errors import ChatTemplateError, InvalidParameter, InvalidRequest
+from penstock.templates.content_format import AUTO, STRING, in_content_format
 from penstock.templates.files import ModelTemplates
 from penstock.templates.renderer import TemplateRenderer
 from penstock.templates.told_tools import (
@@ -109,10 +110,12 @@ def render_chat(
     tools: Sequence[Any] | None = None,
     write_calls: WriteCalls = plain_calls,
     variables: Mapping[str, Any] | None = None,
+    content_format: str = AUTO,
 ) -> str:
     """Render a conversation.
 
-    messages: plain data. special_tokens: variables such as `bos_token`. tools: descriptions, or functions to describe.
+    messages: plain data, whose contents are texts or lists of text parts; content_format: see `in_content_format`.
+    special_tokens: variables such as `bos_token`. tools: descriptions, or functions to describe.
     write_calls: form of calls that a template without `tools` is told in messages (`told_tools`).
     variables: further template variables, which override special tokens.
 
@@ -122,7 +125,7 @@ def render_chat(
     described = None if tools is None else [_described(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
     def render(plain: Sequence[Mapping[str, Any]]) -> str:
-        chat = [_with_reasoning(message) for message in plain]
+        chat = [_with_reasoning(in_content_format(message, template.source, content_format)) for message in plain]
         if _TAKES_ONE_TEXT in template.source:
             chat = [_with_one_text(message) for message in chat]
         last = _mark_end(chat, template) if continue_final_message else None
@@ -132,6 +135,8 @@ def render_chat(
 
     if not (described or has_tool_messages(messages)) or knows_tools(renderer, template):
         return render(messages)
+    # What is told stands in texts.
+    messages = [in_content_format(message, template.source, STRING) for message in messages]
     shown = messages if _KNOWS_CALLS in template.source else plain_history(messages, write_calls)
     if not described:
         return render(shown)
@@ -222,13 +227,16 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _mark_end(chat: list[dict[str, Any]], template: ChatTemplate) -> str:
     """Mark the end of the last message's text; return that text."""
-    last = chat[-1].get("content")
+    last = content = chat[-1].get("content")
+    if isinstance(content, list) and content:
+        last = content[-1]["text"]
     if not isinstance(last, str) or "content" not in template.source:
         raise ChatTemplateError(
             f"continue_final_message=True goes on with the content of the last message, but "
             f"{'that has none' if 'content' in template.source else _lower(template.name) + ' uses no content'}."
         )
-    chat[-1]["content"] = last + _END_MARK
+    marked = last + _END_MARK
+    chat[-1]["content"] = [*content[:-1], {**content[-1], "text": marked}] if isinstance(content, list) else marked
     return last
 
 

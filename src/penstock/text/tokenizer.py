@@ -18,6 +18,7 @@ from penstock.checkpoints.hf_tokenizer import TOKENIZER_FILE, WHAT_TO_DO, load_h
 from penstock.checkpoints.sentence_transformers_modules import lower_cases
 from penstock.errors import InvalidRequest, TokenizerError
 from penstock.templates.chat_template import choose_template, knows_tools, render_chat
+from penstock.templates.content_format import AUTO
 from penstock.templates.files import ModelTemplates
 from penstock.templates.renderer import TemplateRenderer
 from penstock.templates.told_tools import WriteCalls, plain_calls
@@ -182,12 +183,14 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         write_calls: WriteCalls = plain_calls,
         variables: Mapping[str, Any] | None = None,
+        content_format: str = AUTO,
     ) -> str:
         """Render the conversation as the prompt's text; encode it with add_special_tokens=False.
 
         messages: plain data. chat_template: a Jinja template or the path of one, instead of the folder's own.
         write_calls: form of calls that a template which knows no tools is told in messages.
         variables: template variables, such as `documents` or `enable_thinking`.
+        content_format: see `in_content_format`.
 
         Raises InvalidRequest when there is no template, ChatTemplateError when it refuses the messages or exceeds its
         limits of time, memory or output.
@@ -204,6 +207,7 @@ class Tokenizer:
             tools=tools,
             write_calls=write_calls,
             variables=variables,
+            content_format=content_format,
         )
 
     def knows_tools(self, chat_template: str | Path | None = None) -> bool:

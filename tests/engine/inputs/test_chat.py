@@ -100,6 +100,47 @@ def test_text_parts_are_one_text(tokenizer: Tokenizer) -> None:
     assert render_prompt(tokenizer, [{"role": "user", "content": parts}]) == whole
 
 
+TEXT = {"role": "user", "content": "the fox"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]}
+PLAIN = "{% for m in messages %}{{ m.content }};{% endfor %}"
+LOOP = "{% for m in messages %}{% for part in m['content'] %}[{{ part.type }} {{ part.text }}]{% endfor %};{% endfor %}"
+BOTH = (
+    "{% for m in messages %}{% set content = m.content %}{% if content is string %}{{ content }}{% else %}"
+    "{%- for part in content %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}"
+)
+# The name of a content in a condition is no loop over it.
+THINKS = "{% for m in messages %}{% if '</think>' in m.content %}!{% endif %}{{ m.content }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content_format", "text"),
+    [
+        (PLAIN, "auto", "the fox;the\nfox;"),
+        (THINKS, "auto", "the fox;the\nfox;"),
+        (LOOP, "auto", "[text the fox];[text the][text fox];"),
+        (BOTH, "auto", "the fox;[the][fox];"),
+        (BOTH, "string", "the fox;the\nfox;"),
+        (BOTH, "openai", "[the fox];[the][fox];"),
+        (LOOP, "openai", "[text the fox];[text the][text fox];"),
+    ],
+)
+def test_contents_come_as_the_template_takes_them(
+    tokenizer: Tokenizer, template: str, content_format: str, text: str
+) -> None:
+    options: dict[str, Any] = {"chat_template": template, "chat_template_content_format": content_format}
+    assert render_prompt(tokenizer, [TEXT, PARTS], **options)["prompt"] == text
+
+
+def test_a_message_in_parts_can_be_continued(tokenizer: Tokenizer) -> None:
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render_prompt(tokenizer, [TEXT, PARTS], chat_template=BOTH, **options)["prompt"] == "the fox;[the][fox"
+
+
+def test_another_format_of_contents_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidParameter, match="chat_template_content_format='html'.*auto, string, openai"):
+        render_prompt(tokenizer, [TEXT], chat_template_content_format="html")
+
+
 def test_a_message_without_content_is_empty(tokenizer: Tokenizer) -> None:
     empty = render_prompt(tokenizer, [{"role": "assistant", "content": ""}])
     assert render_prompt(tokenizer, [{"role": "assistant", "content": None}]) == empty

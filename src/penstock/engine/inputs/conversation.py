@@ -12,6 +12,7 @@ from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.templates.chat_template import plain_data
+from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 from penstock.templates.told_tools import WriteCalls, plain_calls
 from penstock.text.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ def render_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     write_calls: WriteCalls = plain_calls,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_content_format: str = AUTO,
 ) -> PromptDict:
     """Render the conversation as a prompt, which the engine tokenises.
 
@@ -44,6 +46,8 @@ def render_prompt(
     tools: descriptions of functions. A template without a variable for them gets them in a message, with the form of
         calls, as `write_calls` writes them.
     chat_template_kwargs: other variables that the template may use, such as `documents` or `enable_thinking`.
+    chat_template_content_format: "string" gives the template one text per message, "openai" a list of parts, "auto"
+        what it reads.
 
     Raises InvalidRequest: InvalidParameter for a bad option, ChatTemplateError when the template refuses the messages
     or exceeds its limits of time, memory or output.
@@ -55,6 +59,11 @@ def render_prompt(
         )
     if tools is not None and as_list(tools) is None:
         raise InvalidParameter(f"tools={shown(tools)} is not valid. Allowed: a list of descriptions.")
+    if chat_template_content_format not in CONTENT_FORMATS:
+        raise InvalidParameter(
+            f"chat_template_content_format={shown(chat_template_content_format)} is not valid. "
+            f"Allowed: {', '.join(CONTENT_FORMATS)}."
+        )
     text = tokenizer.apply_chat_template(
         _plain_messages(messages),
         add_generation_prompt=add_generation_prompt,
@@ -63,6 +72,7 @@ def render_prompt(
         tools=as_list(tools),
         write_calls=write_calls,
         variables=_variables(chat_template_kwargs),
+        content_format=chat_template_content_format,
     )
     return {"prompt": RenderedText(text)}
 
@@ -97,14 +107,15 @@ def _plain_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _plain_message(message: Any, name: str) -> dict[str, Any]:
-    """Return the message with its content as one text and tool-call arguments as objects, as templates expect them."""
+    """Return the message with a content of text or text parts, and tool-call arguments as objects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest(
             f'{name} is {shown(message)}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
         )
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        content = "\n".join(_text_of_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+        texts = [_text_of_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)]
+        content = [{"type": "text", "text": text} for text in texts]
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(
             f"{name}.content={shown(content)} is a {type(content).__name__}. Allowed: text, or text parts."
