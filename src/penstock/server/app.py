@@ -26,6 +26,7 @@ from penstock.server.http.validation import validation_error
 from penstock.server.ollama import routes as ollama
 from penstock.server.options import ServerOptions
 from penstock.server.page import route as page
+from penstock.server.responses.background import BackgroundResponses
 from penstock.server.responses.store import ResponseStore
 from penstock.server.routes import (
     admin,
@@ -57,6 +58,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.state.large_bodies = asyncio.Lock()
     app.state.unknown_fields = UnknownFields(options.unknown_fields)
     app.state.response_store = ResponseStore(options)
+    app.state.background_responses = BackgroundResponses(app.state.response_store)
     app.state.batch_store = BatchStore(options)
     app.state.batch_runner = BatchRunner(
         app.state.batch_store,

@@ -63,7 +63,6 @@ RESPONSES_OTHER_FIELDS: dict[str, OtherField] = {
     "prompt_cache_options": _NO_EFFECT,
     "client_metadata": _NO_EFFECT,
     "max_tool_calls": OtherField(None, "it limits calls of OpenAI's own tools"),
-    "background": OtherField((False,), "responses here run while their client waits"),
     "conversation": OtherField((), "give previous_response_id, or the conversation as input"),
     "prompt": OtherField((), "prompts are not stored here; give instructions and input"),
     "truncation": OtherField(("disabled",), "a conversation that is too long is refused; shorten it"),

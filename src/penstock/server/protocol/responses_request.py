@@ -63,6 +63,7 @@ class ResponsesRequest(GenerationFields):
 
     input: a text, or items: messages, function calls and their outputs, and reasoning.
     previous_response_id: a stored response, whose conversation the input goes on with.
+    background: answer at once, and run while nobody waits; the response is read from the store.
     store: keep the response, for `previous_response_id` and `GET /v1/responses/{id}`.
     include: "message.output_text.logprobs" returns log-probabilities; "reasoning.encrypted_content" changes nothing.
     max_output_tokens: without it, as many as fit.
@@ -73,6 +74,7 @@ class ResponsesRequest(GenerationFields):
     input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
+    background: bool = False
     store: bool = True
     max_output_tokens: int | None = None
     stop: str | Texts | None = None
@@ -96,6 +98,10 @@ class ResponsesRequest(GenerationFields):
             raise field_error("top_logprobs", f"top_logprobs is allowed only with include=[{LOGPROBS!r}].")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise field_error("tool_choice", "tool_choice is allowed only with tools.")
+        if self.background and self.stream:
+            raise field_error("background", "background=true is allowed only without stream=true.")
+        if self.background and not self.store:
+            raise field_error("background", "background=true is allowed only with store=true, where it is read.")
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options is allowed only with stream=true.")
         if self.text is not None and self.text.format is not None and self.structured_outputs is not None:

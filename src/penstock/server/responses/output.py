@@ -48,8 +48,8 @@ class ResponseWriter:
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """Events of a stream. Failures of the generation are the event `response.failed`."""
-        yield self._event("response.created", {"response": self._body("in_progress")})
-        yield self._event("response.in_progress", {"response": self._body("in_progress")})
+        yield self._event("response.created", {"response": self.begun()})
+        yield self._event("response.in_progress", {"response": self.begun()})
         try:
             async for _, output in generation.outputs():
                 for name, data in self._push(output):
@@ -58,9 +58,18 @@ class ResponseWriter:
                 yield self._event(name, data)
             body = await self._end()
         except ApiError as error:
-            body = self._body("failed")
-            body["error"] = {"code": error.code or "server_error", "message": error.message}
+            body = self.failed(error)
         yield self._event(f"response.{body['status']}", {"response": body})
+
+    def begun(self) -> dict[str, Any]:
+        """Body of the response while it runs."""
+        return self._body("in_progress")
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """Body of the response if it fails."""
+        body = self._body("failed")
+        body["error"] = {"code": error.code or "server_error", "message": error.message}
+        return body
 
     def error_event(self, body: dict[str, Any]) -> bytes:
         """Event of an error of the server, from the body of an error response."""
@@ -138,7 +147,7 @@ def response_body(
         "created_at": int(time.time()),
         "completed_at": None,
         "model": model,
-        "background": False,
+        "background": request.background,
         "error": None,
         "incomplete_details": None,
         "instructions": request.instructions,

@@ -6,7 +6,8 @@ import os
 import re
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
+from penstock.system.file_lock import is_locked, lock_while_open
 from penstock.system.temporary_folder import TemporaryFolder
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-# Files of the store: responses, and those that are being written. A folder may have others, which are left alone.
+# Files of the store: responses, those that are being written, and locks of those that run. A folder may have others,
+# which are left alone.
 _FILE = re.compile(r"resp_[0-9a-f]{32}\.json")
-_PART = re.compile(r"resp_.*\.part")
+_PART = re.compile(r"resp_.*\.(?:part|lock)")
 # Age of files that are written no more, since their front end was killed.
 _ABANDONED_S = 3600.0
 
@@ -86,9 +89,28 @@ class ResponseStore:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-        with suppress(FileNotFoundError):
-            os.utime(path)
+        for used in (path, self._lock(id)):
+            with suppress(FileNotFoundError):
+                os.utime(used)
         return msgspec.json.decode(data, type=StoredResponse)
+
+    @contextmanager
+    def running(self, id: str) -> Iterator[None]:
+        """Lock a response that runs."""
+        path = self._lock(id)
+        with path.open("xb") as file:
+            lock_while_open(file)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def is_running(self, id: str) -> bool:
+        """Whether a front end runs the response."""
+        try:
+            return is_locked(self._lock(id))
+        except FileNotFoundError:
+            return False
 
     def delete(self, id: str) -> bool:
         """Delete a response. Returns whether it was stored."""
@@ -119,6 +141,9 @@ class ResponseStore:
 
     def _path(self, id: str) -> Path:
         return self._folder / f"{id}.json"
+
+    def _lock(self, id: str) -> Path:
+        return self._folder / f"{id}.lock"
 
 
 def _drop_abandoned(entry: os.DirEntry[str]) -> None:

@@ -12,16 +12,18 @@ from starlette.responses import Response
 
 from penstock.engine.inputs.field_limits import check_num_items
 from penstock.server.http.body import BodyRoute
-from penstock.server.http.connection import StreamForm
+from penstock.server.http.connection import StreamForm, while_connected
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.responses import RESPONSES_RESPONSES, errors
 from penstock.server.protocol.responses_request import ResponsesRequest
-from penstock.server.requests.chat_task import prepare_chat
+from penstock.server.requests.chat_task import ChatTask, prepare_chat
+from penstock.server.responses.background import BackgroundResponses, cancelled, lost
 from penstock.server.responses.items import input_items
 from penstock.server.responses.output import ResponseWriter, response_body
 from penstock.server.responses.request import chat_request
 from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.routes.common import answer, logprobs_format, served_model
+from penstock.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=BodyRoute)
@@ -49,7 +51,15 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
             if stores:
                 await _put(store, StoredResponse(body, [*history, *items]))
 
-        writer = ResponseWriter(task, base, logprobs_format(model, chat, params.logprobs), on_end)
+        form = logprobs_format(model, chat, params.logprobs)
+        if request.background:
+            if not stores:
+                raise ApiError(
+                    400, "background=true needs stored responses (max_stored_responses).", param="background"
+                )
+            stored = StoredResponse({}, [*history, *items])
+            return await _in_background(http, model, task, ResponseWriter(task, base, form, _ignore), stored, request)
+        writer = ResponseWriter(task, base, form, on_end)
         return await answer(
             http,
             model,
@@ -79,11 +89,17 @@ async def delete_response(id: str, http: Request) -> Response:
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
-@router.post("/v1/responses/{id}/cancel", responses=_STORED_ERRORS)
+@router.post("/v1/responses/{id}/cancel", responses={200: {"description": "It is cancelled."}, **_STORED_ERRORS})
 async def cancel_response(id: str, http: Request) -> Response:
-    """Refuse: a stored response has ended, and one that runs ends when its client closes the connection."""
-    await _stored(_store(http), id)
-    raise ApiError(400, f"The response {id!r} has ended. Close the connection of one that runs to cancel it.")
+    """Cancel a response that runs in the background; one with a client ends when its connection closes."""
+    store = _store(http)
+    stored = await _stored(store, id)
+    if stored.body["status"] == "in_progress":
+        stored = StoredResponse(cancelled(stored.body), stored.items)
+        await asyncio.to_thread(store.put, stored)
+    if stored.body["status"] != "cancelled":
+        raise ApiError(400, f"The response {id!r} has ended: it is {stored.body['status']}.")
+    return json_response(stored.body)
 
 
 @router.get("/v1/responses/{id}/input_items", responses={200: {"description": "Items."}, **_STORED_ERRORS})
@@ -119,6 +135,27 @@ def _store(http: Request) -> ResponseStore:
     return store
 
 
+async def _in_background(
+    http: Request,
+    model: ServedModel,
+    task: ChatTask,
+    writer: ResponseWriter,
+    stored: StoredResponse,
+    request: ResponsesRequest,
+) -> Response:
+    """Begin a response that runs in the background, and return it as it is."""
+    stored.body = writer.begun()
+    background: BackgroundResponses = http.app.state.background_responses
+    trace = model.tracing.begin(http.scope, model.name)
+    begun = background.start(model, task, writer, stored, timeout_s=request.timeout, trace=trace)
+    await while_connected(http.receive, begun)
+    return json_response(stored.body)
+
+
+async def _ignore(body: dict[str, Any]) -> None:
+    """Do nothing with a body that its caller stores."""
+
+
 async def _put(store: ResponseStore, stored: StoredResponse) -> None:
     """Store a response. An answer is worth more than its copy: a full disk is logged, and the response says so."""
     try:
@@ -129,13 +166,26 @@ async def _put(store: ResponseStore, stored: StoredResponse) -> None:
 
 
 async def _history(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
-    return [] if id is None else (await _stored(store, id, "previous_response_id")).conversation
+    if id is None:
+        return []
+    stored = await _stored(store, id, "previous_response_id")
+    if stored.body["status"] in ("in_progress", "cancelled", "failed"):
+        message = f"The response {id!r} has no answer to go on with: it is {stored.body['status']}."
+        raise ApiError(400, message, param="previous_response_id")
+    return stored.conversation
 
 
 async def _stored(store: ResponseStore, id: str, param: str | None = None) -> StoredResponse:
     stored = await asyncio.to_thread(store.get, id)
     if stored is None:
         raise _not_found(id, param)
+    if stored.body["status"] == "in_progress" and not await asyncio.to_thread(store.is_running, id):
+        # It may have ended meanwhile.
+        stored = await asyncio.to_thread(store.get, id)
+        if stored is None:
+            raise _not_found(id, param)
+        if stored.body["status"] == "in_progress":
+            stored = StoredResponse(lost(stored.body), stored.items)
     return stored
 
 
