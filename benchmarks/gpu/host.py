@@ -233,7 +233,7 @@ def measure(case: Case) -> dict[str, tuple[float, float, float]]:
 
 def _run_nothing(_: GraphExecution, frame: Frame) -> str:
     """Launch the forward pass of a step that fits no graph."""
-    frame.aux, frame.all_hidden, frame.hidden, frame.chosen = (), None, None, _NOTHING
+    frame.aux, frame.all_hidden, frame.hidden, frame.chosen = {}, None, None, _NOTHING
     return "nothing"
 
 

@@ -62,7 +62,7 @@ class Oracle:
             aux = AuxHiddenStates(self.layers)
             context = replace(plain_context(self.target, [length]), aux=aux)
             hidden_SD = self.target(ids.int(), torch.arange(length), context)
-            states_SD = self.start(hidden_SD, aux.states)[:-1]
+            states_SD = self.start(hidden_SD, list(aux.states.values()))[:-1]
             embed_SD = self.target.model.embed_tokens.weight[ids[1:]]
             drafts: list[int] = []
             for number in range(num_drafts):

@@ -214,8 +214,8 @@ def test_taps_take_down_the_residual_stream(target: DecoderForCausalLM) -> None:
         context = dataclasses.replace(plain_context(target, LENGTHS), aux=aux)
         hidden_TD = target(ids_T, positions_T, context)
         assert torch.equal(aux.states[0], seen[0])
-        assert torch.equal(aux.states[1], seen[3])
-        torch.testing.assert_close(target.model.norm(aux.states[2]), hidden_TD)
+        assert torch.equal(aux.states[3], seen[3])
+        torch.testing.assert_close(target.model.norm(aux.states[5]), hidden_TD)
         assert torch.equal(target(ids_T, positions_T, plain_context(target, LENGTHS)), hidden_TD)
     assert len(aux.states) == 3
 

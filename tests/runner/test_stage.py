@@ -49,7 +49,7 @@ def frame_of(step_id: int, num_tokens: int) -> Frame:
 
 def send(stage: PipelineStage, step_id: int, hidden: torch.Tensor, num_tokens: int, aux: Any = ()) -> None:
     frame = frame_of(step_id, num_tokens)
-    frame.all_hidden, frame.aux = hidden, aux
+    frame.all_hidden, frame.aux = hidden, dict(enumerate(aux))
     stage.send(frame)
 
 
@@ -58,7 +58,7 @@ def received(stage: PipelineStage, step_id: int, num_tokens: int) -> tuple[torch
     hidden = stage.place_hidden(frame.inputs).hidden
     assert hidden is not None
     stage.receive(frame)
-    return hidden, frame.aux_received
+    return hidden, list(frame.aux_received.values())
 
 
 def test_hidden_states_and_outcomes_arrive_in_their_steps() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -52,17 +52,13 @@ class LastTokens:
 class AuxHiddenStates:
     """Auxiliary hidden states: the residual stream before given layers, of all tokens.
 
-    Layer number num_layers stands for the output of the last layer, before the final norm. states: [T, D] each, in the
-    order of the layers, after the forward pass.
+    Layer number num_layers stands for the output of the last layer, before the final norm. states: [T, D] by layer, in
+    their order, after the forward pass.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Iterable[int]) -> None:
         self.layers = frozenset(layers)
-        self.states: list[Tensor] = []
-
-    def note(self, layer: int, hidden_TD: Tensor, residual_TD: Tensor | None) -> None:
-        if layer in self.layers:
-            self.states.append(sum_rows(hidden_TD, residual_TD))
+        self.states: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +106,8 @@ class ForwardContext:
 
         The layer's input is the sum of both.
         """
-        if self.aux is not None:
-            self.aux.note(layer, hidden_TD, residual_TD)
+        if self.aux is not None and layer in self.aux.layers:
+            self.aux.states[layer] = self.whole(sum_rows(hidden_TD, residual_TD))
 
     def of_all_tokens(self) -> ForwardContext:
         """The context of a layer before the last one, which needs the hidden states of all tokens."""

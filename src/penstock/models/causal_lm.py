@@ -39,10 +39,12 @@ class CausalLM(nn.Module, ABC):
 
     ignorable: regular expressions for checkpoint tensors that the model has no slot for.
     features: modules of the features that the model needs (`contract.feature`).
+    notes_layers: whether it passes the input of each layer to `ForwardContext.note_hidden`.
     """
 
     ignorable: ClassVar[tuple[str, ...]] = ()
     features: Sequence[str] = ()
+    notes_layers: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:

@@ -373,6 +373,7 @@ class DecoderForCausalLM(CausalLM):
 
     weight_table: ClassVar[WeightTable] = DECODER_WEIGHTS
     ignorable: ClassVar[tuple[str, ...]] = _IGNORABLE
+    notes_layers = True
 
     def __init__(self, config: DecoderConfig, parallel: ParallelState, model: DecoderModel) -> None:
         super().__init__()

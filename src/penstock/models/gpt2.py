@@ -162,6 +162,7 @@ class GPT2LMHeadModel(CausalLM):
         # Present in checkpoints although the LM head is tied; an untied head has a slot.
         r"lm_head\.weight",
     )
+    notes_layers = True
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__()
@@ -188,7 +189,9 @@ class GPT2LMHeadModel(CausalLM):
             given_TD = self._first_hidden(input_ids_T, positions_T, context.of_all_tokens())
         hidden_TD = given_TD
         for index, of_layer in zip(self._stage, context.by_layer(len(self._stage)), strict=True):
+            context.note_hidden(index, hidden_TD, None)
             hidden_TD = self.layers[index](hidden_TD, of_layer)
+        context.note_hidden(self._stage.stop, hidden_TD, None)
         return self.ln_f(hidden_TD) if self.is_last else hidden_TD
 
     def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:

@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from penstock.contract import LogprobsLists, ModelRunnerOutput, Parts, SampledOutput
+from penstock.contract import LogprobsLists, ModelRunnerOutput, Part, Parts, SampledOutput
 from penstock.device import Device
 from penstock.device.base import wait_until
 from penstock.kernels.bound_step import StepOutcome, TokensOnHost
 from penstock.kernels.sampling import LogprobsTensors
 from penstock.runner.sampling.failures import Failure, describe_failure
 from penstock.runner.sampling.prompt_logprobs import PendingPromptLogprobs
+from penstock.runner.slot_owner import PendingPart
 
 
 class StepOutput(Protocol):
@@ -129,14 +130,16 @@ class OutputWithParts(msgspec.Struct, frozen=True, gc=False):
     """A result with the parts that worker-side features (`SlotOwner.part_of_results`) add."""
 
     result: StepOutput
-    parts: Parts
+    parts: Sequence[Part | PendingPart]
 
     @property
     def step_id(self) -> int:
         return self.result.step_id
 
     def get_output(self, timeout_s: float) -> ModelRunnerOutput:
-        return msgspec.structs.replace(self.result.get_output(timeout_s), parts=self.parts)
+        output = self.result.get_output(timeout_s)
+        parts = (part if isinstance(part, Part) else part.get(timeout_s) for part in self.parts)
+        return msgspec.structs.replace(output, parts=Parts.of(parts))
 
 
 def _to_host(table_RX: Tensor) -> TokensOnHost:

@@ -214,8 +214,8 @@ class ModelRunner:
         frame = self.steps.take(sampling.step_id)
         frame.sampling = sampling
         result = self.head.finish(frame)
-        parts = self.owners.parts_of_results(frame.output)
-        return result if parts is None else OutputWithParts(result, parts)
+        parts = self.owners.parts_of_results(frame)
+        return OutputWithParts(result, parts) if parts else result
 
     @property
     def model(self) -> LanguageModel:

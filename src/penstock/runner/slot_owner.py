@@ -7,13 +7,21 @@ fills the step inputs that it has declared, and commits each step's outcome.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from penstock.contract import NewRequestData, Part, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
+
+
+class PendingPart(Protocol):
+    """Part of a step's results in copy from the device to the host."""
+
+    def get(self, timeout_s: float) -> Part:
+        """Return the part. Raises WaitTimeout when the device has not delivered it within `timeout_s` seconds."""
 
 
 class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
@@ -62,6 +70,22 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
     def fill(self, frame: Frame) -> None:  # noqa: B027
         """Write the step inputs, `frame.inputs.named`, except padding rows. Called where `has_work` is true."""
 
+    def reads_hidden(self, frame: Frame) -> Collection[int] | None:
+        """Layers whose inputs `part_of_hidden` reads, for all tokens (`Frame.aux`), beside the last hidden states
+        (`Frame.all_hidden`); None if it reads neither.
+
+        Called once for a frame that is kept. Equal on all ranks. Programs are recorded for the first sets of layers
+        only (`AuxSets`).
+        """
+        return None
+
+    def part_of_hidden(self, frame: Frame) -> Part | PendingPart | None:
+        """Return this feature's part of the results of a sampled step, made from the hidden states that it reads.
+
+        The next step overwrites the frame's tensors. Only the last pipeline stage calls it.
+        """
+        return None
+
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:  # noqa: B027
         """Commit the step's computed and sampled tokens. The next step overwrites the frame's tensors."""
 
@@ -72,8 +96,11 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
         """The second half of `commit`, once the outcome is received."""
         self.commit(frame, outcome)
 
-    def part_of_results(self, output: SchedulerOutput) -> Part | None:
-        """Return this feature's part of the step's results for its scheduler side, or None."""
+    def part_of_results(self, output: SchedulerOutput) -> Part | PendingPart | None:
+        """Return this feature's part of the step's results for its scheduler side, or None.
+
+        A `PendingPart` is made from a copy in flight, once the step's tokens are read.
+        """
         return None
 
     def dummy(self, frame: Frame) -> None:  # noqa: B027

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from penstock.contract import NewRequestData, Parts, SchedulerOutput
+from penstock.contract import NewRequestData, Part, SchedulerOutput
 from penstock.kernels.bound_step import StepOutcome
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.request_states import RequestStates
-from penstock.runner.slot_owner import SlotOwner
-from penstock.step.frame import Frame
+from penstock.runner.slot_owner import PendingPart, SlotOwner
+from penstock.step.frame import Frame, WantedOutputs
 from penstock.step.inputs import StepInput
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ class SlotOwners:
         self._extending = _with_method(owners, "extend")
         self._flushing = _with_method(owners, "flush")
         self._committing = _with_method(owners, "commit")
+        self._reading = _with_method(owners, "reads_hidden")
         self._telling = _with_method(owners, "part_of_results")
         self.with_inputs = [owner for owner in owners if owner.step_inputs]
 
@@ -102,17 +103,31 @@ class SlotOwners:
         for owner in self._all:
             owner.use_kv_cache(kv_cache)
 
-    def parts_of_results(self, output: SchedulerOutput) -> Parts | None:
-        """The owners' parts of a step's results."""
+    def parts_of_results(self, frame: Frame) -> Sequence[Part | PendingPart]:
+        """The owners' parts of a sampled step's results."""
+        parts, frame.parts = frame.parts, ()
         if not self._telling:
-            return None
-        parts = (owner.part_of_results(output) for owner in self._telling)
-        return Parts.of(part for part in parts if part is not None) or None
+            return parts
+        told = (owner.part_of_results(frame.output) for owner in self._telling)
+        return [*parts, *(part for part in told if part is not None)]
+
+    def widen(self, wants: WantedOutputs, frame: Frame) -> WantedOutputs:
+        """Add the hidden states that owners read to the outputs that a built frame wants, and note these owners."""
+        frame.readers = ()
+        for owner in self._reading:
+            layers = owner.reads_hidden(frame)
+            if layers is not None:
+                frame.readers = (*frame.readers, owner)
+                wants = wants._replace(all_rows=True, aux_layers=sorted({*wants.aux_layers, *layers}))
+        return wants
 
     def commit(self, frame: Frame, outcome: StepOutcome) -> None:
         """Call `commit` of all owners."""
         for owner in self._committing:
             owner.commit(frame, outcome)
+        if frame.readers:
+            parts = [owner.part_of_hidden(frame) for owner in frame.readers]
+            frame.parts = [part for part in parts if part is not None]
 
     def commit_computed(self, frame: Frame) -> None:
         """Call `commit_computed` of all owners."""

@@ -119,6 +119,7 @@ class PipelineStage(Stage):
         self._last = group.size - 1
         self.is_last = group.rank == self._last
         before = num_noted_before(aux_layers, layers)
+        self._aux_before = aux_layers[:before]
         self._aux_here = [layer for layer in aux_layers[before:] if layer <= layers.stop]
         self._received = torch.empty(
             1 + before, _most_received(group, max_num_tokens), hidden_size, dtype=dtype, device=device.torch_device
@@ -153,7 +154,7 @@ class PipelineStage(Stage):
             rows = self._rows_sent(num_tokens)
             for received in self._received:
                 received[:num_tokens] = parts.whole(received[:rows])
-        frame.aux_received = [*self._received[1:, :num_tokens]]
+        frame.aux_received = dict(zip(self._aux_before, self._received[1:, :num_tokens], strict=True))
         if self._spans is not None:
             self._spans.end("receive", STEPS)
 
@@ -165,7 +166,7 @@ class PipelineStage(Stage):
             return
         assert frame.all_hidden is not None, "a stage before the last wants all rows"
         parts = parts_between_stages(self._parallel, frame.inputs.tokens.shape[0])
-        states = (frame.all_hidden, *frame.aux)
+        states = (frame.all_hidden, *frame.aux.values())
         self._send(frame.step_id, self._group.rank + 1, *(states if parts is None else map(parts.own, states)))
         if self._spans is not None:
             self._spans.end("send", STEPS)

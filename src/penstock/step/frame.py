@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class WantedOutputs(NamedTuple):
     """Outputs that a frame wants of its execution.
 
     row_output: of the logits rows; None for none. all_rows: hidden states of all tokens. aux_layers: the layers whose
-    inputs are wanted too, as auxiliary hidden states.
+    inputs are wanted too, as auxiliary hidden states, ascending.
     prompt_rows: token indices, among all, whose logits give prompt log-probabilities.
     """
 
@@ -52,7 +52,10 @@ class Frame:
 
     Set by the execution: aux_received: auxiliary hidden states of earlier stages. hidden, logits, chosen: of the logits
     rows, whichever is wanted: hidden states, float32 logits, or greedy tokens. all_hidden: hidden states of all tokens.
-    aux: inputs of `wants.aux_layers`, in the order of the layers.
+    aux: inputs of `wants.aux_layers` by layer, in their order, after those of earlier stages.
+
+    readers: slot owners that read hidden states, of those that are set when the frame is built. parts: theirs of the
+    step's results, until these are returned.
     """
 
     output: SchedulerOutput
@@ -67,12 +70,14 @@ class Frame:
     inputs: ModelInputs = field(init=False)
     wants: WantedOutputs = field(init=False)
     way: Callable[[Frame], str] | None = None
-    aux_received: Sequence[Tensor] = ()
+    aux_received: Mapping[int, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
     logits: Tensor | None = None
     all_hidden: Tensor | None = None
-    aux: Sequence[Tensor] = ()
+    aux: Mapping[int, Tensor] = field(default_factory=dict)
     chosen: ChosenTokens | None = None
+    readers: Sequence[Any] = ()
+    parts: Sequence[Any] = ()
 
     @property
     def step_id(self) -> int:
@@ -96,4 +101,4 @@ class Frame:
     def drop_outputs(self) -> None:
         """Drop the references to the execution's outputs."""
         self.hidden = self.logits = self.all_hidden = None
-        self.aux = ()
+        self.aux = {}

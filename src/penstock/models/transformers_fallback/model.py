@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ class TransformersForCausalLM(CausalLM):
     Raises UnsupportedModel with the reason for a model that paged attention cannot run: at construction from the
     configuration and a trial run, at loading from a run with weights.
     """
+
+    notes_layers = True
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__()
@@ -171,11 +174,16 @@ class TransformersForCausalLM(CausalLM):
             )
 
     def _run(self, input_ids_T: Tensor, positions_T: Tensor | None, context: ForwardContext) -> Tensor:
-        arguments = {"input_ids": input_ids_T.unsqueeze(0)}
+        arguments: dict[str, Any] = {"input_ids": input_ids_T.unsqueeze(0)}
         if self._takes_positions and positions_T is not None:
             arguments["position_ids"] = positions_T.unsqueeze(0)
+        if context.aux is not None:
+            arguments["output_hidden_states"] = True
         with self._slot.holding(context):
             output = self.backbone(**arguments, use_cache=False)
+        if context.aux is not None:
+            for layer, hidden_1TD in enumerate(output.hidden_states[:-1]):
+                context.note_hidden(layer, hidden_1TD[0], None)
         return output[0][0]  # type: ignore[no-any-return]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor | Sequence[Tensor]]]:

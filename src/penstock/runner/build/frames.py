@@ -175,7 +175,7 @@ class Frames:
         if buffers.owners:
             inputs = inputs._replace(named={**inputs.named, **_named_inputs(layout.plan, buffers)})
         frame.inputs = inputs
-        frame.wants = wants = self._wants(frame)
+        frame.wants = wants = self._owners.widen(self._wants(frame), frame)
         frame.context = self._kv_cache.make_context(frame.batch)
         if wants.row_output is not None and not wants.all_rows and layout.can_be_narrowed:
             frame.context = self._kv_cache.narrow_to_last_tokens(frame.context, frame.batch)

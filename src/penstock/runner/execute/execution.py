@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ UNIFORM, MIXED, PIECES = "uniform steps as graphs", "mixed steps as graphs", "mi
 PROMPT_LOGITS, POOLING = "logits of prompts, layer by layer", "pooling, layer by layer"
 DRAFTS, DRAFTER_PREFILL = "draft steps as graphs", "prefill passes of a drafter, layer by layer"
 FIRST_OF_SIZE, LAYERS = "first runs of a graph's size, layer by layer", "steps that fit no graph, layer by layer"
+_MOST_AUX_SETS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,22 @@ class Description:
 
     lines: Sequence[str] = ()
     num_runs: Mapping[str, int] = field(default_factory=Counter)
+
+
+class AuxSets:
+    """Sets of layers whose inputs frames want. Programs and graphs are made for the first of them alone; frames that
+    want others run layer by layer, with the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._sets: set[frozenset[int]] = set()
+
+    def admits(self, layers: Iterable[int]) -> bool:
+        """Whether programs or graphs are made for a set of layers."""
+        wanted = frozenset(layers)
+        if len(self._sets) < _MOST_AUX_SETS:
+            self._sets.add(wanted)
+        return wanted in self._sets
 
 
 class Execution(ABC):
@@ -83,16 +100,16 @@ def run_forward(frame: Frame, forward: Callable[[LanguageModel, ModelInputs, For
         aux = AuxHiddenStates(frame.wants.aux_layers)
         context = replace(context, aux=aux)
     hidden = forward(frame.model, frame.inputs, context)
-    take_outputs(frame, hidden, () if aux is None else aux.states, is_narrowed=context.last is not None)
+    take_outputs(frame, hidden, {} if aux is None else aux.states, is_narrowed=context.last is not None)
 
 
-def take_outputs(frame: Frame, hidden: Tensor, aux: Sequence[Tensor], *, is_narrowed: bool = False) -> None:
+def take_outputs(frame: Frame, hidden: Tensor, aux: Mapping[int, Tensor], *, is_narrowed: bool = False) -> None:
     """Put a forward pass's hidden states into the frame, and the output of the logits rows that it wants.
 
     aux: auxiliary hidden states. is_narrowed: there are hidden states of the last tokens only.
     """
     wants = frame.wants
-    frame.aux = [*frame.aux_received, *aux] if aux else frame.aux_received
+    frame.aux = {**frame.aux_received, **aux} if aux else frame.aux_received
     frame.all_hidden = hidden if wants.all_rows else None
     if wants.row_output is not None:
         take_rows(frame, hidden if is_narrowed else frame.batch.layout.of_logits_rows(hidden))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from penstock.runner.execute.execution import (
     MIXED,
     PIECES,
     UNIFORM,
+    AuxSets,
     Description,
     Execution,
     run_forward,
@@ -74,6 +75,7 @@ class GraphExecution(Execution):
         self._padding = padding
         self._uniform_sizes, self._token_sizes = frozenset(padding.sizes), frozenset(padding.token_sizes)
         self._graphs: dict[Hashable, _Graph] = {}
+        self._aux_sets = AuxSets()
         self._buffers = PieceBuffers(max(padding.token_sizes, default=0))
         self.num_replays = 0
         self.num_runs: Counter[str] = Counter()
@@ -120,7 +122,7 @@ class GraphExecution(Execution):
         """The graph of the frame's padded sizes, outputs and tensors, if it has one."""
         wants, layout, inputs = frame.wants, frame.batch.layout, frame.inputs
         plan, aux_layers = layout.plan, tuple(wants.aux_layers)
-        if inputs.hidden is not None or wants.prompt_rows is not None:
+        if inputs.hidden is not None or wants.prompt_rows is not None or not self._aux_sets.admits(aux_layers):
             return self._run_layers
         is_uniform = 0 < plan.num_tokens == plan.num_reqs * layout.max_query_len
         is_padded = plan.num_tokens_padded == plan.num_reqs_padded * layout.max_query_len
@@ -146,7 +148,7 @@ class GraphExecution(Execution):
     def _run_uniform(self, key: Hashable, frame: Frame) -> str:
         """Run from token ids to greedy tokens, or to hidden states, whose logits are computed after the graph."""
         layout, outputs = frame.batch.layout, self.compute(partial(_forward, frame), UNIFORM, key)
-        frame.aux = [*frame.aux_received, *outputs.aux]
+        frame.aux = {**frame.aux_received, **outputs.aux}
         frame.all_hidden = outputs.hidden if frame.wants.all_rows else None
         if outputs.chosen is not None:
             token_ids, has_failed = outputs.chosen
@@ -224,7 +226,7 @@ class _Outputs:
 
     hidden: Tensor | None = None
     chosen: ChosenTokens | None = None
-    aux: Sequence[Tensor] = field(default_factory=list)
+    aux: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def _keep_result(graph: _Graph, work: Callable[..., object], *arguments: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -40,9 +40,9 @@ class ProgramExecution(Execution):
         wants = frame.wants
         if not (frame.is_repeated and wants.row_output is RowOutput.GREEDY and frame.batch.layout.has_one_token_each):
             return self._run_forward
-        states_before = wants.aux_layers if wants.all_rows else None
+        states_before = tuple(wants.aux_layers) if wants.all_rows else None
         bound = self.programs.bind_greedy(frame.model, frame.inputs, frame.context, states_before)
-        return self._run_forward if bound is None else _BoundProgram(bound)
+        return self._run_forward if bound is None else _BoundProgram(bound, wants.aux_layers)
 
     def _run_forward(self, frame: Frame) -> str:
         run_forward(frame, self.forward)
@@ -50,14 +50,18 @@ class ProgramExecution(Execution):
 
 
 class _BoundProgram:
-    """A recorded program bound to one frame's tensors, from token ids to greedy tokens."""
+    """A recorded program bound to one frame's tensors, from token ids to greedy tokens.
 
-    def __init__(self, bound: BoundChoices) -> None:
+    aux_layers: layers whose inputs it gives, too.
+    """
+
+    def __init__(self, bound: BoundChoices, aux_layers: Sequence[int]) -> None:
         self._bound = bound
+        self._hidden = bound.states[0] if bound.states else None
+        self._aux = dict(zip(aux_layers, bound.states[1:], strict=True)) if bound.states else {}
 
     def __call__(self, frame: Frame) -> str:
-        bound = self._bound
-        frame.chosen, states = bound.run(), bound.states
-        if states:
-            frame.all_hidden, frame.aux = states[0], [*frame.aux_received, *states[1:]]
+        frame.chosen = self._bound.run()
+        if self._hidden is not None:
+            frame.all_hidden, frame.aux = self._hidden, {**frame.aux_received, **self._aux}
         return "greedy program"

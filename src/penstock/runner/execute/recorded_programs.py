@@ -18,6 +18,7 @@ from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel, ModelInputs
+from penstock.runner.execute.execution import AuxSets
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class RecordedPrograms:
     def __init__(self, layers: Mapping[str, BoundLayer]) -> None:
         self._layers = layers
         self._recorded: dict[tuple[object, ...], NativeProgram | None] = {}
+        self._aux_sets = AuxSets()
         self.refusals: Counter[str] = Counter()
         self.has_run_program = False
 
@@ -52,7 +54,7 @@ class RecordedPrograms:
         in_place = {name: tensor.to(program.inputs[name].dtype).contiguous() for name, tensor in named.items()}
         hidden_TD, *states = program.run(_step_tokens(in_place, context), context.with_inputs(inputs.named))
         if context.aux is not None:
-            context.aux.states += states
+            context.aux.states.update(zip(sorted(aux), states, strict=True))
         return hidden_TD
 
     def bind_greedy(
@@ -60,16 +62,15 @@ class RecordedPrograms:
         model: LanguageModel,
         inputs: ModelInputs,
         context: ForwardContext,
-        states_before: Sequence[int] | None = None,
+        states_before: tuple[int, ...] | None = None,
     ) -> BoundChoices | None:
         """Bind `model.compute_greedy` of the hidden states to these tensors and this context.
 
-        states_before: layers whose inputs are wanted too, with the last hidden states (`AuxHiddenStates`).
+        states_before: layers whose inputs are wanted too, ascending, with the last hidden states (`AuxHiddenStates`).
         None for a model without a greedy kernel, or inputs that cannot be read in place.
         """
         named = _by_name(inputs)
-        states = None if states_before is None else tuple(sorted(states_before))
-        program = self._program(model, _Greedy(_shapes(named), states))
+        program = self._program(model, _Greedy(_shapes(named), states_before))
         if program is None:
             return None
         for name, tensor in named.items():
@@ -92,6 +93,8 @@ class RecordedPrograms:
     def _program(self, model: LanguageModel, what: _Forward | _Greedy) -> NativeProgram | None:
         key = model, what
         if key not in self._recorded:
+            if not self._aux_sets.admits(what.aux or ()):
+                return None
             self._recorded[key] = self._record(model, what)
         return self._recorded[key]
 
@@ -159,7 +162,7 @@ class _Forward:
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
         """Trace; returns cells of the results. Raises Untraceable."""
-        aux = AuxHiddenStates(sorted(self.aux))
+        aux = AuxHiddenStates(self.aux)
         hidden, _ = _run(trace, model, replace(context, aux=aux), self.shapes)
         return trace.result(hidden), list(_cells(aux))
 
@@ -168,17 +171,17 @@ class _Forward:
 class _Greedy:
     """A program from step inputs to greedy tokens.
 
-    states_before: layers whose inputs are wanted too, with the last hidden states; None for none.
+    aux: layers whose inputs are wanted too, ascending, with the last hidden states; None for none.
     """
 
     shapes: tuple[_Shape, ...]
-    states_before: tuple[int, ...] | None
+    aux: tuple[int, ...] | None
 
     def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
         """Trace; returns cells of the hidden states. Raises Untraceable."""
-        aux = AuxHiddenStates(self.states_before or ())
+        aux = AuxHiddenStates(self.aux or ())
         hidden, of_rows = _run(trace, model, replace(context, aux=aux), self.shapes)
-        wanted = [] if self.states_before is None else [trace.result(hidden), *_cells(aux)]
+        wanted = [] if self.aux is None else [trace.result(hidden), *_cells(aux)]
         chosen = model.compute_greedy(hidden, of_rows)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
             raise Untraceable("the model has no greedy kernel")
@@ -191,7 +194,7 @@ def _is_scattered(model: LanguageModel, num_tokens: int) -> bool:
 
 
 def _cells(aux: AuxHiddenStates) -> Iterator[Cell]:
-    return (cell for state in aux.states if (cell := getattr(state, "cell", None)))
+    return (cell for state in aux.states.values() if (cell := getattr(state, "cell", None)))
 
 
 def _run(

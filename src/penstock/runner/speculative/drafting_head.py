@@ -72,7 +72,7 @@ class DraftingHead(ModelDrafter):
             self._take_in_what_waits()
         assert frame.all_hidden is not None, "needs_hidden is set"
         begin, end = self._num_waiting, self._num_waiting + num_reqs
-        for kept, states in zip(self._states, (frame.all_hidden, *frame.aux), strict=True):
+        for kept, states in zip(self._states, (frame.all_hidden, *self._aux(frame)), strict=True):
             kept[begin:end] = states[:num_reqs]
         self._positions[begin:end] = frame.batch.positions[:num_reqs]
         self._slots[begin:end] = layout.slots_np
@@ -83,7 +83,7 @@ class DraftingHead(ModelDrafter):
         self._take_in_what_waits()
         batch = frame.batch
         assert frame.all_hidden is not None, "needs_hidden is set"
-        hidden_TD = self.head.from_target(frame.all_hidden, frame.aux)
+        hidden_TD = self.head.from_target(frame.all_hidden, self._aux(frame))
         # Row of the step's last known token; rejected drafts follow it.
         rows_R = batch.layout.query_start_loc[1 : len(batch.layout.req_ids) + 1] - 1 - outcome.num_rejected
         positions_R = last_R - 1
@@ -101,6 +101,9 @@ class DraftingHead(ModelDrafter):
         states = [torch.zeros(shape, dtype=dtype, device=positions_T.device) for _ in (0, *self.aux_layers)]
         hidden_TD = self.head.from_target(states[0], states[1:])
         return self.run(positions_T.to(torch.int32) * 0, positions_T, context, hidden_TD)
+
+    def _aux(self, frame: Frame) -> list[Tensor]:
+        return [frame.aux[layer] for layer in self.aux_layers]
 
     def _take_in_what_waits(self) -> None:
         if not self._num_waiting:
