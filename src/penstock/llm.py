@@ -15,7 +15,7 @@ from penstock.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam
 from penstock.engine.inputs.conversation import Message, list_of_conversations, render_prompt
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.pooling_prompts import refuse_generation
-from penstock.engine.inputs.prompts import Prompts, list_of_params, list_of_priorities, list_of_prompts
+from penstock.engine.inputs.prompts import Prompts, list_of_params, list_of_priorities, list_of_prompts, with_parts
 from penstock.engine.llm_engine import LLMEngine
 from penstock.engine.offline_pooling import PoolingMethods, with_adapters
 from penstock.engine.output.outputs import RequestOutput
@@ -24,6 +24,7 @@ from penstock.engine.statistics.expert_load import sum_of_workers
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import UnsupportedFeature
+from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.request import LoRARequest
 from penstock.observability.logging import configure_logging
 
@@ -136,6 +137,8 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | int | None = None,
+        return_hidden_states: bool | str = False,
+        hidden_states_layers: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate text for one prompt or many; the outputs are in the prompts' order.
 
@@ -146,6 +149,9 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         use_tqdm: show a progress bar, if standard error is a terminal.
         lora_request: adapter of all prompts, or one per prompt (None for none). Needs an engine with enable_lora=True.
         priority: one for all prompts, or one per prompt; lower runs first. Needs an engine with policy="priority".
+        return_hidden_states: "last" (also True) or "all": tokens whose hidden states each output has
+            (`CompletionOutput.hidden_states`). hidden_states_layers: their layers, from 0 for the embeddings on; None
+            for the output of the final norm. docs/hidden_states.md has the rest.
 
         All prompts are checked before the first one runs. A request that fails while it runs does not stop the
         others: its output has finish_reason "error", and its `RequestOutput.error` says why.
@@ -162,7 +168,9 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         priorities = list_of_priorities(priority, len(prompt_list))
         adapters = list_of_params("lora_requests", lora_request, len(prompt_list))
         names = [f"prompts[{index}]" if len(prompt_list) > 1 else "" for index in range(len(prompt_list))]
-        each = zip(with_adapters(prompt_list, adapters), params_list, names, priorities, strict=True)
+        parts = parts_of_hidden_states(return_hidden_states, hidden_states_layers)
+        with_all_parts = [with_parts(prompt, parts) for prompt in with_adapters(prompt_list, adapters)]
+        each = zip(with_all_parts, params_list, names, priorities, strict=True)
         requests = [
             self._session.accept(prompt, params, name, priority=number) for prompt, params, name, number in each
         ]
@@ -184,6 +192,8 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: str = "auto",
+        return_hidden_states: bool | str = False,
+        hidden_states_layers: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several; the outputs are in the conversations' order.
 
@@ -215,7 +225,15 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
                     chat_template_content_format=chat_template_content_format,
                 )
             prompts.append(prompt)
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm,
+            lora_request=lora_request,
+            priority=priority,
+            return_hidden_states=return_hidden_states,
+            hidden_states_layers=hidden_states_layers,
+        )
 
     @also_from_vllm
     def beam_search(

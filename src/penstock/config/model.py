@@ -46,6 +46,8 @@ _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq
 _DEFAULT_CONTEXTS = {"bloom": 2048, "falcon": 2048, "mpt": 2048}
 # Fields of the hidden size, by architecture.
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "dim", "d_model")
+# Fields of the number of layers, by architecture.
+_LAYER_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 # Model types whose positions begin after that of padding.
 _NUMBERED_AFTER_PADDING = (
     "roberta",
@@ -295,6 +297,11 @@ class ModelConfig:
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         return self.require_int(self._first_of(_HIDDEN_FIELDS) or _HIDDEN_FIELDS[0])
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.require_int(self._first_of(_LAYER_FIELDS) or _LAYER_FIELDS[0])
 
     @property
     def _num_unused_positions(self) -> int:

@@ -24,7 +24,12 @@ from penstock.errors import ConfigError
 Side: TypeAlias = Callable[..., Any] | str | None
 
 # Modules of the features that come with the engine; each has its registration as `FEATURE`.
-_BUILT_IN = ("penstock.features.lora", "penstock.features.pooling", "penstock.features.structured_output")
+_BUILT_IN = (
+    "penstock.features.lora",
+    "penstock.features.pooling",
+    "penstock.features.structured_output",
+    "penstock.features.hidden_states",
+)
 
 
 def _always(_: EngineConfig) -> bool:

@@ -47,12 +47,32 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         """Return the part for a replay of its message, which may be on another machine."""
         return self
 
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether all tokens of a request with this part are computed, without prefix-cache hits."""
+        return False
+
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         """Return extra keys of the block of the tokens from start to stop, such as of an image among them.
 
         Blocks after it are shared by requests with equal keys of it alone, too.
         """
         return ()
+
+
+class OutputPart(Part, frozen=True, kw_only=True):
+    """Base of parts of a request's outputs (`SchedulerFeature.parts_of_outputs`)."""
+
+    def after(self, before: OutputPart | None) -> OutputPart:
+        """Return the part of the output so far, which may be the earlier one, changed. before: that before this step.
+
+        A lost core's replacement begins again with the request's first token.
+        """
+        return self
+
+    def result(self, num_tokens: int) -> Any:
+        """Return the result for the caller at the request's end. num_tokens: of the prompt and the output."""
+        return self
 
 
 _AnyPart = TypeVar("_AnyPart", bound=Part)
@@ -90,6 +110,11 @@ class Parts(dict[str, Part]):
     def may_repeat(self) -> bool:
         """Whether all parts allow repeated steps."""
         return all(part.may_repeat for part in self.values())
+
+    @property
+    def need_all_tokens(self) -> bool:
+        """Whether a part needs all tokens computed."""
+        return any(part.needs_all_tokens for part in self.values())
 
     def anon_repr(self) -> str:
         """Describe all parts for logs."""

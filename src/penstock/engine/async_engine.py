@@ -37,8 +37,9 @@ from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
 from penstock.engine.worker_calls import WorkerCalls
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UnsupportedParameter
 from penstock.executor.processes import refuse_at_exit
+from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.methods import AsyncAdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
 from penstock.observability.logging import configure_logging
@@ -125,6 +126,8 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         lora_request: LoRARequest | None = None,
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
+        return_hidden_states: bool | str = False,
+        hidden_states_layers: Sequence[int] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a prompt; the last one is `finished`.
 
@@ -136,6 +139,8 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         output_kind: whether each output has everything so far or only what is new, or only the final one comes;
             None takes `SamplingParams.output_kind`. A reader that is slower than the engine gets the tokens of several
             steps in one output.
+        return_hidden_states, hidden_states_layers: as of `LLM.generate`; the last output has them. A stream of parts
+            has none.
 
         Cancelling the task, or closing the generator, aborts the request and frees its blocks.
         A request that fails while it runs ends with finish_reason "error", and `RequestOutput.error` says why.
@@ -148,13 +153,19 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         if output_kind is not None:
             check_member("output_kind", output_kind, RequestOutputKind)
             params = params.with_fields(output_kind=output_kind)
+        parts_of_request = parts_of_hidden_states(return_hidden_states, hidden_states_layers)
         if isinstance(prompt, AsyncIterable):
+            if parts_of_request:
+                raise UnsupportedParameter(
+                    f"return_hidden_states={return_hidden_states!r} is not available for a prompt that comes in parts. "
+                    "Leave it out, or give the whole prompt."
+                )
             parts = self._generate_in_turns(prompt, params, request_id, priority, lora_request)
             async with aclosing(parts):
                 async for output in parts:
                     yield output
             return
-        stream = await self._open(prompt, params, request_id, priority, lora_request)
+        stream = await self._open(with_parts(prompt, parts_of_request), params, request_id, priority, lora_request)
         try:
             while not stream.is_over:
                 yield await stream.next()

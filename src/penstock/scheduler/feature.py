@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.contract import ModelRunnerOutput, Part, RpcCall, SchedulerOutput
+from penstock.contract.parts import OutputPart
+from penstock.scheduler.outputs import EngineCoreOutput
 
 if TYPE_CHECKING:
     from penstock.scheduler.request import Request
@@ -64,7 +66,14 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         return None
 
     def take_results(self, message: SchedulerOutput, results: ModelRunnerOutput) -> None:  # noqa: B027
-        """Take in the parts of a step's results, before its tokens."""
+        """Take in the parts of a step's results, before its tokens. Not called for results without parts."""
+
+    def parts_of_outputs(self, outputs: Sequence[EngineCoreOutput]) -> Mapping[str, OutputPart]:
+        """Return the feature's parts of a settled step's outputs, by request.
+
+        Called after `take_results`, where that is, and after `request_ended` for those that end with the step.
+        """
+        return {}
 
     def workers_replaced(self) -> None:  # noqa: B027
         """Note that workers are to be replaced: results of earlier steps and the KV cache are lost."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.contract import ArrayBytes, LogprobsLists
+from penstock.contract import ArrayBytes, LogprobsLists, Parts
 
 
 class FinishReason(StrEnum):
@@ -69,6 +69,7 @@ class EngineCoreOutput(_NewTokens, frozen=True, kw_only=True, gc=False, omit_def
     prompt_logprobs: with the first token, one row per prompt token but the first, if requested.
     num_draft_tokens: draft tokens that the step verified.
     pooled: pooled hidden states of the prompt, at the end of a pooling request.
+    parts: data of features for the caller, since the last output.
     stop_reason: the stop token that ended the request, if it is one of `stop_token_ids`; else None.
     error: error text, for finish_reason ERROR and INVALID.
 
@@ -81,6 +82,7 @@ class EngineCoreOutput(_NewTokens, frozen=True, kw_only=True, gc=False, omit_def
     new_logprobs: LogprobsLists | None = None
     prompt_logprobs: LogprobsLists | None = None
     pooled: ArrayBytes | None = None
+    parts: Parts | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None

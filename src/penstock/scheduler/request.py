@@ -117,6 +117,8 @@ class Request:
     @property
     def needs_all_of_prompt(self) -> bool:
         """Whether the whole prompt must be computed, without prefix-cache hits."""
+        if self.parts is not None and self.parts.need_all_tokens:
+            return True
         if self.pools:
             return self.pooling_params is None or self.pooling_params.skip_reading_prefix_cache is not False
         return self.needs_prompt_logits

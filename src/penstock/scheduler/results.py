@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.contract import ArrayBytes, LogprobsLists, SampledOutput
+from msgspec.structs import replace
+
+from penstock.contract import ArrayBytes, LogprobsLists, Parts, SampledOutput
+from penstock.contract.parts import OutputPart
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -58,6 +61,13 @@ def take_prompt_logprobs(request: Request, results: SampledOutput) -> None:
 def _num_columns(num_logprobs: int) -> int | None:
     """Return the columns per row: the sampled token and the most likely ones; None for all."""
     return None if num_logprobs == ALL_LOGPROBS else 1 + num_logprobs
+
+
+def with_part(output: EngineCoreOutput, part: OutputPart | None) -> EngineCoreOutput:
+    """Return the output with a further part."""
+    if part is None:
+        return output
+    return replace(output, parts=Parts.of([*(output.parts or {}).values(), part]))
 
 
 def make_output(

@@ -21,7 +21,7 @@ from penstock.scheduler.repetition import RepeatedSteps
 from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.request_limits import LengthLimits
 from penstock.scheduler.request_lists import RequestLists
-from penstock.scheduler.results import make_output
+from penstock.scheduler.results import make_output, with_part
 from penstock.scheduler.step import Step, StepBuilder
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
@@ -88,6 +88,7 @@ class Scheduler:
         # Methods of features that every step calls, of those that have them.
         self._part_methods = methods_of(self.features, "part_of_step")
         self._result_methods = methods_of(self.features, "take_results")
+        self._output_methods = methods_of(self.features, "parts_of_outputs")
         self._end_methods = methods_of(self.features, "request_ended")
         self._sampling_methods = methods_of(self.features, "sampling_part")
         self._chunks = Chunks(self.features)
@@ -280,10 +281,17 @@ class Scheduler:
         Ignores results of steps before `reset_for_recovery`. Raises LifecycleError for results of another step, of an
         unknown request, or out of order.
         """
-        for take_results in self._result_methods:
-            take_results(scheduler_output, model_runner_output)
+        has_parts = model_runner_output.parts is not None
+        if has_parts:
+            for take_results in self._result_methods:
+                take_results(scheduler_output, model_runner_output)
         self._num_computed_tokens += scheduler_output.total_num_scheduled_tokens
-        return self._in_flight.settle(scheduler_output, model_runner_output)
+        outputs = self._in_flight.settle(scheduler_output, model_runner_output)
+        if has_parts:
+            for parts_of_outputs in self._output_methods:
+                parts = parts_of_outputs(outputs)
+                outputs = [with_part(output, parts.get(output.req_id)) for output in outputs] if parts else outputs
+        return outputs
 
     def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:
         """Note the time of a step from `schedule` to its results, for the draft budget; without concurrent steps."""

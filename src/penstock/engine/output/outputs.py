@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.contract import ArrayBytes
+from penstock.features.hidden_states.messages import HiddenStates, OutputHiddenStates
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 
@@ -31,6 +32,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: per token, the sampled token's and those of the most likely ones, by token id.
     finish_reason: "stop" (a stop token or stop string), "length", "abort", "error"; None while it is unfinished.
     stop_reason: the entry of `stop_token_ids` or `stop` that ended it; None for the model's end-of-sequence token.
+    parts: results of features by name, of an output that has ended.
     """
 
     index: int
@@ -40,10 +42,16 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    parts: dict[str, Any] = {}
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def hidden_states(self) -> HiddenStates | None:
+        """Hidden states of its tokens; None unless they were requested and it has ended."""
+        return self.parts.get(OutputHiddenStates.feature)
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):

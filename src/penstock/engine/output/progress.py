@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
-from penstock.contract import ArrayBytes, LogprobsLists, RequestOutputKind, SamplingParams
+from penstock.contract import ArrayBytes, LogprobsLists, Parts, RequestOutputKind, SamplingParams
+from penstock.contract.parts import OutputPart
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -85,6 +86,8 @@ class RequestProgress:
         self._is_streamed = params.output_kind is RequestOutputKind.DELTA
         self.cumulative_logprob = 0.0
         self.pooled: ArrayBytes | None = None
+        self._parts: dict[str, OutputPart] = {}
+        self._results: dict[str, Any] = {}
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -160,7 +163,16 @@ class RequestProgress:
             logprobs=self.logprobs[max(0, first_token - self._num_logprobs_dropped) :] if has_logprobs else None,
             finish_reason=None if self.finish_reason is None else self.finish_reason.shown,
             stop_reason=self.stop_reason,
+            parts=self._take_results(),
         )
+
+    def _take_results(self) -> dict[str, Any]:
+        """Results of features by name, once the request has ended."""
+        if self._parts and self.finished:
+            num_tokens = len(self.request.prompt_token_ids) + len(self.token_ids)
+            self._results = {name: part.result(num_tokens) for name, part in self._parts.items()}
+            self._parts = {}
+        return self._results
 
     def _request_output(self, completion: CompletionOutput) -> RequestOutput:
         return RequestOutput(
@@ -209,6 +221,8 @@ class RequestProgress:
             self._add_logprobs(output.new_logprobs, self.num_logprobs)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = [None, *self._readable(output.prompt_logprobs, ALL_LOGPROBS)]
+        if output.parts is not None:
+            self._take_parts(output.parts)
         if output.first_scheduled_time is not None:
             self._first_scheduled_time = output.first_scheduled_time
             self._num_preemptions = output.num_preemptions
@@ -216,6 +230,11 @@ class RequestProgress:
         has_found_stop = self._scanner is not None and self._scanner.found is not None
         if output.finish_reason is not None or has_found_stop:
             self._finish(output, now)
+
+    def _take_parts(self, parts: Parts) -> None:
+        for name, part in parts.items():
+            assert isinstance(part, OutputPart), "features add no others to outputs"
+            self._parts[name] = part.after(self._parts.get(name))
 
     def _with_text(self, new_token_ids: list[int], output: EngineCoreOutput) -> list[int]:
         """Tokens of an output that are part of the text: all but a hidden stop token."""
