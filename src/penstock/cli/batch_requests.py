@@ -13,7 +13,7 @@ from penstock.cli.work import Messages, Work
 from penstock.config import vllm
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
-from penstock.engine.inputs.prompts import PromptDict
+from penstock.engine.inputs.prompts import Prompt
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.server.batches.lines import BATCH_FIELDS, LineChecks
 from penstock.server.http.errors import ApiError
@@ -35,7 +35,7 @@ _REQUESTS: dict[str, type[ChatCompletionRequest | CompletionRequest]] = {
 }
 # Fields of which a server can do more, and the values that a file may have.
 _ONLY: dict[str, tuple[Any, ...]] = {"stream": (False,), "timeout": (), "tool_choice": ("auto", "none")}
-_ONLY_OF_CHATS: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
+_ONLY_OF_CHATS: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,), "return_hidden_states": (False,)}
 
 
 def read_batch_lines(
@@ -107,7 +107,7 @@ class _Reader:
             self._check_model(request.model)
             defaults = self._chat_defaults if kind is ChatCompletionRequest else self._defaults
             if isinstance(request, ChatCompletionRequest):
-                prompt: Messages | PromptDict = _messages(request)
+                prompt: Messages | Prompt = _messages(request)
                 params = _chat_params(request, defaults)
             else:
                 if len(request.prompt) > 1:

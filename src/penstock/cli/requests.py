@@ -115,6 +115,8 @@ def _take_prompt(fields: dict[str, Any]) -> Any:
     if "messages" in fields:
         if has_prompt:
             raise InvalidRequest("There are messages and a prompt. Give one of them.")
+        if "parts" in prompt:
+            raise InvalidRequest("parts are not available for messages. Give a prompt, or leave them out.")
         messages = fields.pop("messages")
         return Messages(messages, take_template_fields(fields), prompt.get("cache_salt"))
     if not has_prompt:

@@ -155,8 +155,11 @@ def _result_line(
     request_hash: of `resume.request_hashes`, which a later run finds the answer by; null for a line that was refused.
     prompt: its text, or its token ids if it was given as such; null for a line that was refused.
     logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
+    hidden_states: lists of numbers by layer, of a request for them.
     error: why it failed, when finish_reason is "error".
     """
+    states = completion.hidden_states
+    of_layers = {} if states is None else {"hidden_states": states.by_layer()}
     return {
         "index": index,
         "sample": completion.index,
@@ -172,5 +175,6 @@ def _result_line(
         "cumulative_logprob": completion.cumulative_logprob,
         "logprobs": completion.logprobs,
         "prompt_logprobs": output.prompt_logprobs,
+        **of_layers,
         "error": output.error,
     }

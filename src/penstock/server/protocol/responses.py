@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
@@ -63,6 +63,19 @@ class CompletionLogprobsBody(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
+class EncodedStates(BaseModel):
+    """Hidden states in base64: little-endian, row-major numbers of this shape. dtype: such as "bfloat16"."""
+
+    dtype: str
+    shape: list[int]
+    data: str
+
+
+# Of one layer: a list of numbers for the last token, a list of such for all; with hidden_states_layers, by layer.
+States: TypeAlias = list[float] | list[list[float]] | EncodedStates
+HiddenStatesBody: TypeAlias = States | dict[str, States]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
@@ -72,6 +85,7 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    hidden_states: HiddenStatesBody | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -125,6 +139,7 @@ class ChatChoice(BaseModel):
     finish_reason: str
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    hidden_states: HiddenStatesBody | None = None
 
 
 class ChatCompletionResponse(BaseModel):

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.contract import SamplingParams
+from penstock.engine.inputs.prompts import with_parts
 from penstock.server.answers.template_tools import TemplateTools
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.requests.answer import AnswerFormat
 from penstock.server.requests.conversation import render_request
 from penstock.server.requests.formats import choose_format
 from penstock.server.requests.generation import Submission
+from penstock.server.requests.hidden_states import hidden_states_parts
 from penstock.server.requests.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
 from penstock.server.served_model import ServedModel
 
@@ -37,7 +39,7 @@ async def prepare_chat(model: ServedModel, request: ChatCompletionRequest, id: s
     """Task of a chat request. id: its name at the engine. Raises InvalidRequest."""
     # Schemas may take long, and the first markers of reasoning.
     form, params, tools = await asyncio.to_thread(_form_and_params, model, request)
-    prompt = await render_request(model, request)
+    prompt = with_parts(await render_request(model, request), hidden_states_parts(request))
     headers = _TOLD_TOOLS if tools is not None and tools.are_told else {}
     return ChatTask(form, Submission(prompt, params, id, request.priority), headers)
 

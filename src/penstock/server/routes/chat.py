@@ -25,6 +25,7 @@ from penstock.server.requests.answer import (
 )
 from penstock.server.requests.chat_task import chat_client_names, prepare_chat
 from penstock.server.requests.generation import Generation
+from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_field
 from penstock.server.requests.logprobs import prompt_logprobs
 from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
@@ -77,7 +78,7 @@ class ChatChoices:
     async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of a response, from the last outputs."""
         (output,) = outputs
-        return self.body(output)
+        return await beside_the_loop(self._request, self.body, output)
 
     def body(self, output: RequestOutput) -> dict[str, Any]:
         """Body of a response, from the last output."""
@@ -99,7 +100,7 @@ class ChatChoices:
                 for sample in self._samples.samples:
                     yield event(self._first_chunk(sample, output))
             for part in parts:
-                for chunk in self._chunks(part):
+                for chunk in await beside_the_loop(self._request, self._chunks, part):
                     yield event(chunk)
         if self._request.includes_usage:
             yield event({**self._base, "choices": [], "usage": self._samples.usage_data()})
@@ -135,7 +136,7 @@ class ChatChoices:
         }
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
-        return choice
+        return choice | hidden_states_field(completion, self._request)
 
     def _first_chunk(self, sample: AnswerSample, output: RequestOutput) -> dict[str, Any]:
         chunk = self._chunk(sample, {"role": self._role, "content": self._echoed or ""})
@@ -167,6 +168,7 @@ class ChatChoices:
         choice = {"index": sample.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if ended is not None:
             choice |= {"finish_reason": sample.finish_reason, "stop_reason": ended.stop_reason}
+            choice |= hidden_states_field(ended, self._request)
         chunk = {**self._base, "choices": [choice]}
         if self._request.includes_usage:
             chunk["usage"] = self._samples.usage_data() if self._request.repeats_usage else None

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
-from penstock.engine.inputs.prompts import PromptDict, RenderedText
+from penstock.engine.inputs.prompts import Prompt, PromptDict, RenderedText, with_parts
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
@@ -19,6 +19,7 @@ from penstock.server.http.errors import refusals
 from penstock.server.protocol.completion import CompletionRequest
 from penstock.server.protocol.responses import COMPLETION_RESPONSES
 from penstock.server.requests.generation import Generation, Submission
+from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_field, hidden_states_parts
 from penstock.server.requests.logprobs import CompletionLogprobs, Row, prompt_logprobs
 from penstock.server.requests.samples import Usage
 from penstock.server.requests.sampling import client_names, sampling_params
@@ -78,14 +79,14 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
     return sampling_params(request, defaults, **changes)
 
 
-def prompt_of(given: str | list[int], request: CompletionRequest) -> PromptDict:
+def prompt_of(given: str | list[int], request: CompletionRequest) -> Prompt:
     """Prompt of a completion request, from text or token ids."""
     prompt: PromptDict = {"cache_salt": request.cache_salt}
     if isinstance(given, str):
         prompt["prompt"] = given if request.add_special_tokens else RenderedText(given)
     else:
         prompt["prompt_token_ids"] = given
-    return prompt
+    return with_parts(prompt, hidden_states_parts(request))
 
 
 def _name(id: str, index: int, request: CompletionRequest) -> str:
@@ -107,7 +108,7 @@ class CompletionChoices:
 
     async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of a response, from the prompts' last outputs."""
-        return self.body(outputs)
+        return await beside_the_loop(self._request, self.body, outputs)
 
     def body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of a response, from the prompts' last outputs."""
@@ -132,7 +133,9 @@ class CompletionChoices:
                 is_news = completion.token_ids or completion.text or completion.finish_reason is not None
                 if number in ended or not (is_news or number not in started):
                     continue
-                choice = self._choice(index, output, completion, is_first=number not in started)
+                choice = await beside_the_loop(
+                    request, self._choice, index, output, completion, is_first=number not in started
+                )
                 started.add(number)
                 if completion.finish_reason is not None:
                     ended.add(number)
@@ -181,7 +184,7 @@ class CompletionChoices:
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
-        return choice
+        return choice | hidden_states_field(completion, self._request)
 
     def _prompt_text(self, index: int, output: RequestOutput) -> str:
         given = self._request.prompt[index]
