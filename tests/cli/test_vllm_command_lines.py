@@ -71,6 +71,7 @@ SERVE: dict[str, dict[str, Any]] = {
     "vllm serve demo --config CONFIG": {"max_model_len": 512, "served_model_name": ("a", "b")},
     "vllm serve demo --api-server-count 2 --data-parallel-size 2": {"data_parallel_size": 2},
     """vllm serve demo --limit-mm-per-prompt '{"image": 0}' --no-enable-expert-parallel""": {},
+    "vllm serve demo --enable-server-load-tracking --disable-uvicorn-access-log --swap-space 4": {},
 }
 
 REFUSED = {
@@ -81,9 +82,22 @@ REFUSED = {
     "vllm serve demo --quantization bitsandbytes": "other quantization methods",
     "vllm serve demo --enable-expert-parallel": "expert parallelism",
     "vllm serve demo --tokenizer-mode mistral": "other tokenizers",
+    "vllm serve demo --middleware package.module": "further options of vLLM's server",
+    "vllm serve demo --headless": "further options of vLLM's server",
     "vllm serve demo --chat-template-content-format zebra": "Allowed: auto, string, openai",
     "vllm bench throughput --model demo --dataset-name sonnet --dataset-path sonnet.txt": "benchmarks on datasets",
+    "vllm bench serve --backend vllm --model demo --dataset-name hf": "Allowed: random, sharegpt, custom",
+    "vllm bench sweep serve": "There is no workload 'sweep'",
+    "vllm chat --url http://localhost:8000/v1": "the HTTP server, outside of `penstock serve`",
 }
+
+# What `penstock bench serve` says without a server: its options are taken.
+BENCH = [
+    "vllm bench serve --backend vllm --model demo --endpoint /v1/completions --dataset-name random --num-prompts 2"
+    " --random-input-len 8 --random-output-len 4 --port 9",
+    "vllm bench serve --backend openai-chat --model demo --endpoint /v1/chat/completions --num-prompts 2"
+    " --request-rate inf --max-concurrency 2 --percentile-metrics ttft,tpot,itl --goodput ttft:200 tpot:50 --port 9",
+]
 
 
 @pytest.fixture
@@ -135,3 +149,10 @@ def test_a_command_line_is_refused_with_why(line: str, server: dict[str, Any]) -
     assert result.exit_code == 2
     assert REFUSED[line] in " ".join(result.stderr.split())
     assert not server
+
+
+@pytest.mark.parametrize("line", BENCH)
+def test_a_command_line_of_a_benchmark_is_taken(line: str) -> None:
+    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert result.exit_code == 1
+    assert "connection refused" in result.output
