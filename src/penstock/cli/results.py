@@ -157,6 +157,7 @@ def _result_line(
     logprobs, prompt_logprobs: per token, by token id (as text, JSON having no other keys); -inf is written as null.
     hidden_states: lists of numbers by layer, of a request for them.
     error: why it failed, when finish_reason is "error".
+    schema_errors: what does not hold of it by its JSON schema, where that is checked at the end.
     """
     states = completion.hidden_states
     of_layers = {} if states is None else {"hidden_states": states.by_layer()}
@@ -170,6 +171,7 @@ def _result_line(
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        **({} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}),
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "cumulative_logprob": completion.cumulative_logprob,

@@ -20,6 +20,9 @@ class StructuredOutputsConfig:
     max_grammar_compile_s: timeout of compiling a grammar, in seconds; its requests end with an error.
     max_grammar_bytes: maximum size of a constraint as text.
     max_cached_grammars: size of the cache of compiled grammars.
+    structured_outputs_unenforced: what becomes of keywords of a JSON schema that cannot be enforced, for requests that
+        do not say it. "refuse" refuses the request; "check" generates without them and says in the result what does
+        not hold.
     reasoning_parser: format of the model's reasoning, after which constraints begin. "custom" is reasoning between
         `reasoning_start_str` and `reasoning_end_str`. None for models without reasoning.
     enable_in_reasoning: constrain the reasoning too.
@@ -29,6 +32,7 @@ class StructuredOutputsConfig:
     max_grammar_compile_s: float = 10.0
     max_grammar_bytes: int = 1 << 20
     max_cached_grammars: int = 128
+    structured_outputs_unenforced: str = "refuse"
     reasoning_parser: str | None = None
     enable_in_reasoning: bool = False
 
@@ -45,6 +49,7 @@ class StructuredOutputsConfig:
         check_seconds("max_grammar_compile_s", self.max_grammar_compile_s)
         check_integer("max_grammar_bytes", self.max_grammar_bytes, 1)
         check_integer("max_cached_grammars", self.max_cached_grammars, 1)
+        check_choice("structured_outputs_unenforced", self.structured_outputs_unenforced, ("refuse", "check"))
         if self.reasoning_parser == "":
             object.__setattr__(self, "reasoning_parser", None)
         if self.reasoning_parser is not None:

@@ -17,6 +17,8 @@ from penstock.errors import InvalidParameter
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 # Constraints with JSON schemas.
 CONSTRAINTS_BY_SCHEMA = ("json", "json_object", "structural_tag")
+# What becomes of keywords of a schema that cannot be enforced.
+UNENFORCED = ("refuse", "check")
 _A_SCHEMA = "a JSON schema as text, a dictionary, True, False, or a pydantic model"
 _A_TAG = "a structural tag as JSON text or a dictionary"
 # JSON fields: allowed values, for errors, and types of the parsed data.
@@ -47,6 +49,9 @@ class StructuredOutputsParams(
     disable_any_whitespace: with JSON: no whitespace but that inside of strings.
     disable_additional_properties: with JSON: where a schema says nothing of further properties, objects have none, and
         strings, arrays and numbers without bounds get default ones. False generates all that is valid.
+    unenforced: with json: what becomes of keywords that cannot be enforced. "refuse" refuses the request; "check"
+        generates without them, and `CompletionOutput.schema_errors` says what does not hold of the whole output. None
+        takes the engine's, `structured_outputs_unenforced`.
 
     Raises InvalidParameter. Whether a schema can be enforced is checked when an engine accepts the request.
     """
@@ -60,6 +65,7 @@ class StructuredOutputsParams(
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
+    unenforced: str | None = None
 
     def __post_init__(self) -> None:
         flag: object = self.json_object
@@ -106,6 +112,10 @@ class StructuredOutputsParams(
         if not self.disable_additional_properties and given not in CONSTRAINTS_BY_SCHEMA:
             allowed = f"False only with {', '.join(CONSTRAINTS_BY_SCHEMA)}"
             raise check.invalid(_full("disable_additional_properties"), False, allowed)
+        if self.unenforced is not None and self.unenforced not in UNENFORCED:
+            raise check.invalid(_full("unenforced"), self.unenforced, f"{', '.join(UNENFORCED)}, or None")
+        if self.unenforced == "check" and given != "json":
+            raise check.invalid(_full("unenforced"), self.unenforced, '"check" only with json')
 
     def _set(self, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(self, name, value)

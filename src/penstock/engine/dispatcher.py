@@ -48,6 +48,7 @@ def output_processor_for(config: EngineConfig, tokenizer: Tokenizer) -> OutputPr
         tokenizer,
         EngineMetrics(config.model.model, has_prefix_cache=can_share),
         shared_prompt_length=config.cache.block_size + 1 if can_share else None,
+        reasoning=config.constraints_wait_for,
     )
 
 

@@ -10,7 +10,7 @@ from penstock.contract.structured_outputs import MAX_READ_AT_INTAKE, parsed
 from penstock.errors import InvalidParameter
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.patterns import PatternError, translate_full_match
-from penstock.structured.schema_check import enforceable
+from penstock.structured.schema_check import NotEnforced, enforceable
 from penstock.structured.structural_tag import Format, read_structural_tag
 
 # A space, or a newline and up to 20 spaces: JSON in one line or indented, and no endless whitespace.
@@ -56,7 +56,13 @@ def check_read(params: StructuredOutputsParams) -> None:
 def schema_of(params: StructuredOutputsParams) -> Any:
     """Return the schema of `json` or `json_object` in enforced keywords. Raises InvalidParameter."""
     schema = {"type": "object"} if params.json is None else parsed("json", params.json)
-    return enforceable(schema)
+    try:
+        return enforceable(schema, drops=params.unenforced == "check")
+    except NotEnforced as error:
+        if not error.can_be_dropped:
+            raise
+        instead = 'or unenforced="check", which generates without it and says in the result what does not hold.'
+        raise InvalidParameter(f"{str(error).removesuffix('.')}, {instead}") from error
 
 
 def translated(name: str, pattern: str) -> str:

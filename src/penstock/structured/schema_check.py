@@ -37,10 +37,17 @@ _HANDLERS = {
 
 
 class NotEnforced(InvalidParameter):
-    """Schema that cannot be enforced. pointers, keywords: JSON pointer and keyword of each refusal."""
+    """Schema that cannot be enforced.
 
-    def __init__(self, message: str, *, pointers: Sequence[str] = (), keywords: Sequence[str] = ()) -> None:
+    pointers, keywords: JSON pointer and keyword of each refusal. can_be_dropped: whether it is enforceable
+    without them.
+    """
+
+    def __init__(
+        self, message: str, *, pointers: Sequence[str] = (), keywords: Sequence[str] = (), can_be_dropped: bool = False
+    ) -> None:
         super().__init__(message)
+        self.can_be_dropped = can_be_dropped
         self.pointers = list(pointers)
         self.keywords = list(keywords)
 
@@ -67,11 +74,11 @@ def enforceable(schema: Any, *, drops: bool = False) -> dict[str, Any]:
             walk.refuse(pointer, "nothing finite is valid for it")
     rewritten: Any = {} if result is True else result
     if walk.refusals:
-        raise _not_enforced(walk.refusals)
+        raise _not_enforced(walk)
     whole: dict[str, Any] = walk.references.with_definitions(rewritten)
     _check_whole(walk, whole)
     if walk.refusals:
-        raise _not_enforced(walk.refusals)
+        raise _not_enforced(walk)
     if walk.warnings:
         _warn_once(_listed(list(walk.warnings.items())))
     return whole
@@ -92,9 +99,11 @@ def _check_whole(walk: Walk, whole: dict[str, Any]) -> None:
         walk.refuse("", "constants with control characters beside names with some, which could be written twice")
 
 
-def _not_enforced(refusals: list[tuple[str, str]]) -> NotEnforced:
+def _not_enforced(walk: Walk) -> NotEnforced:
+    refusals = walk.refusals
     return NotEnforced(
         f"structured_outputs.json has what cannot be enforced. {_listed(refusals)}. Allowed: schemas without it.",
+        can_be_dropped=all(refusal in walk.could_drop for refusal in refusals),
         pointers=[pointer for pointer, _ in refusals],
         keywords=[_keyword_in(pointer) for pointer, _ in refusals],
     )

@@ -48,13 +48,13 @@ class Walk:
     complement allows none of them.
 
     draft: declared by the schema; None if undeclared, when old forms have their old meaning.
-    handlers: rewriting functions, by keyword. drops: valid keywords that cannot be enforced are left out and collected
-    in `dropped`, instead of refused.
+    handlers: rewriting functions, by keyword. drops: valid keywords that cannot be enforced are left out.
     """
 
     def __init__(self, root: Any, handlers: Mapping[str, Handler], *, drops: bool = False) -> None:
         self.refusals: list[tuple[str, str]] = []
-        self.dropped: list[tuple[str, str]] = []
+        # Those of valid keywords.
+        self.could_drop: list[tuple[str, str]] = []
         # What is said of annotations that may have been meant as more, by JSON pointer.
         self.warnings: dict[str, str] = {}
         self.is_wide = False
@@ -119,7 +119,9 @@ class Walk:
     def cannot(self, at: str, why: str) -> None:
         """Note a valid keyword that cannot be enforced, and which the caller leaves out."""
         if not self.is_wide:
-            (self.dropped if self._drops else self.refusals).append((at, why))
+            self.could_drop.append((at, why))
+            if not self._drops:
+                self.refusals.append((at, why))
 
     def may_branch(self, place: Place, num_cases: int) -> bool:
         """Whether an instance may be looked at in so many cases, with those of other keywords; noted otherwise."""

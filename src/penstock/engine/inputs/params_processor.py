@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.config import SamplingConfig, StructuredOutputsConfig
 from penstock.config.reasoning import reasoning_markers
 from penstock.config.sampling import LOGITS_PROCESSORS_GROUP
@@ -64,11 +66,12 @@ class ParamsProcessor:
             self._check_ids(name, getattr(params, name) or ())
         for sequence in params.bad_words_token_ids:
             self._check_ids("bad_words_token_ids", sequence)
-        if params.structured_outputs is not None:
-            self._check_structured(params.structured_outputs)
         # The caller may change its own dictionaries meanwhile.
         given = {name: getattr(params, name) for name in ("logit_bias", "extra_args")}
         changes: dict[str, Any] = {name: dict(value) for name, value in given.items() if value is not None}
+        if params.structured_outputs is not None:
+            changes["structured_outputs"] = constraint = self._with_defaults(params.structured_outputs)
+            self._check_structured(constraint)
         if params.bad_words:
             changes["bad_words_token_ids"] = self._spell(params)
         if params.min_tokens:
@@ -81,6 +84,12 @@ class ParamsProcessor:
         params = params.with_fields(**changes)
         self._logits_processors.check(params)
         return params
+
+    def _with_defaults(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
+        """The constraint with the engine's `structured_outputs_unenforced`, unless it says that itself."""
+        if constraint.unenforced is not None or constraint.json is None:
+            return constraint
+        return msgspec.structs.replace(constraint, unenforced=self._structured.structured_outputs_unenforced)
 
     def _check_structured(self, constraint: StructuredOutputsParams) -> None:
         """Check a constraint without compiling it; a repeated one is checked once."""

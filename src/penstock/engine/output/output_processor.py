@@ -6,11 +6,14 @@ objects are built only on demand.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from penstock.config.reasoning import ReasoningMarkers
 from penstock.contract import SamplingParams
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.fan_out import FanOut, sample_requests
@@ -22,6 +25,9 @@ from penstock.errors import InvalidRequest
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.text.stop_strings import StopStrings
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.structured.final_check import FinalCheck
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +49,21 @@ class OutputProcessor:
 
     metrics: metrics to update.
     shared_prompt_length: minimum prompt tokens for samples to share blocks; None if they never can.
+    reasoning: markers of the reasoning that constraints wait for; None if they begin with the output.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, metrics: EngineMetrics | None = None, *, shared_prompt_length: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        metrics: EngineMetrics | None = None,
+        *,
+        shared_prompt_length: int | None = None,
+        reasoning: ReasoningMarkers | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics or EngineMetrics("", has_prefix_cache=shared_prompt_length is not None)
         self._shared_prompt_length = shared_prompt_length
+        self._reasoning = reasoning
         # By the core's ids: a request with n samples is n requests to the core.
         self._running: dict[str, RequestProgress] = {}
         self._fan_outs: dict[str, FanOut] = {}
@@ -71,8 +84,8 @@ class OutputProcessor:
         if request.sampling_params.n > 1:
             fan_out = self._fan_out(request, prompt, inbox)
             return fan_out, fan_out.first_requests()
-        stops = _stop_strings(request.sampling_params)
-        progress = RequestProgress(request, prompt, self._tokenizer, inbox, stops=stops)
+        stops, check = _stop_strings(request.sampling_params), self._final_check_of(request.sampling_params)
+        progress = RequestProgress(request, prompt, self._tokenizer, inbox, stops=stops, final_check=check)
         self._running[request.req_id] = progress
         return progress, [request]
 
@@ -172,12 +185,24 @@ class OutputProcessor:
                 f"request_id={request.req_id!r} with n={len(samples)} needs the names {samples[0].req_id!r} to "
                 f"{samples[-1].req_id!r}, one of which a running request has. Choose another."
             )
-        stops = _stop_strings(request.sampling_params)
+        stops, check = _stop_strings(request.sampling_params), self._final_check_of(request.sampling_params)
         for index, sample in enumerate(samples):
-            fan_out.samples.append(RequestProgress(sample, prompt, self._tokenizer, fan_out, index, stops))
+            fan_out.samples.append(RequestProgress(sample, prompt, self._tokenizer, fan_out, index, stops, check))
         self._fan_outs[request.req_id] = fan_out
         self._running |= {sample.req_id: sample for sample in fan_out.samples}
         return fan_out
+
+    def _final_check_of(self, params: SamplingParams) -> FinalCheck | None:
+        """Check of whole outputs by the schema of a request that asks for it; None for others."""
+        constraint = params.structured_outputs
+        return self._final_check if constraint is not None and constraint.unenforced == "check" else None
+
+    @functools.cached_property
+    def _final_check(self) -> FinalCheck:
+        # Imported on first use.
+        from penstock.structured.final_check import FinalCheck
+
+        return FinalCheck(self._tokenizer, self._reasoning)
 
     def _announce(self, follow_up: FollowUp) -> None:
         news = self._news.copy()

@@ -33,6 +33,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: "stop" (a stop token or stop string), "length", "abort", "error"; None while it is unfinished.
     stop_reason: the entry of `stop_token_ids` or `stop` that ended it; None for the model's end-of-sequence token.
     parts: results of features by name, of an output that has ended.
+    schema_errors: with `StructuredOutputsParams.unenforced="check"`, at the end: what does not hold of the output by
+        its JSON schema, each with its JSON pointer; empty if all does. None otherwise.
     """
 
     index: int
@@ -43,6 +45,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     parts: dict[str, Any] = {}
+    schema_errors: list[str] | None = None
 
     @property
     def finished(self) -> bool:

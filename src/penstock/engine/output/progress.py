@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.contract import ArrayBytes, LogprobsLists, Parts, RequestOutputKind, SamplingParams
 from penstock.contract.parts import OutputPart
@@ -17,6 +17,9 @@ from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.text.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
 from penstock.text.stop_strings import StopScanner, StopStrings
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.structured.final_check import FinalCheck
 
 logger = logging.getLogger(__name__)
 _STOP = FinishReason.STOP  # looked up for every token
@@ -62,6 +65,7 @@ class RequestProgress:
     """State of one request's output: everything so far, and the position up to which the consumer has read it.
 
     index: number of the sample among the prompt's n outputs. stops: stop strings, which these share; None for none.
+    final_check: check of the whole output by its JSON schema; None without one.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class RequestProgress:
         inbox: Inbox,
         index: int = 0,
         stops: StopStrings | None = None,
+        final_check: FinalCheck | None = None,
     ) -> None:
         params = request.sampling_params
         self.request = request
@@ -91,6 +96,8 @@ class RequestProgress:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.schema_errors: list[str] | None = None
+        self._final_check = final_check
         self.error: str | None = None
         self.num_cached_tokens = 0
         self._first_scheduled_time: float | None = None
@@ -164,6 +171,7 @@ class RequestProgress:
             finish_reason=None if self.finish_reason is None else self.finish_reason.shown,
             stop_reason=self.stop_reason,
             parts=self._take_results(),
+            schema_errors=self.schema_errors,
         )
 
     def _take_results(self) -> dict[str, Any]:
@@ -296,6 +304,9 @@ class RequestProgress:
             piece = self._scan_last(piece, self._scanner)
         if piece:
             self._pieces.append(piece)
+        constraint = self.request.sampling_params.structured_outputs
+        if self._final_check is not None and constraint is not None and output.error is None:
+            self.schema_errors = self._final_check.errors(constraint, self.token_ids)
 
     def fail(self, error: Exception, now: float) -> None:
         """End a request whose output processing raised an error; it keeps its output so far."""

@@ -85,6 +85,7 @@ class MessageWriter:
         return {
             "stop_reason": "stop_sequence" if is_stopped else _STOP_REASONS[reason],
             "stop_sequence": self._stop_sequence if is_stopped else None,
+            **self._samples.samples[0].schema_errors,
         }
 
     def _usage(self) -> dict[str, Any]:

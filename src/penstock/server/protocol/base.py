@@ -80,12 +80,16 @@ class StreamOptions(StrictModel):
 
 
 class JsonSchemaFormat(StrictModel):
-    """A JSON schema with its name. strict: changes nothing, since a schema is always enforced."""
+    """A JSON schema with its name.
+
+    strict: changes nothing, since a schema is always enforced. unenforced: as in `StructuredOutputsParams`.
+    """
 
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
+    unenforced: str | None = None
 
 
 class TextFormat(StrictModel):

@@ -56,10 +56,15 @@ class Usage:
         }
 
 
+def schema_errors(completion: CompletionOutput) -> dict[str, Any]:
+    """Field with what does not hold of an output by its JSON schema, where that is checked at its end; else none."""
+    return {} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}
+
+
 class AnswerSample:
     """Sample of an answer: its parser and its events so far.
 
-    token_ids: so far. reasons: whether it has reasoning.
+    token_ids: so far. reasons: whether it has reasoning. schema_errors: field of that name, or none.
     finish_reason: as chat completions have it, "tool_calls" if the answer calls tools; None while it goes on. It stays
     "stop" where a stop string or stop token cuts the last call's arguments, which nothing should be called with.
     """
@@ -69,6 +74,7 @@ class AnswerSample:
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
         self.reasons = False
+        self.schema_errors: dict[str, Any] = {}
         self._parser = parser
         # Arguments of the last call, in pieces; None without a call.
         self._arguments: list[str] | None = None
@@ -87,6 +93,7 @@ class AnswerSample:
                 self._arguments.append(event.text)
         if completion.finish_reason is not None:
             self.finish_reason = completion.finish_reason
+            self.schema_errors = schema_errors(completion)
             if completion.finish_reason == "stop" and self._arguments is not None:
                 is_cut = completion.stop_reason is not None and not _is_json("".join(self._arguments))
                 self.finish_reason = "stop" if is_cut else "tool_calls"

@@ -27,6 +27,7 @@ _SAME = tuple(
 CLIENT_NAMES = {"extra_args": "vllm_xargs"}
 FORMAT_NAMES = {
     "structured_outputs.json": "response_format.json_schema.schema",
+    "structured_outputs.unenforced": "response_format.json_schema.unenforced",
     "structured_outputs": "response_format",
 }
 
@@ -52,7 +53,7 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | Non
             if given.schema_ is None:
                 param = "response_format.json_schema.schema"
                 raise ApiError(400, f"{param} is missing.", param=param)
-            return StructuredOutputsParams(json=given.schema_)  # type: ignore[arg-type]
+            return StructuredOutputsParams(json=given.schema_, unenforced=given.unenforced)  # type: ignore[arg-type]
         case GrammarFormat(grammar=text):
             return StructuredOutputsParams(grammar=text)
         case StructuralTagFormat() as tag:

@@ -117,6 +117,7 @@ class ResponseWriter:
             "status": status,
             "output": self._items.whole(),
             "usage": self._usage() if has_begun and status != "in_progress" else None,
+            **(self._samples.samples[0].schema_errors if has_begun else {}),
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class ChatChoices:
             "logprobs": self._logprobs(completion),
             "finish_reason": sample.finish_reason,
             "stop_reason": completion.stop_reason,
+            **sample.schema_errors,
         }
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -169,6 +170,7 @@ class ChatChoices:
         if ended is not None:
             choice |= {"finish_reason": sample.finish_reason, "stop_reason": ended.stop_reason}
             choice |= hidden_states_field(ended, self._request)
+            choice |= sample.schema_errors
         chunk = {**self._base, "choices": [choice]}
         if self._request.includes_usage:
             chunk["usage"] = self._samples.usage_data() if self._request.repeats_usage else None

@@ -21,7 +21,7 @@ from penstock.server.protocol.responses import COMPLETION_RESPONSES
 from penstock.server.requests.generation import Generation, Submission
 from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_field, hidden_states_parts
 from penstock.server.requests.logprobs import CompletionLogprobs, Row, prompt_logprobs
-from penstock.server.requests.samples import Usage
+from penstock.server.requests.samples import Usage, schema_errors
 from penstock.server.requests.sampling import client_names, sampling_params
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
 from penstock.server.served_model import AnsweringModel
@@ -180,6 +180,7 @@ class CompletionChoices:
             "logprobs": self._logprobs_part(number, output, completion, has_prompt=has_prompt),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
+            **schema_errors(completion),
         }
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
