@@ -48,7 +48,7 @@ def test_a_completion_says_it(client: OpenAI) -> None:
     ],
 )
 def test_other_apis_say_it_of_the_whole_answer(server: Served, path: str, body: dict[str, Any]) -> None:
-    answer = server.post(path, {"model": "demo", "structured_outputs": TIGHT, **body}).json()
+    answer = server.post(path, {"model": "demo", "structured_outputs": TIGHT, **body}).json
     assert ERROR in answer["schema_errors"][0]
 
 
