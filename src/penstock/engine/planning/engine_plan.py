@@ -190,19 +190,16 @@ class EnginePlan:
             for layer in attention
         )
         sizes = [f"{kind} x {count} layers" for kind, count in kinds.items()]
+        size = format_bytes(self.kv_cache.size_bytes)
         per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"
         rows = [
-            ("size", format_bytes(self.kv_cache.size_bytes), self._size_note),
+            ("size, taken as it fills" if self.device == "cpu" else "size", size, self.kv_cache_reason),
             ("per token", format_bytes(self.kv_bytes_per_token), per_token),
             *self._pool_rows(),
             ("tokens that fit", f"{self.num_tokens:,}", ""),
             ("full-length requests", f"{self.concurrency:,.1f}", f"of {self.max_model_len:,} tokens, at once"),
         ]
         return [f"  {name:<34}  {value:>10}  {note}".rstrip() for name, value, note in rows]
-
-    @property
-    def _size_note(self) -> str:
-        return f"{self.kv_cache_reason}; taken as it fills" if self.device == "cpu" else self.kv_cache_reason
 
     def _pool_rows(self) -> Iterator[tuple[str, str, str]]:
         for pool, name in named_pools(self.kv_cache):
