@@ -38,6 +38,8 @@ class RecordedPrograms:
     def __init__(self, layers: Mapping[str, BoundLayer]) -> None:
         self._layers = layers
         self._recorded: dict[tuple[object, ...], NativeProgram | None] = {}
+        # Layers whose inputs a program gives: those of a pipeline stage's model are a part of the wanted ones.
+        self._noted: dict[NativeProgram, tuple[int, ...]] = {}
         self._aux_sets = AuxSets()
         self.refusals: Counter[str] = Counter()
         self.has_run_program = False
@@ -54,7 +56,7 @@ class RecordedPrograms:
         in_place = {name: tensor.to(program.inputs[name].dtype).contiguous() for name, tensor in named.items()}
         hidden_TD, *states = program.run(_step_tokens(in_place, context), context.with_inputs(inputs.named))
         if context.aux is not None:
-            context.aux.states.update(zip(sorted(aux), states, strict=True))
+            context.aux.states.update(zip(self._noted[program], states, strict=True))
         return hidden_TD
 
     def bind_greedy(
@@ -89,6 +91,7 @@ class RecordedPrograms:
     def forget(self) -> None:
         """Drop all programs: models or their weights have changed."""
         self._recorded.clear()
+        self._noted.clear()
 
     def _program(self, model: LanguageModel, what: _Forward | _Greedy) -> NativeProgram | None:
         key = model, what
@@ -104,12 +107,14 @@ class RecordedPrograms:
         trace = NATIVE.trace()
         try:
             _refuse_what_is_watched(model)
-            outputs = what.trace(trace, model, self._context(trace))
+            output, further, layers = what.trace(trace, model, self._context(trace))
         except Exception as reason:  # a user's model may fail in any way on tensors without values
             logger.debug("The model runs layer by layer: %s", reason)
             self.refusals[str(reason) if isinstance(reason, Untraceable) else repr(reason)] += 1
             return None
-        return NativeProgram(NATIVE, trace, *outputs)
+        program = NativeProgram(NATIVE, trace, output, further)
+        self._noted[program] = layers
+        return program
 
     def _context(self, trace: Trace) -> ForwardContext:
         groups = range(1 + max((bound.group for bound in self._layers.values()), default=-1))
@@ -160,11 +165,13 @@ class _Forward:
     shapes: tuple[_Shape, ...]
     aux: frozenset[int]
 
-    def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[Cell, list[Cell]]:
-        """Trace; returns cells of the results. Raises Untraceable."""
+    def trace(
+        self, trace: Trace, model: LanguageModel, context: ForwardContext
+    ) -> tuple[Cell, list[Cell], tuple[int, ...]]:
+        """Trace; returns cells of the results, and the layers of those after the first. Raises Untraceable."""
         aux = AuxHiddenStates(self.aux)
         hidden, _ = _run(trace, model, replace(context, aux=aux), self.shapes)
-        return trace.result(hidden), list(_cells(aux))
+        return trace.result(hidden), list(_cells(aux)), tuple(aux.states)
 
 
 @dataclass(frozen=True)
@@ -177,15 +184,17 @@ class _Greedy:
     shapes: tuple[_Shape, ...]
     aux: tuple[int, ...] | None
 
-    def trace(self, trace: Trace, model: LanguageModel, context: ForwardContext) -> tuple[None, list[Cell]]:
-        """Trace; returns cells of the hidden states. Raises Untraceable."""
+    def trace(
+        self, trace: Trace, model: LanguageModel, context: ForwardContext
+    ) -> tuple[None, list[Cell], tuple[int, ...]]:
+        """Trace; returns cells of the hidden states, and the layers of those after the first. Raises Untraceable."""
         aux = AuxHiddenStates(self.aux or ())
         hidden, of_rows = _run(trace, model, replace(context, aux=aux), self.shapes)
         wanted = [] if self.aux is None else [trace.result(hidden), *_cells(aux)]
         chosen = model.compute_greedy(hidden, of_rows)
         if [getattr(tensor, "role", None) for tensor in chosen or ()] != [Role.CHOSEN, Role.FAILED]:
             raise Untraceable("the model has no greedy kernel")
-        return None, wanted
+        return None, wanted, tuple(aux.states)
 
 
 def _is_scattered(model: LanguageModel, num_tokens: int) -> bool:
