@@ -325,7 +325,7 @@ def test_the_forms_of_outputs_reach_the_request(generate: Generate, cores: list[
     schema.write_text('{"type": "integer"}')
     grammar.write_text('start: "ü"')
     for arguments, expected in (
-        (["--json-schema", str(schema)], {"json": '{"type":"integer"}'}),
+        (["--json-schema", str(schema)], {"json": '{"type":"integer"}', "unenforced": "refuse"}),
         (["--grammar", str(grammar)], {"grammar": 'start: "ü"'}),
         (["--regex", "[0-9]"], {"regex": "[0-9]"}),
         (["--choice", "a", "--choice", "b"], {"choice": ("a", "b")}),
