@@ -64,7 +64,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def read(url: str, body: dict[str, Any], defaults: SamplingParams | None = None) -> Any:
     line = {"custom_id": "one", "method": "POST", "url": url, "body": {**PROMPTS[url], **body}}
-    return read_batch_lines([("line 1", line)], {}, defaults or SamplingParams(), "demo")["line 1"]
+    params = defaults or SamplingParams()
+    return read_batch_lines([("line 1", line)], {}, params, params, "demo")["line 1"]
 
 
 @pytest.mark.parametrize("url", PROMPTS)
