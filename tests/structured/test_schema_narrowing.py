@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from penstock.structured.schema_narrowing import MAX_DIGITS, MAX_FRACTION_DIGITS, MAX_ITEMS, MAX_LENGTH, MAX_PROPERTIES
+from penstock.structured.schema_narrowing import (
+    MAX_DIGITS,
+    MAX_FRACTION_DIGITS,
+    MAX_ITEMS,
+    MAX_LENGTH,
+    MAX_PROPERTIES,
+    DefaultBounds,
+    narrowed,
+)
 from support.constraints import allows, matcher_for, random_output, schema_matcher
 
 A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
@@ -169,3 +177,14 @@ def test_a_model_of_pydantic_has_its_fields_and_no_others() -> None:
     assert allows(matcher, text)
     assert not allows(matcher, text.replace('"note"', '"other"'))
     assert not allows(matcher, text.replace('"price": 1.5', '"price": 1.5, "vat": 1'))
+
+
+def test_short_contexts_have_smaller_bounds() -> None:
+    assert DefaultBounds.within(8192) == DefaultBounds() == (MAX_LENGTH, MAX_ITEMS)
+    assert DefaultBounds.within(1024) == (128, 32)
+    small = narrowed(
+        {"type": "object", "properties": {"s": {"type": "string"}, "a": {"type": "array"}}}, DefaultBounds(5, 2)
+    )
+    assert small["properties"]["s"]["maxLength"] == 5
+    assert small["properties"]["a"]["maxItems"] == 2
+    assert narrowed({"type": "string", "minLength": 9}, DefaultBounds(5, 2))["maxLength"] == 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ from penstock.structured.constraint_check import format_of, schema_of, translate
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.pattern_names import without_empty_patterns
 from penstock.structured.schema_constants import needs_numbered_escapes
-from penstock.structured.schema_narrowing import narrowed
+from penstock.structured.schema_narrowing import DefaultBounds, narrowed
 from penstock.structured.schema_widths import widest
 from penstock.structured.tag_grammar import TagGrammar
 
@@ -56,9 +57,19 @@ def _as_it_is(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class LLGuidanceBackend:
-    """Compiler of constraints for one tokenizer. tokenizer_json: of the `tokenizers` library."""
+    """Compiler of constraints for one tokenizer.
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    tokenizer_json: of the `tokenizers` library. bounds: default ones of what a schema leaves open.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        bounds: DefaultBounds | None = None,
+    ) -> None:
+        self._narrowed = partial(narrowed, bounds=bounds)
         self._eos_token_ids = frozenset(eos_token_ids)
         content = json.loads(tokenizer_json)
         _check_tokens(content)
@@ -92,7 +103,7 @@ class LLGuidanceBackend:
         )
         matcher = None
         if params.disable_additional_properties and name in CONSTRAINTS_BY_SCHEMA:
-            narrow = self._matcher(self._source(params, narrowed, []), limits)
+            narrow = self._matcher(self._source(params, self._narrowed, []), limits)
             matcher = None if narrow.is_error() else narrow
         if matcher is None:
             matcher = self._matcher(whole, limits)

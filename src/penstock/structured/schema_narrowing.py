@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.structured.negation import ANY_TEXT
 
@@ -29,19 +29,32 @@ _ANYTHING = {"$ref": "#/$defs/anything"}
 _OPEN = "-open"
 
 
-def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
+class DefaultBounds(NamedTuple):
+    """Default bounds of strings, in characters, and of arrays."""
+
+    length: int = MAX_LENGTH
+    items: int = MAX_ITEMS
+
+    @classmethod
+    def within(cls, context: int) -> DefaultBounds:
+        """Bounds of outputs of a context, in tokens: smaller ones where the usual ones would take much of it."""
+        return cls(min(MAX_LENGTH, max(1, context // 8)), min(MAX_ITEMS, max(1, context // 32)))
+
+
+def narrowed(schema: dict[str, Any], bounds: DefaultBounds | None = None) -> dict[str, Any]:
     """Return the schema with closed objects and bounds.
 
-    schema: as `enforceable` returns it.
+    schema: as `enforceable` returns it. bounds: the default ones.
     """
-    return _Narrowing(schema.get("$defs", {})).whole(schema)
+    return _Narrowing(schema.get("$defs", {}), bounds or DefaultBounds()).whole(schema)
 
 
 class _Narrowing:
     """State of narrowing. definitions: by name; one that applies beside other schemas has an open copy."""
 
-    def __init__(self, definitions: dict[str, Any]) -> None:
+    def __init__(self, definitions: dict[str, Any], bounds: DefaultBounds) -> None:
         self._definitions = definitions
+        self._bounds = bounds
         self._written: dict[str, Any] = {}
         self._waiting: list[str] = []
 
@@ -54,7 +67,7 @@ class _Narrowing:
                 self._written[name] = self._part(self._definitions[name.removesuffix(_OPEN)])
             else:
                 self._written[name] = self._place(self._definitions[name])
-        return {"$defs": {**self._written, "anything": _with_short_names(_limits([{}]))}, **result}
+        return {"$defs": {**self._written, "anything": _with_short_names(_limits([{}], self._bounds))}, **result}
 
     def _refer(self, reference: str, suffix: str = "") -> dict[str, Any]:
         name = reference.rpartition("/")[2] + suffix
@@ -77,7 +90,7 @@ class _Narrowing:
             return self._choice(schema)
         part = self._part(schema)
         parts = list(itertools.islice(self._parts(schema, set()), _MAX_PARTS + 1))
-        limits = _limits(parts) if len(parts) <= _MAX_PARTS else {}
+        limits = _limits(parts, self._bounds) if len(parts) <= _MAX_PARTS else {}
         if len(parts) > 1:
             return {**part, "allOf": [*part.get("allOf", []), _with_short_names(limits)]}
         properties = {**limits.get("properties", {}), **part.get("properties", {})}
@@ -127,7 +140,7 @@ class _Narrowing:
             yield from self._parts(self._definitions[reference.rpartition("/")[2]], seen)
 
 
-def _limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _limits(parts: Sequence[dict[str, Any]], bounds: DefaultBounds) -> dict[str, Any]:
     """Default bounds of schemas that apply to the same instance; none beside constants."""
     said = set(itertools.chain.from_iterable(parts))
     if not said.isdisjoint({"const", "enum"}):
@@ -136,10 +149,12 @@ def _limits(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     limits: dict[str, Any] = {}
     patterns = _values(parts, "pattern")
     if "string" in types and "maxLength" not in said and all(ANY_TEXT in pattern for pattern in patterns):
-        limits["maxLength"] = max([MAX_LENGTH, *_values(parts, "minLength")])
+        limits["maxLength"] = max([bounds.length, *_values(parts, "minLength")])
     if "array" in types:
         if "maxItems" not in said:
-            limits["maxItems"] = max([MAX_ITEMS, *_values(parts, "minItems"), *map(len, _values(parts, "prefixItems"))])
+            limits["maxItems"] = max(
+                [bounds.items, *_values(parts, "minItems"), *map(len, _values(parts, "prefixItems"))]
+            )
         if "items" not in said:
             limits["items"] = _ANYTHING
     if not types.isdisjoint({"integer", "number"}):

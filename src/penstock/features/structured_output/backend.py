@@ -10,6 +10,7 @@ from penstock.structured.harmony import HarmonyBackend
 from penstock.structured.harmony_messages import HarmonyTokens
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 from penstock.structured.reasoning import ReasoningBackend, reasoning_tokens
+from penstock.structured.schema_narrowing import DefaultBounds
 from penstock.text.tokenizer import load_tokenizer
 
 
@@ -23,7 +24,7 @@ def backend_of(model: ModelConfig, reasoning: ReasoningMarkers | None) -> Gramma
     if as_json is None:
         raise UnsupportedFeature("The model's tokenizer has no fast version, which structured outputs need.")
     eos_token_ids = model.eos_token_ids | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
-    backend = LLGuidanceBackend(as_json, model.vocab_size, eos_token_ids)
+    backend = LLGuidanceBackend(as_json, model.vocab_size, eos_token_ids, DefaultBounds.within(model.planned_context))
     if reasoning is None:
         return backend
     if reasoning == REASONING_PARSERS[HARMONY]:
