@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 
 from penstock import LLM
@@ -33,7 +34,7 @@ from penstock.config import ModelConfig
 from penstock.contract import SamplingParams, StructuredOutputsParams
 from penstock.errors import InvalidParameter
 from penstock.structured.backend import Matcher, MatcherError
-from penstock.structured.final_check import schema_errors
+from penstock.structured.final_check import exact_json
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 from penstock.structured.schema_check import NotEnforced
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
@@ -132,7 +133,7 @@ class Check:
         self._check_text(name, schema, text)
 
     def _check_text(self, name: str, schema: Any, text: str) -> None:
-        errors = schema_errors(json.dumps(schema), text)
+        errors = _errors(schema, text)
         self.counts["outputs, invalid" if errors else "outputs, valid"] += 1
         if errors:
             self._differs("invalid output", name, f"{errors}: {text}")
@@ -202,6 +203,17 @@ class Check:
     @property
     def num_wrong(self) -> int:
         return self.counts["invalid, passes"] + self.counts["outputs, invalid"]
+
+
+def _errors(schema: Any, text: str) -> list[str]:
+    """Errors of a text by jsonschema alone, which compares numbers as decimals."""
+    try:
+        instance = exact_json(text)
+    except ValueError:
+        return ["it is no JSON"]
+    given = exact_json(json.dumps(schema))
+    validator = jsonschema.validators.validator_for(given, default=jsonschema.Draft202012Validator)
+    return [error.message for error in validator(given).iter_errors(instance)]
 
 
 def _name_of(case: dict[str, Any]) -> str:

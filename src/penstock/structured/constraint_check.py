@@ -62,7 +62,8 @@ def schema_of(params: StructuredOutputsParams) -> Any:
         if not error.can_be_dropped:
             raise
         instead = 'or unenforced="check", which generates without it and says in the result what does not hold.'
-        raise InvalidParameter(f"{str(error).removesuffix('.')}, {instead}") from error
+        message = f"{str(error).removesuffix('.')}, {instead}"
+        raise NotEnforced(message, pointers=error.pointers, keywords=error.keywords) from error
 
 
 def translated(name: str, pattern: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
@@ -20,6 +21,9 @@ _MAX_ERRORS = 10
 _MAX_CHARACTERS = 200
 # Whole numbers beyond this size stay decimals, since their digits take memory.
 _MAX_EXPONENT = 400
+# Classes that differ between dialects, but not for plain texts.
+_CLASSES = re.compile(r"\\[sSwWdDbB]")
+_PLAIN = re.compile(r"[\t\n\r -~]*")
 # Begin of the text of a message with a header: the last message is the constrained one.
 _MESSAGE = "<|message|>"
 
@@ -58,18 +62,19 @@ def schema_errors(schema: str, text: str) -> list[str]:
     import referencing
 
     try:
-        instance = _exact(text)
+        instance = exact_json(text)
     except (ValueError, RecursionError):
         return ["/: this is no complete JSON"]
     try:
-        given = _exact(schema)
+        given = exact_json(schema)
         checked = _validator_of(given, jsonschema)(given, registry=referencing.Registry())
         return [_shown(error) for _, error in zip(range(_MAX_ERRORS), checked.iter_errors(instance), strict=False)]
     except Exception as error:  # jsonschema raises errors of many kinds for what it cannot follow
         return [f"/: this could not be checked: {(str(error) or type(error).__name__)[:_MAX_CHARACTERS]}"]
 
 
-def _exact(text: str) -> Any:
+def exact_json(text: str) -> Any:
+    """Parse JSON with decimals, which are whole numbers where they can be. Raises ValueError."""
     return json.loads(text, parse_float=_number)
 
 
@@ -143,6 +148,8 @@ def _pattern_properties(validator: Any, patterns: dict[str, Any], instance: Any,
 
 def _searched(pattern: str, text: str) -> bool:
     """Whether a pattern is found, in time that is linear in the text."""
+    if _CLASSES.search(pattern) and not _PLAIN.fullmatch(text):
+        raise _NotChecked(f"dialects do not agree on what {pattern!r} matches in {text!r}")
     return _compiled(pattern).search(text) is not None
 
 
