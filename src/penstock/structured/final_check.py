@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from penstock.structured.schema_walk import escaped
 
 # Keywords that are applied to parts of an instance. A schema may apply them as often as it likes to a short one.
 MAX_STEPS = 50_000
+# Keywords within keywords: a schema may refer to itself for ever, and Python's stack is bounded.
+MAX_DEPTH = 100
 _MAX_ERRORS = 10
 _MAX_CHARACTERS = 200
 # Whole numbers beyond this size stay decimals, since their digits take memory.
@@ -112,14 +115,19 @@ def _may_be_old(schema: Any) -> bool:
 
 
 def _counted(keywords: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    left = [MAX_STEPS]
+    steps, depth = itertools.count(1), [0]
 
     def counting(check: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
+        def counted(*arguments: Any) -> Iterator[Any]:
+            if next(steps) > MAX_STEPS:
                 raise _NotChecked(f"it takes more than {MAX_STEPS:,} steps")
-            return check(*arguments)
+            if depth[0] >= MAX_DEPTH:
+                raise _NotChecked(f"it has more than {MAX_DEPTH} keywords within each other")
+            depth[0] += 1
+            try:
+                yield from check(*arguments) or ()
+            finally:
+                depth[0] -= 1
 
         return counted
 
