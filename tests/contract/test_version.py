@@ -22,6 +22,7 @@ FINGERPRINTS = {
     7: "fbe31f372e60e505",
     8: "7c1f123e4ede78a8",
     9: "08df81cb6458177f",
+    10: "e9aa765a3c4424d2",
 }
 
 
