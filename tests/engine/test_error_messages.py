@@ -32,6 +32,7 @@ FIELDS: dict[str, Any] = {
     "breaks_device": True,
     "pointers": ["/properties/a"],
     "keywords": ["not"],
+    "can_be_dropped": True,
     "retry_after_s": 2.5,
 }
 
