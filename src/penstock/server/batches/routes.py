@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, Response
@@ -17,6 +17,7 @@ from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response
 from penstock.server.protocol.base import RequestModel
 from penstock.server.protocol.responses import errors
+from penstock.server.routes.common import list_page
 
 router = APIRouter(route_class=BodyRoute)
 _ERRORS = errors(400, 401, 404, 413, 500)
@@ -81,7 +82,7 @@ async def list_files(
 ) -> Response:
     """Stored files, those of batches' answers included."""
     files = [one for one in await asyncio.to_thread(_store(http).files) if purpose in (None, one["purpose"])]
-    return _page(files if order == "desc" else files[::-1], limit, after)
+    return list_page(files if order == "desc" else files[::-1], limit, after)
 
 
 @router.get("/v1/files/{id}", responses=_FILE)
@@ -133,7 +134,7 @@ async def create_batch(request: CreateBatchRequest, http: Request) -> Response:
 @router.get("/v1/batches", responses=_LIST)
 async def list_batches(http: Request, limit: _Limit = 20, after: str | None = None) -> Response:
     """Stored batches, the newest first."""
-    return _page(await asyncio.to_thread(_store(http).batches), limit, after)
+    return list_page(await asyncio.to_thread(_store(http).batches), limit, after)
 
 
 @router.get("/v1/batches/{id}", responses=_BATCH)
@@ -160,20 +161,3 @@ def _store(http: Request) -> BatchStore:
     _ = store.folder
     runner.ensure_started()
     return store
-
-
-def _page(items: list[dict[str, Any]], limit: int, after: str | None) -> Response:
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise ApiError(400, f"after={after!r} is no item of the list.", param="after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    body = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
-    }
-    return json_response(body)

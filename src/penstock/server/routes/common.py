@@ -16,7 +16,7 @@ from penstock.contract import Part, RequestOutputKind
 from penstock.engine.output.outputs import RequestOutput
 from penstock.server.http.connection import EventStream, StreamForm, while_connected
 from penstock.server.http.context import request_id_of
-from penstock.server.http.errors import json_response
+from penstock.server.http.errors import ApiError, json_response
 from penstock.server.protocol.base import SamplingFields
 from penstock.server.protocol.pooling import PoolingFields
 from penstock.server.requests.generation import Generation, PoolingSubmission, Submission
@@ -43,6 +43,27 @@ def response_id(prefix: str, request: SamplingFields | PoolingFields) -> str:
 def response_base(id: str, kind: str, model: AnsweringModel) -> dict[str, Any]:
     """First fields of a response or of its chunks. kind: its `object`."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
+
+
+def list_page(items: list[dict[str, Any]], limit: int, after: str | None, of: str = "the list") -> Response:
+    """Page of a list, as OpenAI's API has them: the items behind the one with the id after, at most limit.
+
+    of: the list, for the error. Raises ApiError for an id that is not in the list.
+    """
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise ApiError(400, f"after={after!r} is no item of {of}.", param="after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    body = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
+    return json_response(body)
 
 
 def logprobs_format(model: AnsweringModel, request: SamplingFields, most: int | None) -> LogprobsFormat | None:

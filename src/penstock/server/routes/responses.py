@@ -22,7 +22,7 @@ from penstock.server.responses.items import input_items
 from penstock.server.responses.output import ResponseWriter, response_body
 from penstock.server.responses.request import chat_request
 from penstock.server.responses.store import ResponseStore, StoredResponse
-from penstock.server.routes.common import answer, logprobs_format, served_model
+from penstock.server.routes.common import answer, list_page, logprobs_format, served_model
 from penstock.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -114,20 +114,7 @@ async def list_input_items(
     items = (await _stored(_store(http), id)).items
     if order == "desc":
         items = items[::-1]
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise ApiError(400, f"after={after!r} is no item of the response {id!r}.", param="after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    body = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
-    }
-    return json_response(body)
+    return list_page(items, limit, after, of=f"the response {id!r}")
 
 
 def _store(http: Request) -> ResponseStore:
