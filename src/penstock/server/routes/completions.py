@@ -37,16 +37,7 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
     id = response_id("cmpl", request)
     with refusals(type(request).model_fields, client_names(request)):
         params = await params_of(request, model.default_params)
-        submissions = [
-            Submission(
-                prompt_of(given, request),
-                params,
-                _name(id, index, request),
-                request.priority,
-                where=f"prompt[{index}]" if len(request.prompt) > 1 else "",
-            )
-            for index, given in enumerate(request.prompt)
-        ]
+        submissions = submissions_of(request, params, id)
         choices = CompletionChoices(model, request, params, id)
         return await answer(
             http,
@@ -79,6 +70,16 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
     return sampling_params(request, defaults, **changes)
 
 
+def submissions_of(request: CompletionRequest, params: SamplingParams, id: str) -> list[Submission]:
+    """Submissions of a request's prompts. Those of several prompts have the id with their index."""
+    if len(request.prompt) == 1:
+        return [Submission(prompt_of(request.prompt[0], request), params, id, request.priority)]
+    return [
+        Submission(prompt_of(given, request), params, f"{id}-{index}", request.priority, where=f"prompt[{index}]")
+        for index, given in enumerate(request.prompt)
+    ]
+
+
 def prompt_of(given: str | list[int], request: CompletionRequest) -> Prompt:
     """Prompt of a completion request, from text or token ids."""
     prompt: PromptDict = {"cache_salt": request.cache_salt}
@@ -87,10 +88,6 @@ def prompt_of(given: str | list[int], request: CompletionRequest) -> Prompt:
     else:
         prompt["prompt_token_ids"] = given
     return with_parts(prompt, hidden_states_parts(request))
-
-
-def _name(id: str, index: int, request: CompletionRequest) -> str:
-    return id if len(request.prompt) == 1 else f"{id}-{index}"
 
 
 class CompletionChoices:

@@ -26,7 +26,7 @@ from penstock.server.requests.logprobs import LogprobsFormat, prompt_logprobs
 from penstock.server.requests.samples import Usage
 from penstock.server.requests.sampling import client_names
 from penstock.server.routes.common import answer, response_id, served_model
-from penstock.server.routes.completions import params_of, prompt_of
+from penstock.server.routes.completions import params_of, submissions_of
 from penstock.server.served_model import ServedModel
 
 router = APIRouter(route_class=BodyRoute)
@@ -73,11 +73,7 @@ async def render_completion(request: CompletionRequest, http: Request) -> Respon
     id = response_id("cmpl", request)
     with refusals(type(request).model_fields, client_names(request)):
         params = await params_of(request, model.default_params)
-        names = [id] if len(request.prompt) == 1 else [f"{id}-{index}" for index in range(len(request.prompt))]
-        submissions = [
-            Submission(prompt_of(given, request), params, name, request.priority)
-            for given, name in zip(request.prompt, names, strict=True)
-        ]
+        submissions = submissions_of(request, params, id)
         return json_response([await _rendered(model, one, request) for one in submissions])
 
 
