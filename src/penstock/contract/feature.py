@@ -176,7 +176,7 @@ def why_no_method(name: str, *, of_deployment: bool = False) -> str | None:
 
 
 def why_refused(parts: Iterable[str], on: Container[str]) -> str | None:
-    """Why an engine cannot take requests with these parts; None where it can. on: names of its features."""
+    """Error text of requests with these parts in an engine with the features `on`; None where it takes them."""
     for feature in map(feature_of_part, parts):
         # A feature without an option is on where the model asks for it, which only workers know.
         if feature is not None and feature.how_to_turn_on and feature.name not in on:

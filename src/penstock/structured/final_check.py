@@ -49,14 +49,14 @@ class FinalCheck:
             self._ends = (tuple(encode(marker)), *other_spellings(encode, marker))
 
     def errors(self, params: StructuredOutputsParams, token_ids: Sequence[int]) -> list[str]:
-        """What does not hold of an output, each with its JSON pointer; empty if all does."""
+        """Errors of an output by the schema, each with its JSON pointer."""
         begin = max((after_last(token_ids, end) for end in self._ends), default=-1)
         answer = self._tokenizer.decode(token_ids[max(0, begin) :], skip_special_tokens=True)
         return schema_errors(params.json or "{}", answer)
 
 
 def schema_errors(schema: str, text: str) -> list[str]:
-    """What does not hold of a text by a schema, each with its JSON pointer in the text; empty if all does.
+    """Errors of a text by a schema, each with its JSON pointer in the text.
 
     Numbers are compared as decimals. Formats are annotations; references lead to no other document. What cannot be
     checked, such as a pattern with lookaround, counts as an error that says so.

@@ -1,4 +1,4 @@
-"""Messages of hidden states: which ones a request asks for, those of a step, and those of an output."""
+"""Messages of hidden states: a request's choice of them, those of a step, and those of an output."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class HiddenStates(Mapping[int, "Tensor"]):
 
     @cached_property
     def tensor(self) -> Tensor:
-        """All layers, [tokens, layers, hidden size]."""
+        """Tensor of all layers, [tokens, layers, hidden size]."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -164,14 +164,14 @@ class HiddenStates(Mapping[int, "Tensor"]):
         return self.layers, self.dtype, self.start, self.num_tokens, self.data
 
     def raw(self) -> np.ndarray:
-        """All layers, [tokens, layers, hidden size], as numpy has them: the bits of bfloat16 as uint16."""
+        """Array of all layers, [tokens, layers, hidden size], in numpy's dtype: bfloat16 as its bits in uint16."""
         import numpy as np
 
         numbers = np.frombuffer(self.data, np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype))
         return numbers.reshape(self.num_tokens, len(self.layers), -1) if self.num_tokens else numbers.reshape(0, 1, 0)
 
     def numbers(self) -> np.ndarray:
-        """All layers, [tokens, layers, hidden size], in float32."""
+        """Array of all layers, [tokens, layers, hidden size], in float32."""
         import numpy as np
 
         raw = self.raw()

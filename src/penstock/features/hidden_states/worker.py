@@ -21,7 +21,7 @@ from penstock.worker.feature import WorkerServices
 
 
 class _Asked(NamedTuple):
-    """What the request of a slot asks for. layers: from 0 on, and `FINAL`."""
+    """Layers of a slot's request: from 0 on, or `FINAL`. has_all: of all tokens, not of the last one only."""
 
     has_all: bool
     layers: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""Files and batches of OpenAI's API: requests that the server answers while nobody waits."""
+"""Files and batches of OpenAI's API: requests that the server answers without a connection."""

@@ -84,7 +84,7 @@ async def create_embeddings(request: OllamaEmbedRequest, http: Request) -> Respo
 
 @router.get("/api/tags", responses={200: {"description": "The served names."}, **errors(401)})
 async def list_models(http: Request) -> Response:
-    """All served names."""
+    """Served names."""
     model = served_model(http)
     details = _details(model)
     cards = [

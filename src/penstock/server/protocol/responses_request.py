@@ -63,7 +63,7 @@ class ResponsesRequest(GenerationFields):
 
     input: a text, or items: messages, function calls and their outputs, and reasoning.
     previous_response_id: a stored response, whose conversation the input goes on with.
-    background: answer at once, and run while nobody waits; the response is read from the store.
+    background: answer before the response has run; the client reads it from the store later.
     store: keep the response, for `previous_response_id` and `GET /v1/responses/{id}`.
     include: "message.output_text.logprobs" returns log-probabilities; "reasoning.encrypted_content" changes nothing.
     max_output_tokens: without it, as many as fit.

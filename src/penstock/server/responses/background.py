@@ -1,4 +1,4 @@
-"""Responses that run while nobody waits, and are read from the store."""
+"""Background responses: they run without a connection, and clients read them from the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _POLL_S = 0.5
 class BackgroundResponses:
     """Responses of this front end that run without a client.
 
-    One is stored as "in_progress" and locked while it runs. Whoever stores another status, or deletes it, cancels it.
+    A response is stored as "in_progress" and locked while it runs. A request that stores another status, or deletes it,
+    cancels it.
     """
 
     def __init__(self, store: ResponseStore) -> None:
