@@ -14,7 +14,6 @@ from torch import Tensor
 
 from penstock import LLM
 from penstock.attention import StepGeometry
-from penstock.attention.select import BACKENDS
 from penstock.config import EngineConfig, GraphConfig
 from penstock.contract import RpcCall, SamplingParams
 from penstock.device.base import PendingCopy
@@ -29,7 +28,7 @@ from support.adapters import parts_of
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
 from support.draft_heads import eagle3_weights, eagle_weights, write_head
 from support.engines import Result, add, assert_greedy_continuation, finish, greedy, make_core, random_prompts, run
-from support.padded_attention import PaddedBackend
+from support.padded_attention import PaddedBackend, use_graphs
 from support.pooling_models import TINY_ENCODER, random_model, random_text, save
 from support.recording_device import RecordingDevice
 
@@ -49,15 +48,9 @@ PARAMS = [
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDevice]:
-    device = _use(RecordingDevice(), monkeypatch)
+    device = use_graphs(monkeypatch)
     yield device
     assert device.refusals == []
-
-
-def _use(device: RecordingDevice, monkeypatch: pytest.MonkeyPatch) -> RecordingDevice:
-    monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
-    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: device)
-    return device
 
 
 def _serve(folder: Path, params: list[SamplingParams], **options: Any) -> list[Result]:
@@ -247,7 +240,7 @@ def test_a_graph_is_replayed_before_the_tokens_of_the_step_before_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
 ) -> None:
     device = _OverlappingDevice()
-    _use(device, monkeypatch)
+    use_graphs(monkeypatch, device)
     # The native step has its tokens on the host at once, without a copy.
     monkeypatch.setattr("penstock.kernels.step_state.bind_native_step", lambda *_: None)
     _serve(tiny_checkpoint(tmp_path).folder, [params] * 3)
@@ -349,7 +342,7 @@ def test_attention_with_a_temporary_block_table_is_refused(tmp_path: Path, monke
     def copied(_: PaddedBackend, geometry: StepGeometry) -> StepGeometry:
         return replace(geometry, block_table=geometry.block_table.clone())
 
-    device = _use(RecordingDevice(), monkeypatch)
+    device = use_graphs(monkeypatch)
     monkeypatch.setattr(PaddedBackend, "make_metadata", copied)
     # Three requests go on in the graph of four; the engine replaces the worker.
     _serve(tiny_checkpoint(tmp_path).folder, [greedy(6), greedy(6), greedy(6), greedy(4)])
@@ -364,14 +357,14 @@ class _CompilingDevice(RecordingDevice):
 def test_warm_up_by_requests_runs_drafts_and_sampling_and_changes_no_tokens(
     drafters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _use(_CompilingDevice(), monkeypatch)
+    use_graphs(monkeypatch, _CompilingDevice())
     options = {**_drafting(drafters, "eagle3"), "async_scheduling": True}
     core = make_core(drafters / "target", attention_backend=PaddedBackend.name, **options)
     (counts,) = core.collective_rpc(RpcCall("get_graph_stats"))
     results = run(core, PROMPTS, PARAMS)
     core.close()
     assert min(counts[kind] for kind in (FIRST_OF_SIZE, DRAFTER_PREFILL, DRAFTS)) > 0
-    _use(RecordingDevice(), monkeypatch)
+    use_graphs(monkeypatch)
     assert results == _serve(drafters / "target", PARAMS, **options)
 
 
@@ -403,7 +396,7 @@ def test_a_device_that_cannot_capture_runs_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tiny_checkpoint(tmp_path, "llama").folder
-    device = _use(RecordingDevice(refuses="operation not permitted when stream is capturing"), monkeypatch)
+    device = use_graphs(monkeypatch, RecordingDevice(refuses="operation not permitted when stream is capturing"))
     results = _serve(folder, PARAMS)
     assert device.num_replays == 0
     assert sum("not permitted when stream is capturing" in line for line in caplog.messages) == 1
@@ -423,7 +416,7 @@ class _RefusingOnce(RecordingDevice):
 def test_a_refused_capture_ends_the_graphs_of_its_own_shape_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = _use(_RefusingOnce(), monkeypatch)
+    device = use_graphs(monkeypatch, _RefusingOnce())
     core = make_core(tiny_checkpoint(tmp_path).folder, attention_backend=PaddedBackend.name)
     # One request decodes alone after two have decoded together, whose graph was refused.
     results = run(core, PROMPTS[:2], [greedy(8), greedy(16)])

@@ -11,7 +11,6 @@ import pytest
 
 from core.plugins import CIRCUMSTANCES, assert_equal, images, install_plugin, write_checkpoint
 from core.plugins.images import ImageFeatures, ImageScheduler, ImagesOptions, ImagesPart, Item
-from penstock.attention.select import BACKENDS
 from penstock.contract import Parts, RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, InvalidRequest
@@ -19,8 +18,7 @@ from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, random_prompts
-from support.padded_attention import PaddedBackend
-from support.recording_device import RecordingDevice
+from support.padded_attention import PaddedBackend, use_graphs
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4}
 # The token in the place of an image's.
@@ -277,9 +275,7 @@ def test_the_model_stays_one_program(folder: Path, alone: list[Result]) -> None:
 def test_graphs_give_the_tokens_of_steps_without_graphs(
     folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str, kinds: list[str], async_scheduling: bool
 ) -> None:
-    device = RecordingDevice()
-    monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
-    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: device)
+    device = use_graphs(monkeypatch)
     options = {**OPTIONS, "max_num_batched_tokens": 16, "async_scheduling": async_scheduling}
     options |= {"attention_backend": PaddedBackend.name, "enable_prefix_caching": False, "cudagraph_mode": mode}
     tokens = []

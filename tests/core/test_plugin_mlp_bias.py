@@ -11,15 +11,13 @@ import torch
 
 from core.plugins import CIRCUMSTANCES, assert_equal, install_plugin, mlp_bias, write_checkpoint
 from penstock.attention import NO_CONTEXT
-from penstock.attention.select import BACKENDS
 from penstock.contract import Parts, RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.worker.changes_model import keeps_model
 from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE
 from support.engines import Result, add, finish, greedy, make_core, random_prompts
-from support.padded_attention import PaddedBackend
-from support.recording_device import RecordingDevice
+from support.padded_attention import PaddedBackend, use_graphs
 
 PROMPTS = random_prompts((5, 37, 1, 40, 13, 22), VOCAB_SIZE, seed=3)
 BIASES = [1, 0, 2, 3, 0, 1]
@@ -94,9 +92,7 @@ def test_steps_stay_one_call(folder: Path, alone: list[Result]) -> None:
 def test_graphs_have_the_bits_of_steps_layer_by_layer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, logprobs: int | None
 ) -> None:
-    device = RecordingDevice()
-    monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
-    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: device)
+    device = use_graphs(monkeypatch)
     results = []
     for fast_paths in ("auto", "off"):
         core = make_core(folder, **OPTIONS, attention_backend=PaddedBackend.name, fast_paths=fast_paths)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from core.plugins import CIRCUMSTANCES, assert_equal, install_plugin, running_sum, write_checkpoint
-from penstock.attention.select import BACKENDS
 from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec, RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.replay import replay
@@ -17,8 +16,7 @@ from penstock.scheduler.kv_cache_plan import group_layers, make_kv_cache_config
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, greedy, make_core, random_prompts, run
-from support.padded_attention import PaddedBackend
-from support.recording_device import RecordingDevice
+from support.padded_attention import PaddedBackend, use_graphs
 
 PROMPTS = random_prompts((5, 37, 1, 30, 13, 22), VOCAB_SIZE, seed=3)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 64, "kv_cache_memory_bytes": 150 << 20}
@@ -130,9 +128,7 @@ def test_the_layer_cuts_a_program_in_two(folder: Path) -> None:
 def test_graphs_of_steps_read_and_write_the_pages_of_the_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    device = RecordingDevice()
-    monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
-    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: device)
+    device = use_graphs(monkeypatch)
 
     def serve(**more: Any) -> Sequence[Result]:
         core = make_core(folder, **OPTIONS, **options, **more, max_num_seqs=4, attention_backend=PaddedBackend.name)

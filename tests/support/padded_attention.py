@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from penstock.attention import AttentionStep
 from penstock.attention.reference import ReferenceBackend
+from penstock.attention.select import BACKENDS
 from penstock.kernels.paged_attention import paged_attention_reference
+from support.recording_device import RecordingDevice
 
 
 class PaddedBackend(ReferenceBackend):
@@ -40,3 +43,11 @@ class PaddedBackend(ReferenceBackend):
             layer.soft_cap,
             layer.sink_values,
         )
+
+
+def use_graphs(monkeypatch: pytest.MonkeyPatch, device: RecordingDevice | None = None) -> RecordingDevice:
+    """Let engines of this process run on a device that captures graphs, with `PaddedBackend` to choose. Returns it."""
+    found = device or RecordingDevice()
+    monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
+    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: found)
+    return found

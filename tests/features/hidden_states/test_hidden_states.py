@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.attention.select import BACKENDS
 from penstock.contract import Parts, RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import InvalidParameter, UnsupportedParameter
@@ -21,8 +20,7 @@ from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
 from support.draft_heads import eagle3_weights, write_head
 from support.engines import Result, add, finish, greedy, make_core, random_prompts
-from support.padded_attention import PaddedBackend
-from support.recording_device import RecordingDevice
+from support.padded_attention import PaddedBackend, use_graphs
 
 PROMPTS = random_prompts((1, 3, 40, 17, 16, 33, 8, 55), VOCAB_SIZE, seed=5)
 NUM_TOKENS = 12
@@ -319,9 +317,7 @@ def test_steps_with_hidden_states_stay_recorded_programs(folder: Path, alone: li
 
 
 def test_graphs_have_the_bits_of_steps_layer_by_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = RecordingDevice()
-    monkeypatch.setitem(BACKENDS, PaddedBackend.name, PaddedBackend)
-    monkeypatch.setattr("penstock.worker.worker.create_device", lambda *_, **__: device)
+    device = use_graphs(monkeypatch)
     results = []
     for fast_paths in ("auto", "off"):
         core = make_core(folder, **OPTIONS, attention_backend=PaddedBackend.name, fast_paths=fast_paths)
