@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from openai import OpenAI
 
-from penstock.engine.async_engine import AsyncEngine
 from penstock.server.ollama.protocol import OllamaChatRequest
 from penstock.server.ollama.request import chat_request
 from penstock.server.requests import chat_task
-from support.pooling_models import TINY_ENCODER, random_model, random_text, sentence_transformer
+from support.pooling_models import random_text
 from support.scripted_answers import TEXT, MarkedAnswer
-from support.servers import Served, serving
+from support.servers import Served
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
 GREEDY = {"temperature": 0, "num_predict": 8}
@@ -169,14 +167,6 @@ def test_thinking_is_a_variable_of_the_template() -> None:
         chat, _ = chat_request(OllamaChatRequest.model_validate({**CHAT, "think": think}))
         assert chat.chat_template_kwargs == {"enable_thinking": think is not False}
         assert chat.reasoning_effort == effort
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Any]]:
-    folder = tmp_path_factory.mktemp("embedder")
-    oracle = sentence_transformer(folder, random_model("BertModel", "BertConfig", **TINY_ENCODER))
-    with serving(AsyncEngine(folder / "model")) as served:
-        yield served, oracle
 
 
 def test_embeddings_are_the_oracles(embedder: tuple[Served, Any]) -> None:

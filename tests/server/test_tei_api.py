@@ -11,20 +11,12 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from penstock.engine.async_engine import AsyncEngine
-from support.pooling_models import TINY_ENCODER, random_model, random_text, save, sentence_transformer
+from support.pooling_models import TINY_ENCODER, random_model, random_text, save
 from support.servers import Served, serving
 
 TEXTS = [random_text(num, seed=num) for num in (2, 9, 4)]
 QUERY = random_text(5, seed=77)
 LONG = random_text(2000, seed=1)
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Any]]:
-    folder = tmp_path_factory.mktemp("embedder")
-    oracle = sentence_transformer(folder, random_model("BertModel", "BertConfig", **TINY_ENCODER))
-    with serving(AsyncEngine(folder / "model")) as served:
-        yield served, oracle
 
 
 def classifier(folder: Path, *labels: str) -> AsyncEngine:
