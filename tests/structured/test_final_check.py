@@ -17,6 +17,10 @@ from support.constraints import allows, demo_tokenizer, schema_matcher
 TAGS = {"type": "array", "items": {"type": "string", "maxLength": 1}, "uniqueItems": True, "maxItems": 3}
 DEEP = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
 
+# Python's own search of "^(a+)+$" in this name would take years.
+ODD_NAME = json.dumps({"a" * 60 + "b": 1})
+MANY_NAMES = json.dumps({f"y{n}": n for n in range(5000)})
+
 
 @pytest.mark.parametrize(
     ("schema", "text", "said"),
@@ -36,7 +40,16 @@ DEEP = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(4
         ({"pattern": "^a(?=b)"}, '"ab"', "could not be checked: the pattern"),
         ({"patternProperties": {"^x": {"type": "null"}}}, '{"xa": 1, "b": 1}', "/xa: 1 is not of type"),
         ({"$ref": "https://example.org/schema"}, "1", "could not be checked"),
-        ({"$defs": {**DEEP, "d40": {}}, "$ref": "#/$defs/d0"}, "1", "more than 50,000 steps"),
+        ({"$defs": {**DEEP, "d40": {}}, "$ref": "#/$defs/d0"}, "1", "more than 20,000 steps"),
+        ({"patternProperties": {"^(a+)+$": {}}, "additionalProperties": False}, ODD_NAME, "/: Additional properties"),
+        ({"patternProperties": {"^(a+)+$": {}}, "unevaluatedProperties": False}, ODD_NAME, "that repeat or choose"),
+        ({"patternProperties": {"^a": {}}, "unevaluatedProperties": False}, ODD_NAME, None),
+        ({"uniqueItems": True}, json.dumps([{"a": n} for n in range(3000)]), None),
+        ({"uniqueItems": True}, '[1, true, [1], "1"]', None),
+        ({"uniqueItems": True}, '[{"a": 1, "b": 2}, {"b": 2.0, "a": 1}]', "has non-unique elements"),
+        ({"anyOf": [{"type": "null"}] * 5000}, json.dumps(["x" * 100] * 10_000), "more than 20,000 steps"),
+        ({"patternProperties": {f"^x{n}": {} for n in range(5000)}}, MANY_NAMES, "more than 20,000 steps"),
+        ({"description": "x" * (1 << 18)}, "1", "more than 262,144 characters"),
         ({"not": {"$ref": "#"}}, "1", "more than 100 keywords within each other"),
         ({"items": [{"type": "null"}]}, "[1]", "/0: 1 is not of type"),
         ({"minimum": 1, "exclusiveMinimum": True}, "1", "/: 1 is less than or equal"),
@@ -45,7 +58,7 @@ DEEP = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(4
         ({}, '{"a": ', "/: this is no complete JSON"),
         ({"items": False}, json.dumps([1] * 500), "/: Expected at most 0 items"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_does_not_hold_is_said_at_its_place(schema: Any, text: str, said: str | None) -> None:
     errors = schema_errors(json.dumps(schema), text)
