@@ -70,7 +70,8 @@ def test_gated_activations_equal_transformers(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_equal_transformers(name: str) -> None:
     x_TI = 3 * torch.randn(7, 24)
-    torch.testing.assert_close(ACTIVATIONS[name](x_TI), ACT2FN[name](x_TI), rtol=1e-6, atol=1e-6)
+    # 1 + erf(x) loses the digits of an erf near -1, whose roundings are multiplied by x, up to about 12.
+    torch.testing.assert_close(ACTIVATIONS[name](x_TI), ACT2FN[name](x_TI), rtol=1e-6, atol=4e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
