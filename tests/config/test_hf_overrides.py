@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import LLM, EngineConfig, SamplingParams
-from penstock.config.hf_overrides import with_overrides
+from penstock.config.hf_overrides import as_fields, with_overrides
 from penstock.errors import ConfigError
 from penstock.layers.rope_scaling import read_rope_parameters
 from support.checkpoints import save_checkpoint, tiny_model
@@ -59,10 +60,57 @@ def test_settings_by_kind_of_layer_are_not_replaced_by_one(tmp_path: Path) -> No
         with_overrides(kinds, {"rope_theta": 3.0})
 
 
-@pytest.mark.parametrize("given", ["{", "[1]", 7, {1: 2}, lambda config: config])
+@pytest.mark.parametrize("given", ["{", "[1]", 7, {1: 2}])
 def test_another_value_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="hf_overrides"):
         EngineConfig.create("demo", hf_overrides=given)
+
+
+def test_a_function_changes_the_configuration_before_it_is_sent() -> None:
+    def change(config: Any) -> Any:
+        config.update({"max_position_embeddings": 4096, "architectures": ["Other"]})
+        config.model_type = "other"
+        config.note = (1, 2)
+        return config
+
+    config = EngineConfig.create("demo", hf_overrides=change)
+    assert config.model.hf_overrides == {
+        "max_position_embeddings": 4096,
+        "architectures": ["Other"],
+        "model_type": "other",
+        "note": [1, 2],
+    }
+    assert pickle.loads(pickle.dumps(config)) == config == EngineConfig.create("demo", **config.options())
+
+
+def test_a_function_changes_single_fields_of_nested_configurations_and_keeps_the_base() -> None:
+    fields = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 2}}
+
+    def change(config: Any) -> Any:
+        config.text_config.num_hidden_layers = 1
+        return config
+
+    assert as_fields(change, fields) == {"text_config": {"num_hidden_layers": 1}}
+    rope = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+
+    def scale(config: Any) -> Any:
+        config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": None}
+        return config
+
+    assert as_fields(scale, rope) == {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda config: config.update({"a": 1}), "a function that returned None"),
+        (lambda config: config.nothing, "a function that failed: AttributeError"),
+        (lambda config: (setattr(config, "a", object()), config)[1], "whose changes are not plain values"),
+    ],
+)
+def test_a_function_that_does_not_give_a_configuration_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"hf_overrides is .*{message}"):
+        EngineConfig.create("demo", hf_overrides=function)
 
 
 def test_a_model_computes_with_the_fields_and_saves_them(tmp_path: Path) -> None:

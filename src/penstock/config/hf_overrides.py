@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,58 @@ _NESTED = "_config"
 _OLD_ROPE = {"rope_scaling", "rope_theta"}
 # Rotary settings that do not belong to the scaling.
 _NOT_SCALING = ("rope_theta", "partial_rotary_factor")
+
+
+def as_fields(given: Any, hf_config: Mapping[str, Any]) -> Any:
+    """Value of the option, in which a function is replaced by the fields that it changes.
+
+    A function gets Transformers' configuration of the model, and returns it changed. It runs here, once: workers and
+    saved models have plain fields. Raises ConfigError for a function that fails or returns something else, and for
+    values that JSON does not have.
+    """
+    if not callable(given):
+        return given
+    from transformers.configuration_utils import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = hf_config.get("model_type")
+    # `get` of this mapping finds no class that is not imported yet.
+    hf_class = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401
+    try:
+        before = hf_class.from_dict(dict(hf_config))
+        fields_before = _plain_fields(before)
+        after = given(before)
+    except Exception as error:
+        raise ConfigError(f"hf_overrides is a function that failed: {type(error).__name__}: {error}.") from error
+    if not isinstance(after, PretrainedConfig):
+        raise ConfigError(
+            f"hf_overrides is a function that returned {shown(after)}. Allowed: the configuration that it got, changed."
+        )
+    try:
+        return _changed(fields_before, _plain_fields(after))
+    except TypeError as error:
+        raise ConfigError(f"hf_overrides is a function whose changes are not plain values: {error}.") from error
+
+
+def _plain_fields(config: Any) -> dict[str, Any]:
+    # The type is an attribute of the class there.
+    fields: dict[str, Any] = json.loads(json.dumps({**config.to_dict(), "model_type": config.model_type}))
+    return fields
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that differ; those that are gone are None."""
+    changed = {name: after.get(name) for name in {**before, **after} if before.get(name) != after.get(name)}
+    for name, value in changed.items():
+        old = before.get(name)
+        if not isinstance(value, dict) or not isinstance(old, dict):
+            continue
+        if name.endswith(_NESTED):
+            changed[name] = _changed(old, value)
+        elif name == "rope_parameters":
+            # A base that is left out is None there.
+            value.update({key: old.get(key) for key, one in value.items() if one is None})
+    return changed
 
 
 def with_overrides(hf_config: Mapping[str, Any], given: Any) -> Mapping[str, Any]:
@@ -55,9 +108,9 @@ def _read(given: Any) -> Mapping[str, Any]:
     except ValueError as error:
         raise ConfigError(f"hf_overrides={shown(given)} is not JSON: {error}.") from error
     if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
-        what = "a function" if callable(fields) else shown(fields)
         raise ConfigError(
-            f'hf_overrides is {what}. Allowed: a dictionary of fields of config.json, such as {{"rope_theta": 1e6}}.'
+            f"hf_overrides is {shown(fields)}. Allowed: a dictionary of fields of config.json, such as "
+            '{"rope_theta": 1e6}, or a function of its configuration.'
         )
     return fields
 

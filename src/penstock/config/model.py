@@ -23,7 +23,7 @@ from penstock.config.generation import (
     check_override,
     generation_config_folder,
 )
-from penstock.config.hf_overrides import with_overrides
+from penstock.config.hf_overrides import as_fields, with_overrides
 from penstock.config.pooling import POOL, read_pooling
 from penstock.errors import ConfigError, ModelError
 
@@ -91,7 +91,8 @@ class ModelConfig:
     override_generation_config: fields that replace those of `generation_config.json`; None for none.
     hf_config_path: folder or hub id whose `config.json` is taken in place of the model's own, or of a GGUF file's
     metadata.
-    hf_overrides: fields that replace those of `config.json`, as a dictionary or JSON; None for none.
+    hf_overrides: fields that replace those of `config.json`, as a dictionary or JSON; None for none. In Python also a
+    function that gets Transformers' configuration and returns it changed.
     """
 
     model: str
@@ -188,14 +189,15 @@ class ModelConfig:
         """
         folder = resolve_model_folder(model, revision)
         generation = generation_config_folder(options.get("generation_config", AUTO_GENERATION_CONFIG), folder)
+        hf_config = _read_config(_config_file(folder, options.get("hf_config_path")))
+        if options.get("hf_overrides") is not None:
+            options["hf_overrides"] = as_fields(options["hf_overrides"], hf_config)
         return cls(
             # An absolute path: ./demo is not the shipped "demo".
             model=model if isinstance(model, str) else str(folder.absolute()),
             folder=folder,
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
-            hf_config=with_overrides(
-                _read_config(_config_file(folder, options.get("hf_config_path"))), options.get("hf_overrides")
-            ),
+            hf_config=with_overrides(hf_config, options.get("hf_overrides")),
             hf_generation_config=read_json_object(generation / GENERATION_CONFIG_FILE, ModelError, is_optional=True),
             **options,
         )
