@@ -1,0 +1,24 @@
+"""Registry of native media encoders by the architecture of the multimodal model. A module is imported at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from penstock.models.multimodal.interface import MediaEncoder
+
+# Module and function, or class, that makes the encoder from the configuration; a function may return None.
+_ENCODERS: dict[str, str] = {}
+
+
+def native_encoder(architecture: str, hf_config: Mapping[str, Any]) -> MediaEncoder | None:
+    """Build the native encoder of an architecture; None without one.
+
+    hf_config: the multimodal model's configuration, with the defaults of all fields. Raises what `MediaEncoder` does.
+    """
+    if architecture not in _ENCODERS:
+        return None
+    module, _, name = _ENCODERS[architecture].partition(":")
+    encoder: MediaEncoder | None = getattr(import_module(module), name)(hf_config)
+    return encoder
