@@ -69,8 +69,11 @@ def test_a_size_with_several_values_is_measured_once_per_value(tmp_path: Path) -
     assert "latency by batch size" in plot.read_text()
 
 
-def test_weights_may_be_random(tmp_path: Path) -> None:
-    report, _ = figures(tmp_path, "throughput", "--load-format=dummy", "--num-prompts=2", "--output-len=2")
+def test_weights_may_be_random_and_prompts_have_several_outputs(tmp_path: Path) -> None:
+    arguments = ("--load-format=dummy", "--num-prompts=2", "--output-len=2", "--n=3")
+    report, table = figures(tmp_path, "throughput", *arguments)
+    assert report["results"]["output_tokens_per_run"] == 2 * 3 * 2
+    assert "2 requests at once, 128 in, 3 times 2 out" in table
     assert report["engine"]["load_format"] == "dummy"
     assert report["results"]["requests_per_s"]["median"] > 0
 

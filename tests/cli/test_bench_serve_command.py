@@ -111,6 +111,73 @@ def test_warm_up_requests_are_not_measured() -> None:
     assert "tok/s of 12" in output
 
 
+def test_a_server_that_starts_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model is asked for again, and requests are measured after one was completed."""
+    from penstock.bench.serving import run
+
+    monkeypatch.setattr(run, "_RETRY_INTERVAL_S", 0.01)
+    early = iter([503, 503, 503])
+
+    async def starting(request: ServedRequest) -> None:
+        if (status := next(early, None)) is not None:
+            await request.whole(status, {"error": {"message": "loading"}})
+        else:
+            await answer(request)
+
+    with serving_in_a_thread(starting) as server:
+        output = invoke(server, "--ready-check-timeout-sec=60")
+        assert [request.method for request in server.requests] == ["GET"] * 4 + ["POST"] * 5
+        assert "tok/s of 12" in output
+
+    async def broken(request: ServedRequest) -> None:
+        await request.whole(500, {"error": {"message": "no memory"}})
+
+    monkeypatch.undo()
+    with serving_in_a_thread(broken) as server:
+        output = invoke(server, "--model=demo", "--ready-check-timeout-sec=0.01", exit_code=1)
+    assert "within --ready-check-timeout-sec. The last one failed because of HTTP 500" in " ".join(output.split())
+
+
+def test_the_server_profiles_the_measured_requests_only() -> None:
+    async def profiling(request: ServedRequest) -> None:
+        await (request.whole(200, {}) if "profile" in request.path else answer(request))
+
+    with serving_in_a_thread(profiling) as server:
+        invoke(server, "--model=demo", "--profile", "--num-warmups=2")
+    paths = [request.path for request in server.requests]
+    assert paths == ["/v1/completions"] * 2 + ["/start_profile"] + ["/v1/completions"] * 4 + ["/stop_profile"]
+
+    async def without(request: ServedRequest) -> None:
+        await request.whole(404, {"error": "not found"})
+
+    with serving_in_a_thread(without) as server:
+        output = invoke(server, "--model=demo", "--profile", exit_code=2)
+    assert "--profile: /start_profile of the server answers with HTTP 404" in output
+    assert not any(body for body in bodies(server))
+
+
+def test_requests_carry_fields_ids_and_adapters(tmp_path: Path) -> None:
+    penalties = ("--frequency-penalty=0.5", "--presence-penalty=0.25", "--repetition-penalty=1.5")
+    with serving_in_a_thread() as server:
+        invoke(
+            server,
+            *("--model=demo", *penalties, "--logprobs=2", "--request-id-prefix=run-", "--lora-modules", "a", "b"),
+            *("--append-result", "--result-dir", str(tmp_path), "--result-filename=r.jsonl", "--trust-remote-code"),
+        )
+        invoke(server, "--model=demo", "--backend=openai-chat", "--logprobs=2", "--tokenizer-mode=auto")
+        invoke(server, "--model=demo", "--append-result", f"--result-dir={tmp_path}", "--result-filename=r.jsonl")
+    sent = bodies(server)
+    assert {body["model"] for body in sent[:4]} == {"a", "b"}
+    assert {request.headers["x-request-id"] for request in server.requests[:4]} == {f"run-{n}" for n in range(4)}
+    assert (sent[0]["frequency_penalty"], sent[0]["presence_penalty"], sent[0]["repetition_penalty"]) == (
+        0.5,
+        0.25,
+        1.5,
+    )
+    assert (sent[0]["logprobs"], sent[4]["logprobs"], sent[4]["top_logprobs"]) == (2, True, 2)
+    assert [json.loads(line)["completed"] for line in (tmp_path / "r.jsonl").read_text().splitlines()] == [4, 4]
+
+
 def test_headers_are_sent_and_come_before_the_key_of_the_environment() -> None:
     with serving_in_a_thread() as server:
         arguments = ["bench", "serve", "--base-url", server.url, *SMALL, "--model=demo"]
@@ -168,6 +235,12 @@ def test_clients_that_disconnect_are_no_failures() -> None:
         (["--num-prompts", "0"], "--num-prompts 0"),
         (["--num-warmups", "-1"], "--num-warmups -1"),
         (["--model", "/no/such/folder"], "--tokenizer"),
+        (["--ready-check-timeout-sec", "-1"], "--ready-check-timeout-sec -1"),
+        (["--ramp-up-strategy", "cubic"], "--ramp-up-strategy cubic is not valid. Allowed: linear, exponential"),
+        (["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"], "--ramp-up-end-rps None is not valid"),
+        (["--use-beam-search"], "asks for benchmarks on datasets"),
+        (["--no-oversample"], "give --num-prompts of its size"),
+        (["--tokenizer-mode", "mistral"], "asks for other tokenizers"),
     ],
 )
 def test_invalid_options_are_named(arguments: list[str], message: str) -> None:

@@ -87,6 +87,7 @@ REFUSED = {
     "vllm serve demo --chat-template-content-format zebra": "Allowed: auto, string, openai",
     "vllm bench throughput --model demo --dataset-name sonnet --dataset-path sonnet.txt": "benchmarks on datasets",
     "vllm bench serve --backend vllm --model demo --dataset-name hf": "Allowed: random, sharegpt, custom",
+    "vllm bench latency --model demo --profile": "`penstock profile` traces the steps of a model",
     "vllm bench sweep serve": "There is no workload 'sweep'",
     "vllm chat --url http://localhost:8000/v1": "the HTTP server, outside of `penstock serve`",
 }
@@ -97,6 +98,9 @@ BENCH = [
     " --random-input-len 8 --random-output-len 4 --port 9",
     "vllm bench serve --backend openai-chat --model demo --endpoint /v1/chat/completions --num-prompts 2"
     " --request-rate inf --max-concurrency 2 --percentile-metrics ttft,tpot,itl --goodput ttft:200 tpot:50 --port 9",
+    "vllm bench serve --port 9 --model demo --dataset-name random --num-prompts 2 --ready-check-timeout-sec 0"
+    " --custom-skip-chat-template --trust-remote-code --temperature=0.3 --top-p=0.75 --request-id-prefix bench-"
+    " --ramp-up-strategy linear --ramp-up-start-rps 50 --ramp-up-end-rps 100",
 ]
 
 

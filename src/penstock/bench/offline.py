@@ -19,7 +19,11 @@ def measure(session: Session, prompts: Prompts, settings: Settings, tick: Tick) 
         return _measure_prefix(session, prompts, settings, tick)
     input_len, output_len = settings.input_len, settings.output_len or 1
     assert input_len is not None, "these workloads have a length of input"
-    runs = repeat(settings, tick, lambda: run(session, prompts.many(settings.num_requests, input_len), output_len))
+
+    def generate() -> Run:
+        return run(session, prompts.many(settings.num_requests, input_len), output_len, settings.n)
+
+    runs = repeat(settings, tick, generate)
     return {**_of_runs(runs), **_rates(runs, settings.num_requests * input_len)}
 
 

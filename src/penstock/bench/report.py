@@ -45,7 +45,8 @@ def title(settings: Settings) -> str:
     if settings.prefix_len is not None:
         parts.append(f"{settings.prefix_len} shared")
     parts.append(f"{settings.input_len} in")
-    parts.append(f"{settings.output_len or 1} out")
+    several = f"{settings.n} times " if settings.n > 1 else ""
+    parts.append(f"{several}{settings.output_len or 1} out")
     return ", ".join(parts)
 
 

@@ -29,7 +29,7 @@ class Run:
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(len(output.outputs[0].token_ids) for output in self.outputs)
+        return sum(len(one.token_ids) for output in self.outputs for one in output.outputs)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -60,15 +60,17 @@ class Run:
         return [value for value in times if value is not None]
 
 
-def run(session: Session, prompts: Sequence[list[int]], output_len: int) -> Run:
-    """Generate `output_len` tokens for each prompt, all requests at once.
+def run(session: Session, prompts: Sequence[list[int]], output_len: int, n: int = 1) -> Run:
+    """Generate `n` outputs of `output_len` tokens for each prompt, all requests at once.
 
     Raises ContextTooLong if a prompt and its output do not fit, PenstockError if a request fails.
     """
     longest = max(map(len, prompts))
     if longest + output_len > session.max_model_len:
         raise too_long(longest, output_len, session.max_model_len)
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    # Several outputs are sampled.
+    temperature = 0.0 if n == 1 else 1.0
+    params = SamplingParams(n=n, temperature=temperature, max_tokens=output_len, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
     requests = [session.accept({"prompt_token_ids": prompt}, params) for prompt in prompts]
     outputs = session.finish(requests)

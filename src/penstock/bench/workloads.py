@@ -20,7 +20,7 @@ class Settings:
 
     input_len: prompt length; for "prefix" without the prefix. output_len: output length.
     prefix_len: length of the shared prefix. batch_size, num_prompts: concurrent requests.
-    num_iters, num_iters_warmup: measured and warm-up runs. seed: of the prompts.
+    num_iters, num_iters_warmup: measured and warm-up runs. seed: of the prompts. n: outputs of each prompt.
     """
 
     workload: str
@@ -32,6 +32,7 @@ class Settings:
     num_iters: int
     num_iters_warmup: int
     seed: int
+    n: int = 1
 
     @property
     def num_requests(self) -> int:
@@ -40,8 +41,8 @@ class Settings:
 
 # Settings by workload, with defaults. None: several values by default.
 WORKLOADS: dict[str, dict[str, int | None]] = {
-    "latency": {"input_len": 32, "output_len": 128, "batch_size": 8, **_COMMON},
-    "throughput": {"input_len": 128, "output_len": 128, "num_prompts": 32, **_COMMON},
+    "latency": {"input_len": 32, "output_len": 128, "batch_size": 8, "n": 1, **_COMMON},
+    "throughput": {"input_len": 128, "output_len": 128, "num_prompts": 32, "n": 1, **_COMMON},
     "prefill": {"input_len": 512, "num_prompts": 8, **_COMMON},
     "prefix": {"input_len": 16, "output_len": 32, "prefix_len": 384, "num_prompts": 32, **_COMMON},
     "startup": {"input_len": 32, **_COMMON},

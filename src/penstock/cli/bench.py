@@ -39,6 +39,7 @@ def bench(
     ] = None,
     batch_size: Annotated[str | None, typer.Option(help="Batch size (latency, long-context)")] = None,
     num_prompts: Annotated[str | None, typer.Option(help="Number of prompts (other workloads)")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Outputs per prompt  [default: 1]")] = None,
     num_iters: Annotated[int | None, typer.Option(help="Measured iterations")] = None,
     num_iters_warmup: Annotated[int | None, typer.Option(help="Warm-up iterations")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts")] = 0,
@@ -53,8 +54,7 @@ def bench(
 ) -> None:
     """Measure how fast a model runs: random token ids in, a fixed number of tokens out.
 
-    One size may have several values (--batch-size 1,4,16). A table is printed; --output-json has every figure, the
-    options and the machine. `penstock bench serve` measures a server.
+    One size may have several values (--batch-size 1,4,16). `penstock bench serve` measures a server.
     """
     from penstock.bench.workloads import make_sweep
     from penstock.config import EngineConfig
@@ -67,6 +67,7 @@ def bench(
         prefix_len=prefix_len,
         batch_size=batch_size,
         num_prompts=num_prompts,
+        n=n,
         num_iters=num_iters,
         num_iters_warmup=num_iters_warmup,
     )

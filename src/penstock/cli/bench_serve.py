@@ -17,6 +17,7 @@ from penstock.cli import options
 from penstock.cli.api_key import authorization
 from penstock.cli.failures import EXIT_FAILURE, check_writable, file_named
 from penstock.cli.plots import check_plot, write_plot
+from penstock.config import vllm
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class _ServerOptions:
     header: headers; OPENAI_API_KEY is sent without any
     insecure: do not check certificates
     num_warmups: requests before the measured ones
+    ready_check_timeout_sec: seconds to wait until the server completes a request; 0: no check
+    profile: the server traces the measured requests; it needs --profiler-dir
+    lora_modules: adapters; each request draws one
+    request_id_prefix: begin of the header X-Request-Id
     """
 
     base_url: str | None = None
@@ -51,6 +56,10 @@ class _ServerOptions:
     header: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME=VALUE ..."})
     insecure: bool = field(default=False, metadata={"flag": "--insecure"})
     num_warmups: int = 0
+    ready_check_timeout_sec: float = 0.0
+    profile: bool = field(default=False, metadata={"flag": "--profile"})
+    lora_modules: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME ..."})
+    request_id_prefix: str | None = None
 
     @property
     def url(self) -> str:
@@ -75,6 +84,10 @@ class _RequestOptions:
     top_p: nucleus sampling  [default: 1.0]
     top_k: top-k sampling; 0: all  [default: 0]
     min_p: min-p sampling  [default: 0.0]
+    frequency_penalty: frequency penalty  [default: 0.0]
+    presence_penalty: presence penalty  [default: 0.0]
+    repetition_penalty: repetition penalty  [default: 1.0]
+    logprobs: log-probabilities per token
     extra_body: more fields of requests, such as {"stream": false}
     """
 
@@ -83,14 +96,39 @@ class _RequestOptions:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
     extra_body: Mapping[str, Any] = field(default_factory=dict)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, backend: str) -> dict[str, Any]:
         """Sampling parameters that are given, and `--extra-body` over them."""
         if not isinstance(self.extra_body, dict):
             raise ConfigError(f"--extra-body {json.dumps(self.extra_body)!r} is not valid. Allowed: a JSON object.")
         given = {name: value for name, value in vars(self).items() if value is not None and name != "extra_body"}
+        if "logprobs" in given and backend == "openai-chat":
+            given |= {"logprobs": True, "top_logprobs": given["logprobs"]}
         return {**{name: value for name, value in given.items() if value is not False}, **self.extra_body}
+
+
+@dataclass(frozen=True)
+class _OptionsOfVllm:
+    """Options of `vllm bench serve` that have no effect here, or ask for what Penstock does not have."""
+
+    trust_remote_code: bool = field(default=False, metadata={"flag": "--trust-remote-code", "hidden": True})
+    skip_chat_template: bool = field(
+        default=False,
+        metadata={"flag": "--skip-chat-template", "aliases": ("--custom-skip-chat-template",), "hidden": True},
+    )
+    no_stream: bool = field(default=False, metadata={"flag": "--no-stream", "hidden": True})
+    no_oversample: bool = field(default=False, metadata={"flag": "--no-oversample", "hidden": True})
+    use_beam_search: bool = field(default=False, metadata={"flag": "--use-beam-search", "hidden": True})
+    tokenizer_mode: str | None = field(default=None, metadata={"hidden": True})
+
+    def check(self) -> None:
+        """Log options without an effect. Raises UnsupportedArgument for features that Penstock does not have."""
+        vllm.options_as_ours({name: value for name, value in vars(self).items() if value}, known=())
 
 
 @dataclass(frozen=True)
@@ -113,6 +151,7 @@ class _OutputOptions:
 
     save_result: write the figures as JSON
     save_detailed: with the values of each request
+    append_result: add a line to the file instead of replacing it
     result_dir: folder of results
     result_filename: [default: of label, load, model and time]
     label: name of the run in results  [default: the backend]
@@ -122,6 +161,7 @@ class _OutputOptions:
 
     save_result: bool = field(default=False, metadata={"flag": "--save-result"})
     save_detailed: bool = field(default=False, metadata={"flag": "--save-detailed"})
+    append_result: bool = field(default=False, metadata={"flag": "--append-result"})
     result_dir: Path = Path()
     result_filename: str | None = None
     label: str | None = None
@@ -134,7 +174,7 @@ class _OutputOptions:
 
     def json_path(self, settings: ServeSettings, label: str) -> Path | None:
         """JSON file, checked to be writable before the measurement; None for none."""
-        if not (self.save_result or self.save_detailed):
+        if not (self.save_result or self.save_detailed or self.append_result):
             return None
         name = self.result_filename
         if name is None:
@@ -158,19 +198,22 @@ def bench_serve(
     request: _RequestOptions,
     figures: _FigureOptions,
     output: _OutputOptions,
+    of_vllm: _OptionsOfVllm,
     disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="No progress bar")] = False,
 ) -> None:
     """Measure a running server of OpenAI's API: Penstock, vLLM, or another one.
 
     Options and fields of results have the names of `vllm bench serve`. The exit code is 1 if no request was completed.
     """
+    of_vllm.check()
     settings = _settings(server, dataset, LoadSettings(**load, seed=dataset.seed), request, figures)
     fields = output.fields(server.backend)
     path = output.json_path(settings, fields["label"])
     check_plot(output.plot)
     result = _run(settings, with_bar=not disable_tqdm)
     if path is not None:
-        _write(path, {**fields, **result.as_json(settings, is_detailed=output.save_detailed)})
+        results = {**fields, **result.as_json(settings, is_detailed=output.save_detailed)}
+        _write(path, results, is_appended=output.append_result)
     if output.plot is not None:
         _draw(output.plot, settings, result)
     from penstock.bench.serving.report import report
@@ -202,18 +245,23 @@ def _settings(
         tokenizer=server.tokenizer,
         headers=server.headers(),
         verify=not server.insecure,
-        extra_body=request.fields(),
+        extra_body=request.fields(server.backend),
+        request_id_prefix=server.request_id_prefix,
+        lora_modules=server.lora_modules,
         num_warmups=server.num_warmups,
+        ready_check_timeout_s=server.ready_check_timeout_sec,
+        profile=server.profile,
         percentile_metrics=figures.percentile_metrics.split(","),
         metric_percentiles=_numbers("--metric-percentiles", figures.metric_percentiles),
         goodput=parse_goodput(figures.goodput),
     )
 
 
-def _write(path: Path, fields: dict[str, Any]) -> None:
-    with file_named("--result-filename", path):
-        text = json.dumps({"date": time.strftime("%Y%m%d-%H%M%S"), **fields}, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
+def _write(path: Path, fields: dict[str, Any], *, is_appended: bool) -> None:
+    """Write the results as a JSON file, or append them as a line of JSON."""
+    with file_named("--result-filename", path), path.open("a" if is_appended else "w", encoding="utf-8") as file:
+        text = json.dumps({"date": time.strftime("%Y%m%d-%H%M%S"), **fields}, indent=None if is_appended else 2)
+        file.write(text + "\n")
 
 
 def _run(settings: ServeSettings, *, with_bar: bool) -> ServeResult:
@@ -240,9 +288,8 @@ def _draw(path: Path, settings: ServeSettings, result: ServeResult) -> None:
 
     load, figures = settings.load, result.figures
     most = "" if load.max_concurrency is None else f", at most {load.max_concurrency} at once"
-    how = "all at once" if load.request_rate == float("inf") else f"{load.request_rate:g} requests/s"
     title = f"{result.model.id}: {figures['output_throughput']:,.0f} output tokens per second"
-    subtitle = f"{figures['completed']} requests, {how}{most}, from {settings.base_url}"
+    subtitle = f"{figures['completed']} requests, {load.rate}{most}, from {settings.base_url}"
     write_plot(path, as_svg(title, subtitle, result.outcomes, settings.percentile_metrics))
 
 

@@ -111,6 +111,14 @@ def test_requests_begin_at_their_arrivals() -> None:
     assert np.median(late) < 0.02
 
 
+@pytest.mark.parametrize(("strategy", "middle"), [("linear", 55.0), ("exponential", math.sqrt(10 * 100))])
+def test_the_rate_grows_from_the_first_request_to_the_last(strategy: str, middle: float) -> None:
+    settings = LoadSettings(ramp_up_strategy=strategy, ramp_up_start_rps=10, ramp_up_end_rps=100, burstiness=1e6)
+    rates = 1 / np.diff(settings.arrivals(1001), prepend=0.0)
+    assert rates[[0, 500, -1]] == pytest.approx([10, middle, 100], rel=0.02)
+    assert settings.rate == "10 to 100 requests/s"
+
+
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 16.0])
 def test_gaps_between_arrivals_follow_a_gamma_distribution(burstiness: float) -> None:
     arrivals = LoadSettings(request_rate=50.0, burstiness=burstiness, seed=3).arrivals(20_000)

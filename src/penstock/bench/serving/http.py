@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -86,16 +87,18 @@ class HttpClient:
         self._lookup = asyncio.Lock()
         self.message("GET", "/")
 
-    def message(self, method: str, path: str, body: bytes = b"") -> Message:
-        """A request. body: JSON. Raises ConfigError for characters that HTTP does not allow."""
-        lines = {**self._headers, "Content-Type": "application/json", "Content-Length": str(len(body))}
+    def message(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Message:
+        """A request. body: JSON. headers: of it alone. Raises ConfigError for characters that HTTP does not allow."""
+        lines = {**self._headers, **headers, "Content-Type": "application/json", "Content-Length": str(len(body))}
         target = self._path + path
         try:
-            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
-            return Message(h11.Request(method=method, target=target, headers=headers), body)
+            encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines.items()]
+            return Message(h11.Request(method=method, target=target, headers=encoded), body)
         except (h11.LocalProtocolError, UnicodeError) as error:
             raise ConfigError(
-                f"The request {method} {target!r} with the headers {', '.join(self._headers)} is not valid HTTP: "
+                f"The request {method} {target!r} with the headers {', '.join(lines)} is not valid HTTP: "
                 f"{error}. Change --base-url, --endpoint or --header."
             ) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,10 +54,9 @@ def _totals(settings: ServeSettings, result: ServeResult) -> Table:
 
 def _title(settings: ServeSettings, result: ServeResult) -> str:
     load = settings.load
-    rate = "all at once" if math.isinf(load.request_rate) else f"{load.request_rate:g} requests/s"
     most = "" if load.max_concurrency is None else f", at most {load.max_concurrency:,} open"
     return (
-        f"{result.model.id}, {settings.dataset.name}, {settings.dataset.num_prompts:,} requests, {rate}{most}, "
+        f"{result.model.id}, {settings.dataset.name}, {settings.dataset.num_prompts:,} requests, {load.rate}{most}, "
         f"{settings.base_url}"
     )
 

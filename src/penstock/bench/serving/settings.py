@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
+RAMPS = ("linear", "exponential")
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition")
 # Datasets that are a file.
 _FILES = ("sharegpt", "custom")
@@ -96,6 +97,9 @@ class LoadSettings:
     max_concurrency: open requests at most
     request_timeout_s: seconds for a request
     disconnect_fraction: share of clients that leave while tokens come
+    ramp_up_strategy: how the rate grows from the first request to the last: linear, exponential
+    ramp_up_start_rps: requests per second at the begin
+    ramp_up_end_rps: requests per second at the end
 
     The gaps between arrivals have a gamma distribution of the shape `burstiness`. The time of a request begins when it
     is sent. Raises ConfigError for values that are not allowed.
@@ -106,10 +110,14 @@ class LoadSettings:
     max_concurrency: int | None = None
     request_timeout_s: float = field(default=6 * 3600.0, metadata={"flag": "--request-timeout"})
     disconnect_fraction: float = 0.0
+    ramp_up_strategy: str | None = None
+    ramp_up_start_rps: float | None = None
+    ramp_up_end_rps: float | None = None
     seed: int = field(default=0, metadata={"flag": None})
 
     def __post_init__(self) -> None:
         concurrency = self.max_concurrency
+        self._check_ramp()
         for flag, value, is_valid, allowed in (
             ("--request-rate", self.request_rate, self.request_rate > 0, "more than 0, or inf"),
             ("--burstiness", self.burstiness, 0 < self.burstiness < math.inf, "more than 0"),
@@ -121,17 +129,46 @@ class LoadSettings:
             if not is_valid:
                 raise ConfigError(f"{flag} {value} is not valid. Allowed: {allowed}.")
 
+    def _check_ramp(self) -> None:
+        strategy, ends = self.ramp_up_strategy, (self.ramp_up_start_rps, self.ramp_up_end_rps)
+        if strategy is None and ends == (None, None):
+            return
+        if strategy not in RAMPS:
+            raise ConfigError(f"--ramp-up-strategy {strategy} is not valid. Allowed: {', '.join(RAMPS)}.")
+        for name, rate in zip(("start", "end"), ends, strict=True):
+            if rate is None or not 0 < rate < math.inf:
+                raise ConfigError(f"--ramp-up-{name}-rps {rate} is not valid. Allowed: more than 0.")
+        if not math.isinf(self.request_rate):
+            raise ConfigError(
+                f"--request-rate {self.request_rate:g} is given beside --ramp-up-strategy. Leave one out."
+            )
+
+    @property
+    def rate(self) -> str:
+        """Rate of arrivals, for people."""
+        if self.ramp_up_strategy is not None:
+            return f"{self.ramp_up_start_rps:g} to {self.ramp_up_end_rps:g} requests/s"
+        return "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s"
+
     def arrivals(self, num_requests: int) -> list[float]:
         """Seconds from the start to each request's arrival, in order.
 
         They are scaled to take num_requests / request_rate seconds, so that the rate is exact for few requests too.
+        With a ramp, each gap is that of the rate which is reached there.
         """
-        if math.isinf(self.request_rate):
+        if math.isinf(self.request_rate) and self.ramp_up_strategy is None:
             return [0.0] * num_requests
         import numpy as np
 
         rng = np.random.default_rng([self.seed, 1])
-        offsets = np.cumsum(rng.gamma(shape=self.burstiness, size=num_requests))
+        gaps = rng.gamma(shape=self.burstiness, size=num_requests)
+        if self.ramp_up_strategy is not None:
+            assert self.ramp_up_start_rps is not None
+            assert self.ramp_up_end_rps is not None
+            space = np.linspace if self.ramp_up_strategy == "linear" else np.geomspace
+            rates = space(self.ramp_up_start_rps, self.ramp_up_end_rps, num_requests)
+            return [float(offset) for offset in np.cumsum(gaps / self.burstiness / rates)]
+        offsets = np.cumsum(gaps)
         scale = num_requests / self.request_rate / offsets[-1]
         return [float(offset) for offset in offsets * scale]
 
