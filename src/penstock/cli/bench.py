@@ -54,7 +54,7 @@ def bench(
 ) -> None:
     """Measure how fast a model runs: random token ids in, a fixed number of tokens out.
 
-    One size may have several values (--batch-size 1,4,16). `penstock bench serve` measures a server.
+    One size may have several values (--batch-size 1,4,16). For servers: `penstock bench serve`.
     """
     from penstock.bench.workloads import make_sweep
     from penstock.config import EngineConfig
