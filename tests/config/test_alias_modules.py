@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import socket
 import subprocess
 import sys
 from types import ModuleType
@@ -24,6 +25,8 @@ import vllm.sampling_params
 from vllm import LLM, SamplingParams
 from vllm import EngineArgs, RequestOutput, SamplingParams
 from vllm import LLM, EngineArgs, PoolingParams
+from vllm import envs
+import vllm.envs as envs
 from vllm import LLM, PromptType, TextPrompt, TokensPrompt
 from vllm import AsyncEngineArgs, AsyncLLMEngine
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
@@ -53,8 +56,12 @@ from vllm.tokenizers import get_tokenizer
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils import FlexibleArgumentParser, random_uuid
+from vllm.utils import get_ip, get_open_port
+from vllm.utils.network_utils import get_ip, get_open_port
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 from vllm.version import __version__
 """.strip().splitlines()
@@ -67,6 +74,10 @@ REFUSED = {
     "from vllm.v1.sample.logits_processor import LogitsProcessor": "logits processors of vLLM's interface",
     "from vllm.entrypoints.openai.protocol import ChatCompletionRequest": "the HTTP server",
     "from vllm.distributed.kv_events import KVEventBatch": "KV transfer",
+    "from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator": "weight transfer",
+    "from vllm.distributed.utils import StatelessProcessGroup": "weight transfer",
+    "from vllm.envs import VLLM_ATTENTION_BACKEND": "nothing reads here. Use attention_backend",
+    "from vllm.envs import VLLM_RINGBUFFER_WARNING_INTERVAL": "docs/options.md explains all options",
 }
 
 
@@ -97,6 +108,21 @@ def test_a_name_is_the_same_object_everywhere() -> None:
     module = importlib.import_module("penstock.sampling_params")
     assert module.SamplingParams is penstock.SamplingParams
     assert importlib.import_module("penstock.v1.engine.async_llm").AsyncLLM is penstock.AsyncEngine
+
+
+def test_variables_have_the_values_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = importlib.import_module("penstock.envs")
+    monkeypatch.setenv("PENSTOCK_LOG_LEVEL", "debug")
+    monkeypatch.setenv("PENSTOCK_API_KEY", "one,two")
+    monkeypatch.setenv("PENSTOCK_CACHE", "/cache")
+    assert (envs.VLLM_LOGGING_LEVEL, envs.VLLM_API_KEY, envs.VLLM_CACHE_ROOT) == ("DEBUG", "one", "/cache")
+    assert (envs.VLLM_USE_V1, envs.VLLM_USE_MODELSCOPE, envs.VLLM_PORT, envs.VLLM_HOST_IP) == (True, False, None, "")
+
+
+def test_an_open_port_can_be_listened_on_at_this_machines_address() -> None:
+    helpers = importlib.import_module("penstock.utils")
+    with socket.socket() as listener:
+        listener.bind((helpers.get_ip(), helpers.get_open_port()))
 
 
 def test_a_name_that_a_module_does_not_have_is_an_import_error() -> None:

@@ -228,6 +228,10 @@ def attribute(module: str, name: str) -> Any:
     if name in table().modules.get(path, ()):
         home, _, own_name = table().homes.get(name, f"{package}:{name}").partition(":")
         return getattr(importlib.import_module(home), own_name)
+    if name.startswith("VLLM_"):
+        own = table().other_names["environment"].get(name)
+        instead = "docs/options.md explains all options." if own is None else f"Use {own}."
+        raise UnsupportedName(f"{name} is a variable of vLLM's, which nothing reads here. {instead}")
     if not name.startswith("_"):
         name_as_ours(name)  # refuses it by feature
     raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import enum
 import gc
+import socket
 import sys
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from penstock.system import env
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# Values of variables of vLLM's; those without a meaning here have its default.
+_VARIABLES: dict[str, Callable[[], Any]] = {
+    "VLLM_API_KEY": lambda: next(iter(env.api_keys()), None),
+    "VLLM_CACHE_ROOT": lambda: str(env.cache_folder()),
+    "VLLM_HOST_IP": str,
+    "VLLM_LOGGING_LEVEL": env.log_level,
+    "VLLM_PLUGINS": env.allowed_plugins,
+    "VLLM_PORT": lambda: None,
+    "VLLM_USE_MODELSCOPE": bool,
+    "VLLM_USE_V1": lambda: True,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _VARIABLES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    return _VARIABLES[name]()
 
 
 class UsageContext(enum.StrEnum):
@@ -26,6 +49,24 @@ class UsageContext(enum.StrEnum):
 def random_uuid() -> str:
     """New id for a request."""
     return uuid.uuid4().hex
+
+
+def get_ip() -> str:
+    """Address of this machine on the route to others; that of the machine itself without a route."""
+    from penstock.parallel.connections import address_towards
+
+    try:
+        # Of a public name server; nothing is sent.
+        return address_towards("8.8.8.8", 80)
+    except OSError:
+        return "127.0.0.1"
+
+
+def get_open_port() -> int:
+    """Port of TCP that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
