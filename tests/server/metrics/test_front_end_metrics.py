@@ -191,6 +191,19 @@ def test_every_metric_is_described_and_every_description_is_of_a_metric(
     assert kinds == {name: described.kind for name, described in TABLE.items()}
 
 
+# Samples that public dashboards of vLLM's ask for.
+ON_DASHBOARDS = {
+    *("prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_preemptions_total"),
+    *("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "kv_cache_usage_perc"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "gpu_prefix_cache_hits_total", "cache_config_info"),
+    *("e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_count", "e2e_request_latency_seconds_sum"),
+    *("time_to_first_token_seconds_bucket", "time_per_output_token_seconds_bucket", "inter_token_latency_seconds_sum"),
+    *("request_queue_time_seconds_sum", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_inference_time_seconds_sum"),
+    *("request_max_num_generation_tokens_sum", "request_params_max_tokens_sum"),
+}
+
+
 def test_names_can_be_those_of_vllm(front: Callable[..., FrontEnd]) -> None:
     broker = BrokerState()
     broker.note(BUSY)
@@ -209,7 +222,11 @@ def test_names_can_be_those_of_vllm(front: Callable[..., FrontEnd]) -> None:
         assert before == after
     (sample,) = vllm["vllm:cache_config_info"].samples
     sizes = {"block_size": "16", "num_gpu_blocks": str(BUSY.stats.num_blocks)}
-    assert sample.labels == {"model_name": "demo", **sizes}
+    assert sample.labels == {"model_name": "demo", "engine": "0", **sizes}
+    samples = [sample for family in vllm.values() for sample in family.samples]
+    assert all(sample.labels["engine"] == "0" and sample.labels["model_name"] == "demo" for sample in samples)
+    assert {sample.name.removeprefix("vllm:") for sample in samples} >= ON_DASHBOARDS
+    assert not any("engine" in sample.labels for family in own.values() for sample in family.samples)
     assert {"vllm:request_params_max_tokens_sum": 7.0}.items() <= {
         sample.name: sample.value for sample in vllm["vllm:request_params_max_tokens"].samples
     }.items()

@@ -17,6 +17,8 @@ from penstock.server.metrics.table import NAMES_OF_VLLM, TABLE
 
 router = APIRouter()
 _VLLM = "vllm"
+# Label of every sample under vLLM's prefix. There each engine has a number; here one sample is of all cores.
+_LABELS_OF_VLLM = {"engine": "0"}
 _OPEN_METRICS = "application/openmetrics-text"
 # Suffixes of the samples' names.
 _SUFFIXES = {"counter": "_total", "info": "_info", "gauge": ""}
@@ -49,6 +51,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Family]:
         """Families of metrics; those of one name are one family, as the formats demand."""
         families: dict[str, Family] = {}
+        more = _LABELS_OF_VLLM if self._prefix == _VLLM else {}
         collected = list(self._metrics.collect())
         for metric in collected:
             name = metric.name.removeprefix(PREFIX)
@@ -58,7 +61,7 @@ class _Collector(Collector):
                     full_name = f"{self._prefix}:{shown}"
                     family = families.setdefault(full_name, Family(full_name, described.help, described.kind))
                     for suffix, labels, value in _samples(metric, _SUFFIXES.get(described.kind, "")):
-                        family.add_sample(full_name + suffix, {**metric.labels, **labels}, value)
+                        family.add_sample(full_name + suffix, {**metric.labels, **more, **labels}, value)
         yield from families.values()
         if self._prefix == _VLLM:
             yield _cache_config(collected)
@@ -68,7 +71,7 @@ def _cache_config(metrics: list[Metric]) -> Family:
     """vLLM's metric of the KV cache's sizes, which it has as labels."""
     sizes = {"kv_cache_block_size": "block_size", "num_kv_cache_blocks": "num_gpu_blocks"}
     family = Family("vllm:cache_config_info", "Sizes of the KV cache.", "gauge")
-    labels: dict[str, str] = {}
+    labels = dict(_LABELS_OF_VLLM)
     for metric in metrics:
         if isinstance(metric, Gauge) and (name := sizes.get(metric.name.removeprefix(PREFIX))) is not None:
             labels |= {**metric.labels, name: str(int(metric.value))}

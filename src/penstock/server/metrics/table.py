@@ -24,6 +24,8 @@ class Described(NamedTuple):
 NAMES_OF_VLLM = {
     "inter_token_latency_seconds": "time_per_output_token_seconds",
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
     "request_generation_tokens": "request_max_num_generation_tokens",
 }
 # By name, without the prefix `penstock:`.
