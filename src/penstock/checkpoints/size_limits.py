@@ -29,6 +29,19 @@ def check_sizes(hf_config: Mapping[str, Any], model: str) -> None:
             )
 
 
+def positive_integer(fields: Mapping[str, Any], name: str, source: str, prefix: str = "") -> int:
+    """A field that must be a positive integer of at most `MAX_POSITIONS`. source, prefix: of its name in messages.
+
+    Raises ModelError when it is missing or something else.
+    """
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{source} has {prefix}{name}={shown(value)}. It must be a positive integer.")
+    if value > MAX_POSITIONS:
+        raise ModelError(f"{source} has {prefix}{name}={shown(value)}. It must be at most {MAX_POSITIONS:,}.")
+    return value
+
+
 def describe_sizes(hf_config: Mapping[str, Any]) -> str:
     """The sizes of a model for a message, such as "hidden_size=192, vocab_size=1536"."""
     return clipped(", ".join(f"{field}={value}" for field, value, _ in _sizes(hf_config)))

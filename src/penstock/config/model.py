@@ -15,7 +15,7 @@ from penstock.checkpoints.json_file import read_json_object, shown
 from penstock.checkpoints.pooling import PoolingConfig
 from penstock.checkpoints.quantized_checkpoint import FP8, MXFP4, quantization_of_checkpoint
 from penstock.checkpoints.resolve import SHIPPED_MODELS, resolve_metadata_folder, resolve_model_folder
-from penstock.checkpoints.size_limits import MAX_POSITIONS, check_sizes
+from penstock.checkpoints.size_limits import MAX_POSITIONS, check_sizes, positive_integer
 from penstock.config.checks import check_choice, check_flag, check_integer
 from penstock.config.flags import listed
 from penstock.config.generation import (
@@ -362,14 +362,7 @@ class ModelConfig:
 
         Raises ModelError when it is missing or something else.
         """
-        value = self.hf_config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"config.json of {self.model} has {name}={shown(value)}. It must be a positive integer.")
-        if value > MAX_POSITIONS:
-            raise ModelError(
-                f"config.json of {self.model} has {name}={shown(value)}. It must be at most {MAX_POSITIONS:,}."
-            )
-        return value
+        return positive_integer(self.hf_config, name, f"config.json of {self.model}")
 
 
 # Options of `ModelConfig.load`, besides the model.

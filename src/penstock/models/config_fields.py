@@ -6,29 +6,45 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
+from penstock.checkpoints.size_limits import positive_integer
 from penstock.config import ModelConfig
 from penstock.config.checks import is_positive_float32
 from penstock.errors import ModelError, UnsupportedFeature
 
 
-class ConfigFields:
-    """Fields of a model's `config.json` with type checks. A null field counts as absent."""
+class Fields:
+    """Fields of an object in a configuration with type checks. A null field counts as absent.
 
-    def __init__(self, model_config: ModelConfig) -> None:
-        self.model_config = model_config
-        self.hf_config = model_config.hf_config
+    source, prefix: for messages, the file and the object's name in it with a dot; architecture: that of the model.
+    """
+
+    def __init__(self, hf_config: Mapping[str, Any], source: str, architecture: str, prefix: str = "") -> None:
+        self.hf_config = hf_config
+        self.source, self.prefix = source, prefix
+        self._architecture = architecture
+
+    @property
+    def architecture(self) -> str:
+        return self._architecture
+
+    def section(self, name: str) -> Fields:
+        """The fields of a nested object. Raises ModelError where there is none."""
+        value = self.hf_config.get(name)
+        if not isinstance(value, Mapping):
+            raise self._wrong(name, value, "an object")
+        return Fields(value, self.source, self.architecture, f"{self.prefix}{name}.")
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer. Raises ModelError for any other value, and for an absent field without default."""
         if default is not None and self.hf_config.get(name) is None:
             return default
-        return self.model_config.require_int(name)
+        return positive_integer(self.hf_config, name, self.source, self.prefix)
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
         """A positive integer, or None for null; `default` for an absent field."""
         if name not in self.hf_config:
             return default
-        return None if self.hf_config[name] is None else self.model_config.require_int(name)
+        return None if self.hf_config[name] is None else self.integer(name)
 
     def count(self, name: str, default: int) -> int:
         """A non-negative integer. Raises ModelError for any other value."""
@@ -80,6 +96,28 @@ class ConfigFields:
             if self.hf_config.get(name) not in (None, value):
                 raise self.unsupported(name, self.hf_config[name], repr(value))
 
+    def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
+        """Make the error for a field with an unsupported value."""
+        return UnsupportedFeature(
+            f"{self.source} has {self.prefix}{name}={value!r}, which {self.architecture} does not support here. "
+            f"Supported: {allowed}."
+        )
+
+    def _wrong(self, name: str, value: Any, allowed: str) -> ModelError:
+        return ModelError(f"{self.source} has {self.prefix}{name}={value!r}. It must be {allowed}.")
+
+
+class ConfigFields(Fields):
+    """Fields of a model's `config.json`."""
+
+    def __init__(self, model_config: ModelConfig) -> None:
+        super().__init__(model_config.hf_config, f"config.json of {model_config.model}", "")
+        self.model_config = model_config
+
+    @property
+    def architecture(self) -> str:
+        return self.model_config.architecture
+
     @property
     def num_positions(self) -> int:
         """Number of positions that the engine may serve, from 0 on."""
@@ -98,16 +136,6 @@ class ConfigFields:
     def refuse_unsupported(self) -> None:
         """Raise UnsupportedFeature for features that no native model supports."""
         read_quantized_checkpoint(self.hf_config, self.model_config.model)
-
-    def unsupported(self, name: str, value: Any, allowed: str) -> UnsupportedFeature:
-        """Make the error for a field with an unsupported value."""
-        return UnsupportedFeature(
-            f"config.json of {self.model_config.model} has {name}={value!r}, which "
-            f"{self.model_config.architecture} does not support here. Supported: {allowed}."
-        )
-
-    def _wrong(self, name: str, value: Any, allowed: str) -> ModelError:
-        return ModelError(f"config.json of {self.model_config.model} has {name}={value!r}. It must be {allowed}.")
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
