@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, GatedActivation
+from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, Activation, GatedActivation
 from penstock.layers.parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.layers.scalable_inputs import FactorOutputs
 from penstock.parallel import ParallelState
@@ -49,14 +49,16 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(activation(up(x))), with biases. activation: a name in `ACTIVATIONS`."""
+    """down(activation(up(x))), with biases. activation: a name in `ACTIVATIONS`, or a function like those."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, activation: str, parallel: ParallelState) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, activation: str | Activation, parallel: ParallelState
+    ) -> None:
         super().__init__()
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias=True, parallel=parallel)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=True, parallel=parallel)
         self.down_proj.has_massive_inputs = True
-        self._activate = ACTIVATIONS[activation]
+        self._activate = ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         return self.down_proj(self._activate(self.up_proj(hidden_TD, context)), context)  # type: ignore[no-any-return]
