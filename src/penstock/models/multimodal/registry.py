@@ -9,7 +9,13 @@ from typing import Any
 from penstock.models.multimodal.interface import MediaEncoder
 
 # Module and function, or class, that makes the encoder from the configuration; a function may return None.
-_ENCODERS: dict[str, str] = {}
+_QWEN = "penstock.models.multimodal.qwen_vision"
+_ENCODERS = {
+    "Qwen2VLForConditionalGeneration": f"{_QWEN}:Qwen2Vision",
+    "Qwen2_5_VLForConditionalGeneration": f"{_QWEN}:Qwen25Vision",
+    "Qwen3VLForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
+    "Qwen3VLMoeForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
+}
 
 
 def native_encoder(architecture: str, hf_config: Mapping[str, Any]) -> MediaEncoder | None:

@@ -1,0 +1,335 @@
+"""Layers that several vision encoders share. Every rank has them whole.
+
+An item's tokens are those of all its tiles or frames, one after the other.
+Suffixes: N images or tiles, C channels, T tokens of an item, D hidden size, X concatenated heads, S tokens of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.attention import NO_CONTEXT, AttentionStep, LayerAttention, Projection, SequenceGeometry
+from penstock.attention.whole_texts import WholeTextsBackend
+from penstock.errors import ModelError
+from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, Activation, quick_gelu
+from penstock.kernels.rotary import Rotation, gather_rotation, rotary_table
+from penstock.kernels.rows import sum_rows
+from penstock.layers.linear import LinearLayer
+from penstock.layers.mlp import GatedMLP, PlainMLP
+from penstock.layers.norm import LayerNorm, RMSNorm, WholeQueryKeyNorm, norm_of_stream
+from penstock.layers.parallel_linear import QKVParallelLinear
+from penstock.layers.weights import WeightSlot, new_parameter
+from penstock.models.config_fields import Fields
+from penstock.models.multimodal.interface import MediaEncoder
+from penstock.models.weights import WeightTable, expand_table
+from penstock.parallel import ParallelState
+
+VISION_ACTIVATIONS: Mapping[str, Activation] = {**ACTIVATIONS, "quick_gelu": quick_gelu}
+_WHOLE = ParallelState()
+_NO_CACHE = torch.empty(0, device="cpu")
+
+
+def encoder_fields(hf_config: Mapping[str, Any]) -> Fields:
+    """The fields of a multimodal model's configuration."""
+    name, architectures = hf_config.get("_name_or_path"), hf_config.get("architectures")
+    architecture = architectures[0] if architectures else "the encoder"
+    return Fields(hf_config, f"config.json of {name}" if name else "config.json", architecture)
+
+
+def square(fields: Fields, name: str) -> int:
+    """A size that is a positive integer, or a pair of equal ones. Raises ModelError, or UnsupportedFeature."""
+    value = fields.hf_config.get(name)
+    if isinstance(value, list | tuple) and len(set(value)) == 1:
+        return Fields({name: value[0]}, fields.source, fields.architecture, fields.prefix).integer(name)
+    if isinstance(value, list | tuple):
+        raise fields.unsupported(name, value, "one size for both directions")
+    return fields.integer(name)
+
+
+def rope_theta(fields: Fields) -> float:
+    """Base of axial rotary embeddings."""
+    given = fields.hf_config.get("rope_parameters") or {}
+    theta = given.get("rope_theta", fields.hf_config.get("rope_theta"))
+    return Fields({"rope_theta": theta}, fields.source, fields.architecture, fields.prefix).number(
+        "rope_theta", 10000.0
+    )
+
+
+class TableEncoder(MediaEncoder):
+    """Encoder whose checkpoint tensors are in a table of modules.
+
+    table: with `*` for each of num_layers. renames: beginnings of published names, and what stands for them in the
+    table. own: beginnings of the names of the encoder's tensors, then.
+    """
+
+    table: WeightTable
+    renames: ClassVar[Mapping[str, str]]
+    own: ClassVar[tuple[str, ...]]
+    num_layers: int
+
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        return expand_table(self, self.table, self.num_layers)
+
+    def checkpoint_name(self, name: str) -> str | None:
+        for old, new in self.renames.items():
+            if name.startswith(old):
+                name = new + name[len(old) :]
+        return name if name.startswith(self.own) else None
+
+
+class PatchEmbedding(LinearLayer):
+    """A convolution whose stride is its kernel's size, as a product with flattened patches.
+
+    kernel: size in each dimension. Patches are [T, C * kernel].
+    """
+
+    keeps_precision = True
+
+    def __init__(self, channels: int, kernel: Sequence[int], hidden_size: int, *, bias: bool) -> None:
+        super().__init__(channels * int(np.prod(kernel)), hidden_size, bias=bias)
+        self._shape = (hidden_size, channels, *kernel)
+
+    def embed(self, patches: Tensor) -> Tensor:
+        """Embed patches of any float dtype: [T, D]."""
+        return self(patches.to(self.compute_dtype or self.weight.dtype), NO_CONTEXT)  # type: ignore[no-any-return]
+
+    def embed_images(self, images_NCHW: Tensor) -> Tensor:
+        """Embed the patches of images, row by row: [N * rows * columns, D]. Pixels beyond whole patches are dropped."""
+        channels, *kernel = self._shape[1:]
+        if images_NCHW.dim() != 4 or images_NCHW.shape[1] != channels or min(images_NCHW.shape[2:]) < kernel[0]:
+            raise ModelError(
+                f"The image processor returned pixels of the shape {list(images_NCHW.shape)}, and the vision encoder "
+                f"takes images with {channels} channels, in patches of {kernel[0]} x {kernel[1]}. "
+                "preprocessor_config.json does not fit config.json."
+            )
+        height, width = kernel
+        rows, columns = images_NCHW.shape[2] // height, images_NCHW.shape[3] // width
+        whole = images_NCHW[:, :, : rows * height, : columns * width]
+        patches = whole.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
+        return self.embed(patches.reshape(-1, self.input_size))
+
+    def slots(self) -> dict[str, WeightSlot]:
+        slots = {"weight": WeightSlot(self._shape, self.weight.view(self._shape))}
+        return slots if self.bias is None else slots | {"bias": WeightSlot((self.output_size,), self.bias)}
+
+
+class Segments:
+    """Runs of an item's tokens, such as tiles, frames or windows, that attend among themselves.
+
+    lengths: of the runs, in order. is_visible_NS: whether a token is attended to, by run, where all runs have one
+    length; None for all.
+    """
+
+    def __init__(self, lengths: np.ndarray, device: torch.device, is_visible_NS: Tensor | None = None) -> None:
+        starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        tensors = [torch.from_numpy(values).to(device) for values in (starts, lengths.astype(np.int32))]
+        geometry = SequenceGeometry(tensors[0], starts, tensors[1], int(starts[-1]), len(lengths), int(lengths.max()))
+        self.metadata = WholeTextsBackend().make_metadata(geometry)
+        self.is_visible_NS = is_visible_NS
+
+    @classmethod
+    def equal(cls, num_runs: int, length: int, device: torch.device) -> Segments:
+        """Runs of one length."""
+        return cls(np.full(num_runs, length), device)
+
+
+class AxialRotary(nn.Module):
+    """Rotary embedding by the row and the column of a patch.
+
+    row_frequencies, column_frequencies: float32, of the angles of a head in order, radians per patch: rows first.
+    """
+
+    row_frequencies: Tensor
+    column_frequencies: Tensor
+
+    def __init__(self, row_frequencies: Tensor, column_frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("row_frequencies", row_frequencies, persistent=False)
+        self.register_buffer("column_frequencies", column_frequencies, persistent=False)
+
+    @classmethod
+    def of(cls, head_size: int, theta: float) -> AxialRotary:
+        """Equal frequencies for rows and columns, of half a head each."""
+        half = head_size // 2
+        exponents = torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half
+        frequencies = 1.0 / theta**exponents
+        return cls(frequencies, frequencies.clone())
+
+    def forward(self, rows_T: Tensor, columns_T: Tensor, sides: tuple[int, int], dtype: torch.dtype) -> Rotation:
+        """Rotation of heads. rows_T, columns_T: int64, below `sides`."""
+        of_rows = rotary_table(self.row_frequencies, sides[0], 1.0).index_select(0, rows_T).chunk(2, -1)
+        of_columns = rotary_table(self.column_frequencies, sides[1], 1.0).index_select(0, columns_T).chunk(2, -1)
+        table = torch.cat((of_rows[0], of_columns[0], of_rows[1], of_columns[1]), dim=-1)
+        return gather_rotation(table, torch.arange(len(table), device=table.device), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayerConfig:
+    """Parameters of the layers of a vision transformer.
+
+    is_gated, mlp_bias: whether the feed-forward networks are; plain ones have biases. has_query_key_norm: RMSNorm of
+    all query heads together, and of all key heads. has_scales: factors of what attention and feed-forward add.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    activation: str
+    norm_eps: float
+    has_rms_norm: bool = False
+    is_gated: bool = False
+    mlp_bias: bool = True
+    qkv_bias: bool = True
+    out_bias: bool = True
+    has_query_key_norm: bool = False
+    has_scales: bool = False
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def norm(self, size: int | None = None) -> RMSNorm | LayerNorm:
+        """A norm over hidden states, or over rows of another size."""
+        return (RMSNorm if self.has_rms_norm else LayerNorm)(size or self.hidden_size, self.norm_eps)
+
+    @classmethod
+    def read(cls, fields: Fields, **given: Any) -> VisionLayerConfig:
+        """Read `vision_config`. given: what the family's configuration has no field of, or another name for."""
+        is_gated = given.get("is_gated", False)
+        read: dict[str, Any] = {"activation": vision_activation(fields, is_gated=is_gated), **given}
+        for name, field in (
+            ("hidden_size", "hidden_size"),
+            ("intermediate_size", "intermediate_size"),
+            ("num_heads", "num_attention_heads"),
+        ):
+            if name not in read:
+                read[name] = fields.integer(field)
+        if "norm_eps" not in read:
+            read["norm_eps"] = fields.number("layer_norm_eps", 1e-6)
+        if read["hidden_size"] % read["num_heads"] != 0:
+            raise fields.unsupported("hidden_size", read["hidden_size"], f"multiples of {read['num_heads']} heads")
+        return cls(**read)
+
+
+def vision_activation(fields: Fields, name: str = "hidden_act", *, is_gated: bool = False) -> str:
+    """The name of an activation function. Raises UnsupportedFeature for another one."""
+    return fields.choice(name, GATED_ACTIVATIONS if is_gated else VISION_ACTIVATIONS, default="gelu")
+
+
+class VisionAttention(nn.Module):
+    """Attention in both directions among the tokens of each segment."""
+
+    def __init__(self, config: VisionLayerConfig) -> None:
+        super().__init__()
+        size, heads, head_size = config.hidden_size, config.num_heads, config.head_size
+        self.qkv_proj = QKVParallelLinear(
+            size, num_heads=heads, num_kv_heads=heads, head_size=head_size, bias=config.qkv_bias, parallel=_WHOLE
+        )
+        self.norm: WholeQueryKeyNorm | None = None
+        if config.has_query_key_norm:
+            self.norm = WholeQueryKeyNorm(num_heads=heads, num_kv_heads=heads, head_size=head_size, eps=1e-6)
+        self.o_proj = LinearLayer(size, size, bias=config.out_bias)
+        self._layer = LayerAttention(
+            "vision", num_heads=heads, num_kv_heads=heads, head_size=head_size, scale=head_size**-0.5, is_causal=False
+        )
+        self._backend = WholeTextsBackend()
+
+    def forward(self, hidden_TD: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
+        rows = Projection(self.qkv_proj(hidden_TD, NO_CONTEXT), self.norm, rotation)
+        if segments.is_visible_NS is None:
+            mixed_TX = self._backend.run(AttentionStep(self._layer, rows, _NO_CACHE, segments.metadata))
+        else:
+            mixed_TX = _attend_visible(self._layer, rows, segments.is_visible_NS)
+        return self.o_proj(mixed_TX, NO_CONTEXT)  # type: ignore[no-any-return]
+
+
+def _attend_visible(layer: LayerAttention, rows: Projection, is_visible_NS: Tensor) -> Tensor:
+    """Attention of the tokens of each of N runs to the visible ones: [T, X]."""
+    num_runs, length = is_visible_NS.shape
+    query, key, value = (x_THD.unflatten(0, (num_runs, length)).transpose(1, 2) for x_THD in rows.heads(layer))
+    mixed = F.scaled_dot_product_attention(query, key, value, is_visible_NS[:, None, None], scale=layer.scale)
+    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+class LayerScales(nn.Module):
+    """Factors of what a layer's two halves add to the residual stream (Touvron et al. 2021)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.lambda_1, self.lambda_2 = new_parameter(size), new_parameter(size)
+
+
+class VisionLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with x as two tensors, as in `DecoderLayer`."""
+
+    def __init__(self, config: VisionLayerConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.attention_norm, self.mlp_norm = config.norm(), config.norm()
+        self.attention = VisionAttention(config)
+        self.mlp: nn.Module
+        if config.is_gated:
+            self.mlp = GatedMLP(size, inner, activation=config.activation, bias=config.mlp_bias, parallel=_WHOLE)
+        else:
+            self.mlp = PlainMLP(size, inner, activation=VISION_ACTIVATIONS[config.activation], parallel=_WHOLE)
+        self.scales = LayerScales(size) if config.has_scales else None
+
+    def forward(
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation | None, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        hidden_TD, residual_TD = norm_of_stream(self.attention_norm, hidden_TD, residual_TD)
+        hidden_TD = self.attention(hidden_TD, rotation, segments)
+        if self.scales is not None:
+            hidden_TD.mul_(self.scales.lambda_1)
+        hidden_TD, residual_TD = self.mlp_norm.add_and_norm(hidden_TD, residual_TD)
+        hidden_TD = self.mlp(hidden_TD, NO_CONTEXT)
+        return hidden_TD if self.scales is None else hidden_TD.mul_(self.scales.lambda_2), residual_TD
+
+
+class VisionLayers(nn.ModuleList):
+    """The layers of a vision transformer."""
+
+    def __init__(self, config: VisionLayerConfig, num_layers: int) -> None:
+        super().__init__(VisionLayer(config) for _ in range(num_layers))
+
+    def forward(
+        self,
+        hidden_TD: Tensor,
+        rotation: Rotation | None,
+        segments: Segments | Sequence[Segments],
+        wanted: Sequence[int],
+    ) -> list[Tensor]:
+        """Hidden states [T, D] after these numbers of layers, ascending; 0 is the input. segments: may be by layer."""
+        by_layer = [segments] * len(self) if isinstance(segments, Segments) else segments
+        residual_TD: Tensor | None = None
+        states = [hidden_TD] * (0 in wanted)
+        for number, (layer, of_layer) in enumerate(zip(self, by_layer, strict=True), 1):
+            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
+            if number in wanted:
+                states.append(sum_rows(hidden_TD, residual_TD))
+        return states
+
+
+class Projector(nn.Module):
+    """linear_2(activation(linear_1(x))). activation: a name in `VISION_ACTIVATIONS`."""
+
+    def __init__(self, input_size: int, inner: int, output_size: int, *, activation: str, bias: bool = True) -> None:
+        super().__init__()
+        self.linear_1 = LinearLayer(input_size, inner, bias=bias)
+        self.linear_2 = LinearLayer(inner, output_size, bias=bias)
+        self._activate = VISION_ACTIVATIONS[activation]
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.linear_2(self._activate(self.linear_1(x_TD, NO_CONTEXT)), NO_CONTEXT)  # type: ignore[no-any-return]
+
+
+def host_integers(values: Tensor) -> list[int]:
+    """The elements of a tensor of integers on the host, in order."""
+    return [int(value) for value in values.reshape(-1).numpy()]
