@@ -45,6 +45,9 @@ and commands raise a `ConfigError`, parameters of requests an `InvalidParameter`
 `None`, and an empty text or collection, ask for no feature. On the command line, `max_num_seqs=4` is
 `--max-num-seqs 4`, and `enable_lora=True` is `--enable-lora`. Sizes in bytes may be texts such as `1GiB`.
 
+Options that take lists take several values behind `penstock serve MODEL`, or one as JSON:
+`--cudagraph-capture-sizes 1 2 4`. Other commands take them repeated, since their words are prompts and texts.
+
 Modules of vLLM's that scripts import are here too, such as `penstock.sampling_params`, `penstock.lora.request` and
 `penstock.utils`: the list is below. `python -m penstock.entrypoints.openai.api_server` is `penstock serve`. All public
 names are in `penstock` itself as well.

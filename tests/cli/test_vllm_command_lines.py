@@ -68,6 +68,11 @@ SERVE: dict[str, dict[str, Any]] = {
     "vllm serve demo --chat-template-content-format openai": {"chat_template_content_format": "openai"},
     "vllm serve demo --enable-prompt-tokens-details --enable-request-id-headers --enable-log-requests"
     " --enable-log-outputs --disable-log-stats": {"enable_log_outputs": True, "disable_log_stats": True},
+    "vllm serve demo --ignore-patterns a b --cudagraph-capture-sizes 1 2 4 --max-num-seqs 4": {
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "max_num_seqs": 4,
+    },
+    "vllm serve demo --enable-lora --lora-target-modules q_proj v_proj": {"lora_target_modules": ["q_proj", "v_proj"]},
     "vllm serve demo --config CONFIG": {"max_model_len": 512, "served_model_name": ("a", "b")},
     "vllm serve demo --api-server-count 2 --data-parallel-size 2": {"data_parallel_size": 2},
     """vllm serve demo --limit-mm-per-prompt '{"image": 0}' --no-enable-expert-parallel""": {},
@@ -82,7 +87,9 @@ REFUSED = {
     "vllm serve demo --quantization bitsandbytes": "other quantization methods",
     "vllm serve demo --enable-expert-parallel": "expert parallelism",
     "vllm serve demo --tokenizer-mode mistral": "other tokenizers",
-    "vllm serve demo --middleware package.module": "further options of vLLM's server",
+    "vllm serve demo --middleware first.module second.module": "further options of vLLM's server",
+    "vllm serve demo --allowed-media-domains a.org b.org --port 80": "images, audio and video",
+    "vllm serve demo --port 80 81": "unexpected extra argument",
     "vllm serve demo --headless": "further options of vLLM's server",
     "vllm serve demo --chat-template-content-format zebra": "Allowed: auto, string, openai",
     "vllm bench throughput --model demo --dataset-name sonnet --dataset-path sonnet.txt": "benchmarks on datasets",

@@ -47,6 +47,9 @@ class EngineCommand(TyperCommand):
         options += ctx.params[_OPTION] or ()
         for flag, (name, implied) in unlisted.items():
             value = ctx.params.pop(flag)
+            if implied is None and value and len(value) > 1 and _takes_list(flag):
+                options.append(_as_option(name, json.dumps(list(map(parse_value, value)))))
+                continue
             options += [_as_option(name, one) for one in (value or () if implied is None else [implied] * bool(value))]
         ctx.params[_OPTION] = options
         return rest
@@ -134,6 +137,8 @@ class ManyValues(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         normalize = ctx.token_normalize_func or str
         many = {flag for one in self.params if getattr(one, "multiple", False) for flag in one.opts}
+        declared = {flag for one in self.params for flag in (*one.opts, *one.secondary_opts)}
+        many.update(filter(_takes_list, {normalize(arg) for arg in args} - declared))
         repeated: list[str] = []
         flag, has_value = None, False
         for arg in args:
@@ -194,6 +199,15 @@ def _engine_option(flag: str) -> tuple[str, str | None] | None:
         name = name.removeprefix("no_")
         return (name, "false") if option_is_flag(name) else None
     return name, "true" if is_flag else None
+
+
+def _takes_list(flag: str) -> bool:
+    """Whether an engine option takes several values, here or in vLLM."""
+    if not flag.startswith("--"):
+        return False
+    from penstock.config.engine import option_is_list
+
+    return option_is_list(flag.removeprefix("--").replace("-", "_"))
 
 
 def _as_option(name: str, value: str) -> str:

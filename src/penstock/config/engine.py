@@ -286,6 +286,12 @@ def option_is_flag(name: str) -> bool | None:
     return None if entry is None else entry.is_flag
 
 
+def option_is_list(name: str) -> bool:
+    """Whether an option, of Penstock's or of vLLM's, takes several values."""
+    types = {field.name: str(field.type) for config in sections() for field in dataclasses.fields(config)}
+    return types.get(name, "").startswith(("tuple", "Sequence")) or name in vllm.table().lists["options"]
+
+
 def _fields(config: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(config)]
 

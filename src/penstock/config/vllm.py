@@ -69,6 +69,7 @@ class Entry(NamedTuple):
 class Table(NamedTuple):
     """same, other_names: Penstock's names, by kind of name. values: Penstock's, by option and vLLM's value.
     ignored: names without an effect, by kind ("options", "flags", "parameters", "arguments").
+    lists: options that take several values, by kind ("options").
     modules: names of each module that only vLLM has. homes: of names that penstock itself does not have, as
         "module:name". programs: commands of modules.
     entries: by kind of name ("options", "parameters", "arguments", "methods", "names", "commands", "fields", "parts",
@@ -80,6 +81,7 @@ class Table(NamedTuple):
     other_names: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     ignored: Mapping[str, list[str]]
+    lists: Mapping[str, list[str]]
     modules: Mapping[str, list[str]]
     homes: Mapping[str, str]
     programs: Mapping[str, str]
