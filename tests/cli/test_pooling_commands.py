@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from penstock import LLM
 from penstock.cli.app import app
+from penstock.cli.pool import _model_of_words
 from support.pooling_models import TINY_ENCODER, random_model, random_text, save
 
 TEXTS = [random_text(num_words, seed=num_words) for num_words in (2, 9, 30)]
@@ -82,11 +84,54 @@ def test_a_text_is_scored_with_the_others_or_a_line_has_two(folders: dict[str, P
     assert len(results[0].stdout.splitlines()) == 2
 
 
+@pytest.mark.parametrize("name", ["embed", "classify", "score"])
+def test_the_model_may_be_the_first_word(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, texts = str(folders["embed" if name == "embed" else "score"]), TEXTS[: 2 if name == "score" else 1]
+    line = "\t".join(texts) + "\n"
+    (tmp_path / "lines").write_text(line)
+    ways: list[tuple[list[str], str | None]] = [
+        ([*texts, "--model", folder], None),
+        ([folder, *texts], None),
+        ([folder], line),
+        ([folder, "-i", str(tmp_path / "lines")], None),
+    ]
+    results = [CliRunner().invoke(app, [name, *words], input=given) for words, given in ways]
+    assert [result.exit_code for result in results] == [0] * 4, results[-1].output
+    assert len({result.stdout for result in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "num_texts", "model", "texts"),
+    [
+        (["one"], 1, None, ["one"]),
+        (["demo"], 1, "demo", []),
+        (["minilm", "one"], 1, "minilm", ["one"]),
+        (["org/name", "one", "two"], 1, "org/name", ["one", "two"]),
+        (["one", "two"], 2, None, ["one", "two"]),
+        (["and / or"], 1, None, ["and / or"]),
+        (["demo", "one", "two"], 2, "demo", ["one", "two"]),
+        (["x" * 5000], 1, None, ["x" * 5000]),
+        ([], 1, None, []),
+    ],
+)
+def test_the_first_word_is_the_model_where_it_is_more_than_a_text(
+    words: list[str], num_texts: int, model: str | None, texts: list[str]
+) -> None:
+    given: dict[str, Any] = {"texts": list(words), "input": None}
+    assert _model_of_words(given, num_texts=num_texts) == model
+    assert given["texts"] == texts
+
+
 @pytest.mark.parametrize(
     ("command", "given", "message"),
     [
+        (["embed", "But soft!", "what light"], None, "'But soft!' is where the model is expected, and"),
+        (["score", "one", "two", "three"], None, "'one' is where the model is expected, and names"),
+        (["embed", "one", "-i", "f"], None, "'one' is where the model is expected, and names"),
+        (["embed", "org/name"], "one\n", "'org/name' may be a text or a hub id, and --model is missing. Give --model"),
+        (["score", "org/name", "one"], None, "'org/name' may be a text or a hub id"),
         (["score", "one"], None, "There is one text ('one'). Give a second one"),
-        (["embed", "one", "-i", "f"], None, "There are texts ('one') and --input f. Give one of them"),
+        (["embed", "one", "-i", "f", "-m", "demo"], None, "There are texts ('one') and --input f. Give one of them"),
         (["score"], "one\n", "Line 1 is one. Allowed: two texts with a tab between, or JSON"),
         (["embed"], "{broken\n", "Line 1 is not JSON"),
     ],

@@ -22,6 +22,16 @@ _METADATA_FILES = ["*.json"]
 _WANTED_FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
 
 
+def is_model_here(name: str) -> bool:
+    """Whether a name is that of a shipped or published model, a model's folder, or a GGUF file."""
+    path = Path(name).expanduser()
+    try:
+        is_local = (path / "config.json").exists() or _has_only_gguf(path) if path.is_dir() else path.is_file()
+    except OSError:  # such as a text that is too long for a name
+        return False
+    return name in SHIPPED_MODELS or name in PUBLISHED or (is_local and (path.is_dir() or is_gguf(path)))
+
+
 def resolve_model_folder(model: str | Path, revision: str | None = None, *, option: str = "model") -> Path:
     """Return the folder of a shipped model, a local folder, a GGUF file, or a hub id. A Path is a folder or file.
 

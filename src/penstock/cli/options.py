@@ -20,7 +20,7 @@ from penstock.config.flags import listed
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging, log_uncaught_errors
 
-# A command's function gets the model; the command takes it as its last word too (`engine_command`).
+# A command's function gets the model; the command takes it as a word too (`engine_command`).
 Model = Annotated[
     str, typer.Option("--model", "-m", help="demo, smollm2, a folder, GGUF file or hub id  [default: demo]")
 ]
@@ -54,7 +54,7 @@ def engine_command(
     without: tuple[str, ...],
     shows_log: bool = True,
     lists: tuple[type, ...] = (),
-    takes_model_word: bool = True,
+    model_of_words: Callable[[dict[str, Any]], str | None] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator that makes a command of a function.
 
@@ -63,7 +63,8 @@ def engine_command(
     the engine's in the parameter `engine`, as `EngineConfig.create` takes them, and the model in `model`. Exceptions
     become a message and an exit code.
 
-    takes_model_word: whether the model may be the last word, beside `--model`: not where all words are texts.
+    model_of_words: takes the model out of the command's arguments without `--model`, if it is there; None for commands
+        that have it as their last word.
     """
     whole = (*lists, _CommonOptions)
     of_engine = [Section(one, ENGINE, only_listed=one not in whole) for one in (*sections(), _CommonOptions)]
@@ -83,7 +84,10 @@ def engine_command(
                     log_uncaught_errors()
                 engine = {name: value for section in of_engine for name, value in section.take(given).items()}
                 common = {name: engine.pop(name, None) for name in _COMMON}
-                model = _one_model(given.pop(MODEL_WORD, None), given.pop("model"))
+                flag = given.pop("model")
+                if model_of_words is not None and flag is None:
+                    flag = model_of_words(given)
+                model = _one_model(given.pop(MODEL_WORD, None), flag)
                 fetch_if_published(model, yes=bool(common["yes"]))
                 engine |= parse_options(common["option"])
                 function(model=model, engine=engine, **own.take(given), **given)
@@ -92,7 +96,7 @@ def engine_command(
         parameters = [
             one.replace(default=None) if one.name == "model" else one for one in own.parameters if one.name != "engine"
         ]
-        if takes_model_word:
+        if model_of_words is None:
             word = inspect.Parameter(MODEL_WORD, inspect.Parameter.KEYWORD_ONLY, annotation=_ModelWord, default=None)
             parameters.append(word)
         command.__signature__ = inspect.Signature([context, *parameters, *shown])  # type: ignore[attr-defined]

@@ -25,7 +25,10 @@ _STANDARD_INPUT = "-"
 _TEXT_KEYS = ("text", "prompt", "input")
 _PAIR_KEYS = (("text_1", "text_2"), ("query", "document"))
 
-Texts = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; none reads --input")]
+_MODEL_HELP = "without --model, the model may be the first word"
+Texts = Annotated[
+    list[str] | None, typer.Argument(metavar="[MODEL] TEXT", help=f"Texts, none reads --input; {_MODEL_HELP}")
+]
 Input = Annotated[
     Path | None, typer.Option("--input", "-i", help="JSONL or plain lines; - or none reads standard input")
 ]
@@ -44,7 +47,34 @@ class _Line(NamedTuple):
     texts: tuple[str, ...]
 
 
-@options.engine_command(without=("block_size",), takes_model_word=False)
+def _model_of_words(given: dict[str, Any], *, num_texts: int) -> str | None:
+    """Model as the first word of a command without `--model`, taken out of its texts; None for the default.
+
+    It is the first of more words than `num_texts`, which the command needs at least, any word beside `--input`, and
+    otherwise one that names a model here. Raises ConfigError for a word in its place that can be none, and for one of
+    few words that may be a hub id.
+    """
+    from penstock.checkpoints.resolve import is_model_here
+
+    texts: list[str] = given["texts"] or []
+    if not texts:
+        return None
+    first = texts[0]
+    may_be_hub_id = first.count("/") == 1 and first.split() == [first]
+    if not is_model_here(first):
+        is_in_its_place = len(texts) > num_texts or given["input"] is not None
+        if not is_in_its_place and not may_be_hub_id:
+            return None
+        if not is_in_its_place or not may_be_hub_id:
+            what = "may be a text or a hub id" if may_be_hub_id else "is where the model is expected, and names none"
+            raise ConfigError(
+                f"{first!r} {what}, and --model is missing. Give --model MODEL, beside which all words are texts."
+            )
+    given["texts"] = texts[1:]
+    return first
+
+
+@options.engine_command(without=("block_size",), model_of_words=partial(_model_of_words, num_texts=1))
 def embed(
     texts: Texts = None,
     input: Input = None,
@@ -58,8 +88,9 @@ def embed(
 ) -> None:
     """Embed texts.
 
-    A line is a text, as JSON or as it is, or an object with "text" and perhaps "id". With an OUTPUT of .npy, the
-    embeddings are written as one float32 array.
+    Without --model the first word is the model, unless it is the only one and names no model here. A line is a text, as
+    JSON or as it is, or an object with "text" and perhaps "id". With an OUTPUT of .npy, the embeddings are written as
+    one float32 array.
     """
     params = _params(truncate_prompt_tokens, dimensions=dimensions)
 
@@ -71,7 +102,7 @@ def embed(
     _run(run, params, lines, output, model, engine, key="embedding")
 
 
-@options.engine_command(without=("block_size",), takes_model_word=False)
+@options.engine_command(without=("block_size",), model_of_words=partial(_model_of_words, num_texts=1))
 def classify(
     texts: Texts = None,
     input: Input = None,
@@ -83,7 +114,7 @@ def classify(
 ) -> None:
     """Classify texts: the likeliest label, and a probability for each.
 
-    Input and output are those of `penstock embed`; an array has the probabilities.
+    Words, input and output are those of `penstock embed`; an array has the probabilities.
     """
     params = _params(truncate_prompt_tokens)
 
@@ -104,10 +135,11 @@ def classify(
     _run(run, params, lines, output, model, engine, key="probs")
 
 
-@options.engine_command(without=("block_size",), takes_model_word=False)
+@options.engine_command(without=("block_size",), model_of_words=partial(_model_of_words, num_texts=2))
 def score(
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="A text, and those that it is scored with")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] TEXT", help=f"A text, and those that it is scored with; {_MODEL_HELP}"),
     ] = None,
     input: Input = None,
     output: Output = None,
@@ -119,8 +151,8 @@ def score(
 ) -> None:
     """Score pairs of texts: by a cross-encoder, or by the cosine of embeddings.
 
-    A line is two texts with a tab between, or an object with "query" and "document", or "text_1" and "text_2", and
-    perhaps "id".
+    Without --model the first word is the model, unless it is one of two and names no model here. A line is two texts
+    with a tab between, or an object with "query" and "document", or "text_1" and "text_2", and perhaps "id".
     """
     params = _params(truncate_prompt_tokens)
 
