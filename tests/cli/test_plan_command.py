@@ -75,8 +75,9 @@ def test_what_does_not_work_out_or_is_wrong_says_so(arguments: list[str], code: 
     assert "Traceback" not in result.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = f"{sys.executable} -m penstock.cli plan demo --device cpu | true; exit ${{PIPESTATUS[0]}}"
+@pytest.mark.parametrize("command", ["plan demo --device cpu", "env"])
+def test_a_reader_that_goes_away_is_no_error(command: str) -> None:
+    command = f"{sys.executable} -m penstock.cli {command} | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (141, "")
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from penstock.cli.failures import readable_errors
+from penstock.cli.output import standard_output, write
 from penstock.system.env import reported_variables
 from penstock.version import __version__
 
@@ -58,7 +59,8 @@ def env(
     It names no files, users or hosts, and of the environment only variables that cannot be secrets.
     """
     with readable_errors():
-        print(_capabilities(as_json=json) if capabilities else _report(as_json=json))
+        text = _capabilities(as_json=json) if capabilities else _report(as_json=json)
+        write(standard_output(as_json=json), f"{text}\n")
 
 
 def _report(*, as_json: bool) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from io import TextIOWrapper
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.cli.failures import OutputClosed
-from penstock.engine.output.outputs import RequestOutput
-from penstock.engine.output.progress import Progress
 from penstock.errors import ConfigError
 from penstock.observability.printable import without_controls
+
+if TYPE_CHECKING:
+    from penstock.engine.output.outputs import RequestOutput
+    from penstock.engine.output.progress import Progress
 
 
 def standard_output(*, as_json: bool) -> TextIO:

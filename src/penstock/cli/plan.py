@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli import options
-from penstock.cli.failures import OutputClosed
+from penstock.cli.output import standard_output, write
 
 
 @options.engine_command(without=("tokenizer", "num_threads", "seed"), shows_log=False)
@@ -26,7 +26,5 @@ def plan(
     from penstock.engine.planning.plan import plan_engine
 
     planned = plan_engine(model, **engine)
-    try:
-        print(json_module.dumps(planned.to_dict(), indent=2) if json else planned.table(), flush=True)
-    except BrokenPipeError as error:
-        raise OutputClosed from error
+    text = json_module.dumps(planned.to_dict(), indent=2) if json else planned.table()
+    write(standard_output(as_json=json), f"{text}\n")

@@ -11,6 +11,7 @@ import typer
 
 from penstock.cli.failures import readable_errors
 from penstock.cli.options import parse_options
+from penstock.cli.output import standard_output, write
 from penstock.observability.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -43,12 +44,13 @@ def replay(
             from penstock.executor.recording.entries import read_recording
 
             for line in described(read_recording(file)):
-                print(line)
+                write(standard_output(as_json=False), f"{line}\n")
             return
         from penstock.engine.replay import replay as run
 
         report = run(file, model, trust_imports=trust_imports, **parse_options(option))
-        print(json_module.dumps(report.to_dict(), indent=2) if json else as_text(report), flush=True)
+        text = json_module.dumps(report.to_dict(), indent=2) if json else as_text(report)
+        write(standard_output(as_json=json), f"{text}\n")
     if not report.is_equal:
         raise typer.Exit(1)
 
