@@ -83,6 +83,8 @@ def test_plain_data_becomes_parts_or_is_refused() -> None:
     assert Parts.read({"note": {"text": "a", "numbers": [1, 2]}}) == {"note": NotePart(text="a", numbers=(1, 2))}
     with pytest.raises(InvalidParameter, match="The part 'note' is not valid: .*text"):
         Parts.read({"note": {"text": 3}})
+    with pytest.raises(InvalidParameter, match="The part 'note' is not valid: .*unknown field `number`"):
+        Parts.read({"note": {"text": "a", "number": [1]}})
     with pytest.raises(InvalidParameter, match=r"Parts are \[1\]. Allowed: a mapping"):
         Parts.read([1])  # type: ignore[arg-type]
 

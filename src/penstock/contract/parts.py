@@ -23,7 +23,7 @@ from penstock.contract.param_checks import shown
 from penstock.errors import ConfigError, InvalidParameter
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of message parts. feature: key of the part in messages.
 
     may_repeat: whether a step with this part, or with a request that has it, may be repeated.
