@@ -119,6 +119,14 @@ def test_variables_have_the_values_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
     assert (envs.VLLM_USE_V1, envs.VLLM_USE_MODELSCOPE, envs.VLLM_PORT, envs.VLLM_HOST_IP) == (True, False, None, "")
 
 
+def test_a_logger_writes_a_repeated_line_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = importlib.import_module("penstock.logger").init_logger("script")
+    for _ in range(2):
+        logger.warning_once("at %s", "once")
+        logger.warning("again")
+    assert [record.getMessage() for record in caplog.records] == ["at once", "again", "again"]
+
+
 def test_an_open_port_can_be_listened_on_at_this_machines_address() -> None:
     helpers = importlib.import_module("penstock.utils")
     with socket.socket() as listener:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import gc
+import logging
 import socket
 import sys
 import uuid
@@ -44,6 +46,14 @@ class UsageContext(enum.StrEnum):
     OPENAI_API_SERVER = enum.auto()
     OPENAI_BATCH_RUNNER = enum.auto()
     ENGINE_CONTEXT = enum.auto()
+
+
+def init_logger(name: str) -> logging.Logger:
+    """Python's logger of this name, with `debug_once`, `info_once` and `warning_once`, which pass over repetitions."""
+    logger = logging.getLogger(name)
+    for level in ("debug", "info", "warning"):
+        setattr(logger, f"{level}_once", functools.cache(getattr(logger, level)))
+    return logger
 
 
 def random_uuid() -> str:
