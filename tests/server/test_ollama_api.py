@@ -39,6 +39,14 @@ def test_a_chat_is_that_of_chat_completions(server: Served, client: OpenAI) -> N
     assert whole["total_duration"] > 0
 
 
+def test_a_body_needs_no_content_type_but_from_a_browser(server: Served) -> None:
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    body = {**CHAT, "stream": False}
+    assert server.post("/api/chat", body, **form).json["message"] == server.post("/api/chat", body).json["message"]
+    refused = server.post("/api/chat", body, **form, Origin="http://elsewhere.example")
+    assert (refused.status, "Content-Type: application/json" in refused.json["error"]) == (400, True)
+
+
 def test_a_stream_is_lines_that_join_to_the_whole(server: Served) -> None:
     whole = server.post("/api/chat", {**CHAT, "stream": False}).json
     lines = lines_of(server, "/api/chat", CHAT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,7 +36,26 @@ from penstock.server.routes.pooling import embed
 from penstock.server.served_model import ServedModel
 from penstock.version import __version__
 
-router = APIRouter(route_class=BodyRoute)
+
+class _UntypedBodyRoute(BodyRoute):
+    """Route whose body is JSON whatever its Content-Type, as `curl -d` sends it.
+
+    Requests of browsers, which have an Origin, keep theirs: pages of other sites send JSON to allowed origins only.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_untyped(request: Request) -> Response:
+            if "origin" not in request.headers:
+                headers = [header for header in request.scope["headers"] if header[0] != b"content-type"]
+                request.scope["headers"] = [*headers, (b"content-type", b"application/json")]
+            return await handle(request)
+
+        return handle_untyped
+
+
+router = APIRouter(route_class=_UntypedBodyRoute)
 _ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503, model=OllamaErrorResponse)
 _LATEST = ":latest"
 _STARTED = datetime.now(UTC).isoformat().replace("+00:00", "Z")
