@@ -58,6 +58,10 @@ class UnsupportedParameter(UnsupportedFeature, InvalidParameter):
     """An argument of a request for a feature that Penstock does not have."""
 
 
+class InvalidMedia(InvalidRequest):
+    """An image, a sound or a video that cannot be loaded: not allowed, not there, too large, or damaged."""
+
+
 class ChatTemplateError(InvalidRequest):
     """A chat template that cannot render a request's messages: it refuses them, is wrong, or exceeds a limit."""
 

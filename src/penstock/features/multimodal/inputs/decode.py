@@ -1,0 +1,79 @@
+"""Media of requests, decoded from what callers give, within limits that are checked before anything is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.contract.param_checks import shown
+from penstock.errors import InvalidMedia, InvalidRequest
+from penstock.features.multimodal.inputs.audio import audio_of, decode_audio
+from penstock.features.multimodal.inputs.images import decode_image, image_of
+from penstock.features.multimodal.inputs.media import AUDIO, IMAGE, VIDEO, Media, MediaOptions
+from penstock.features.multimodal.inputs.sources import MediaSources
+from penstock.features.multimodal.inputs.video import decode_video, video_of
+
+DETAILS = ("auto", "low", "high")
+
+
+class MediaLoader:
+    """Loader of the media of requests. Any thread may call it; what it calls mostly releases the interpreter's lock."""
+
+    def __init__(self, sources: MediaSources | None = None, options: MediaOptions | None = None) -> None:
+        self._sources = sources or MediaSources()
+        self._options = options or MediaOptions()
+
+    def load(self, modality: str, given: Any, name: str, *, detail: str | None = None) -> Media:
+        """Load an item.
+
+        given: a URL or path as text, a `pathlib.Path`, bytes of a file, or `Media`; an image of PIL or an array; audio
+            as an array, or as (array, rate); a video as frames, or as (frames, metadata).
+        name: of the item, in errors. detail: of an image.
+
+        Raises InvalidMedia; UnsupportedParameter for a format whose package is not installed.
+        """
+        try:
+            return self._loaded(modality, given, detail)
+        except InvalidRequest as error:
+            raise type(error)(f"{name}: {error}") from error.__cause__
+
+    def _loaded(self, modality: str, given: Any, detail: str | None) -> Media:
+        if isinstance(given, Media):
+            if given.modality != modality:
+                raise InvalidMedia(f"It is {given.modality}. Allowed: {modality}.")
+            return given
+        if isinstance(given, str) and modality == VIDEO and (frames := self._sources.frames(given)) is not None:
+            return video_of(frames, {}, self._options)
+        if isinstance(given, (str, Path)):
+            given = self._sources.read(given)
+        content = bytes(given) if isinstance(given, (bytes, bytearray, memoryview)) else None
+        if modality == IMAGE:
+            if detail not in (None, *DETAILS):
+                raise InvalidMedia(f"detail={shown(detail)} is not valid. Allowed: {', '.join(DETAILS)}.")
+            options = self._options.image
+            image = image_of(given, options) if content is None else decode_image(content, options)
+            return Media(IMAGE, image, detail=detail or "auto")
+        if modality == AUDIO:
+            return self._audio(given, content)
+        if content is not None:
+            return decode_video(content, self._options)
+        has_metadata = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+        frames, metadata = given if has_metadata else (given, {})
+        if isinstance(frames, Mapping) or not hasattr(frames, "__len__"):
+            raise InvalidMedia(
+                f"It is {shown(given)}. Allowed: a list of images, an array [F, H, W, 3], (frames, metadata), bytes, a "
+                "path or a URL."
+            )
+        return video_of(frames, metadata, self._options)
+
+    def _audio(self, given: Any, content: bytes | None) -> Media:
+        rate: Any
+        if content is not None:
+            samples, rate = decode_audio(content, self._options.audio)
+        else:
+            values, rate = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+            samples = audio_of(values, rate, self._options.audio)
+        if not len(samples):
+            raise InvalidMedia("It has no samples. Allowed: at least one.")
+        return Media(AUDIO, samples, None if rate is None else float(rate))

@@ -1,0 +1,220 @@
+"""Downloads of media: only from public addresses, within limits of bytes, time and redirects.
+
+The name of a server is resolved once per request of a download; all of its addresses are checked, and the connection
+is made to a checked one, so that another answer of the DNS in between changes nothing. Proxies are not used.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Any, NamedTuple
+from urllib.parse import quote, urljoin, urlsplit
+
+from penstock.contract.param_checks import shown
+from penstock.errors import InvalidMedia
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+_PIECE_BYTES = 1 << 20
+# The last 32 bits of these addresses are an IPv4 address, to which a router translates (RFC 6052).
+_NAT64 = IPv6Network("64:ff9b::/96")
+# Characters of a path or a query that are sent as they are.
+_PLAIN = "%/?:@!$&'()*+,;=~[]"
+_HEADERS = {"User-Agent": "penstock", "Accept": "*/*", "Accept-Encoding": "identity", "Connection": "close"}
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadLimits:
+    """max_bytes: of a file. timeout_s: of a whole download. max_redirects: followed by it."""
+
+    max_bytes: int = 128 << 20
+    timeout_s: float = 30.0
+    max_redirects: int = 5
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet, and so is the IPv4 address that it embeds, if it does."""
+    ip: IPv4Address | IPv6Address = ip_address(address)
+    if isinstance(ip, IPv6Address):
+        if ip in _NAT64:
+            ip = IPv4Address(int(ip) & 0xFFFFFFFF)
+        elif ip.ipv4_mapped is not None or ip.teredo is not None or ip.is_site_local:
+            return False
+        elif ip.sixtofour is not None:
+            ip = ip.sixtofour
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+
+
+def download(
+    url: str,
+    domains: Sequence[str] | None = None,
+    limits: DownloadLimits | None = None,
+    is_allowed: Callable[[str], bool] = is_public,
+) -> bytes:
+    """Return the content of an http or https URL.
+
+    domains: names of servers that are allowed; None allows all. is_allowed: check of an IP address.
+    Raises InvalidMedia.
+    """
+    limits = limits or DownloadLimits()
+    deadline_s = time.monotonic() + limits.timeout_s
+    asked = url
+    try:
+        for _ in range(limits.max_redirects + 1):
+            with _Request(_target(url, domains), deadline_s, is_allowed) as request:
+                response = request.response
+                location = response.headers.get("Location")
+                if response.status not in _REDIRECTS or location is None:
+                    return _body(response, asked, limits)
+                url = urljoin(url, location)
+    except InvalidMedia:
+        raise
+    except TimeoutError:
+        raise InvalidMedia(f"{shown(asked)} did not arrive within {limits.timeout_s:g} s.") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise InvalidMedia(f"{shown(asked)} could not be fetched: {_reason(error)}.") from None
+    raise InvalidMedia(f"{shown(asked)} redirects more than {limits.max_redirects} times.")
+
+
+class _Target(NamedTuple):
+    """Server and path of a URL."""
+
+    is_secure: bool
+    host: str
+    port: int
+    path: str
+
+
+def _target(url: str, domains: Sequence[str] | None) -> _Target:
+    """Where to fetch a URL. Raises InvalidMedia for a URL that is not allowed, ValueError for one that is malformed."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidMedia(f"{shown(url)} is not allowed. Allowed: URLs of http and https.")
+    host = parts.hostname if ":" in parts.hostname else parts.hostname.rstrip(".").encode("idna").decode()
+    if domains is not None and host.lower() not in (domain.lower() for domain in domains):
+        allowed = ", ".join(domains) or "none"
+        raise InvalidMedia(
+            f"{shown(url)} is of {shown(host)}, which is not allowed. Allowed: {allowed} (allowed_media_domains)."
+        )
+    path = quote(parts.path or "/", safe=_PLAIN) + (f"?{quote(parts.query, safe=_PLAIN)}" if parts.query else "")
+    is_secure = parts.scheme == "https"
+    return _Target(is_secure, host, parts.port or (443 if is_secure else 80), path)
+
+
+class _Request:
+    """One request of a download, and its connection. response: status, headers and body."""
+
+    def __init__(self, target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]) -> None:
+        sock = _connected(target, deadline_s, is_allowed)
+        try:
+            if target.is_secure:
+                # Its timeout is that of the whole handshake.
+                sock.settimeout(_left_s(deadline_s))
+                sock = ssl.create_default_context().wrap_socket(sock, server_hostname=target.host)
+        except BaseException:
+            sock.close()
+            raise
+        kind = http.client.HTTPSConnection if target.is_secure else http.client.HTTPConnection
+        connection = kind(target.host, target.port)
+        stream: Any = _TimedSocket(sock, deadline_s)
+        connection.sock = stream
+        self._stream = stream
+        try:
+            connection.request("GET", target.path, headers=_HEADERS)
+            # Not the connection's own way to it, which closes the stream before the content is read.
+            self.response = http.client.HTTPResponse(stream, method="GET")
+            self.response.begin()
+        except BaseException:
+            stream.close()
+            raise
+
+    def __enter__(self) -> _Request:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.response.close()
+        self._stream.close()
+
+
+class _TimedSocket(io.RawIOBase):
+    """Socket whose operations all end at one deadline, as `http.client` uses one. Raises TimeoutError."""
+
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+        self._sock = sock
+        self._deadline_s = deadline_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(_left_s(self._deadline_s))
+        return self._sock.recv_into(buffer)
+
+    def sendall(self, data: bytes) -> None:
+        self._sock.settimeout(_left_s(self._deadline_s))
+        self._sock.sendall(data)
+
+    def makefile(self, _: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def close(self) -> None:
+        self._sock.close()
+        super().close()
+
+
+def _connected(target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]) -> socket.socket:
+    """Connection to the server, of whose addresses each one must be allowed."""
+    found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    addresses = [str(address[0]) for *_, address in found]
+    if not addresses or not all(map(is_allowed, addresses)):
+        raise InvalidMedia(
+            f"The server {shown(target.host)} has an address that is not public, which is not allowed. Allowed: "
+            "servers of the internet. Give the content as a data: URL instead."
+        )
+    error: OSError | None = None
+    for address in addresses:
+        try:
+            return socket.create_connection((address, target.port), timeout=_left_s(deadline_s))
+        except OSError as refused:
+            error = refused
+    assert error is not None, "there is an address"
+    raise error
+
+
+def _left_s(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _body(response: http.client.HTTPResponse, url: str, limits: DownloadLimits) -> bytes:
+    if response.status != 200:
+        raise InvalidMedia(f"{shown(url)} could not be fetched: the server answered with status {response.status}.")
+    expected = response.length
+    content = bytearray()
+    while len(content) <= limits.max_bytes and (expected is None or expected <= limits.max_bytes):
+        piece = response.read(_PIECE_BYTES)
+        content += piece
+        if not piece:
+            if expected is not None and len(content) < expected:
+                raise InvalidMedia(f"{shown(url)} ended after {len(content):,} of {expected:,} bytes.")
+            return bytes(content)
+    raise InvalidMedia(f"{shown(url)} has more than {limits.max_bytes:,} bytes, which is the limit of a file.")
+
+
+def _reason(error: Exception) -> str:
+    """Why a download failed, in words that name no address."""
+    if isinstance(error, ssl.SSLError):
+        return f"the server's certificate or its TLS was refused ({error.reason or 'no reason'})"
+    if isinstance(error, socket.gaierror):
+        return "the name of its server was not found"
+    if isinstance(error, ConnectionRefusedError):
+        return "its server does not answer"
+    return type(error).__name__
