@@ -84,6 +84,17 @@ class TableEncoder(MediaEncoder):
         return name if name.startswith(self.own) else None
 
 
+class TowerEncoder(TableEncoder):
+    """Encoder of a vision tower and a projector, by the names that most families have for both."""
+
+    renames: ClassVar[Mapping[str, str]] = {
+        "vision_tower.": "model.vision_tower.",
+        "model.vision_tower.vision_model.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    }
+    own: ClassVar[tuple[str, ...]] = ("model.vision_tower.", "model.multi_modal_projector.")
+
+
 class PatchEmbedding(LinearLayer):
     """A convolution whose stride is its kernel's size, as a product with flattened patches.
 
@@ -328,6 +339,17 @@ class Projector(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.linear_2(self._activate(self.linear_1(x_TD, NO_CONTEXT)), NO_CONTEXT)  # type: ignore[no-any-return]
+
+
+def merge_neighbours(hidden_TD: Tensor, rows: int, columns: int, side: int) -> Tensor:
+    """Concatenate the patches of squares of side * side, row by row: [T / side^2, side^2 * D].
+
+    Patches beyond whole squares are dropped.
+    """
+    images = hidden_TD.view(-1, rows, columns, hidden_TD.shape[1])
+    whole = images[:, : rows // side * side, : columns // side * side]
+    squares: Tensor = whole.unflatten(2, (columns // side, side)).unflatten(1, (rows // side, side)).transpose(2, 3)
+    return squares.reshape(-1, side * side * hidden_TD.shape[1])
 
 
 def host_integers(values: Tensor) -> list[int]:
