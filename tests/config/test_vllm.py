@@ -279,6 +279,7 @@ def test_who_uses_our_own_names_does_not_pay_for_the_table() -> None:
             {"hf_overrides": {"rope_scaling": {"factor": 4.0, "rope_type": "yarn"}}},
         ),
         (["--hf-overrides", '{"rope_theta": 1e6}'], {"hf_overrides": {"rope_theta": 1e6}}),
+        (["--lora-target-modules", "a", "--lora-target-modules=b"], {"lora_target_modules": ["a", "b"]}),
         (["--rope-scaling", '{"factor": 2}', "--rope_theta", "9"], {"rope_scaling": {"factor": 2}, "rope_theta": 9}),
     ],
 )

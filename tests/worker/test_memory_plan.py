@@ -78,9 +78,10 @@ def test_the_table_of_the_default_shows_both_bounds() -> None:
     plan = replace(PLAN, fraction=0.5, is_default_fraction=True)
     table = plan.table()
     assert "budget (0.9 of free and held)" in table
-    assert re.search(r"= left for the KV cache +53\.10 GiB\n.*KV cache at most \(0\.5 of memory\) +40\.00 GiB$", table)
-    assert "at most" not in replace(plan, requested_kv_cache=GIB).table()
-    assert "at most" not in PLAN.table()
+    assert re.search(r"= left for the KV cache +53\.10 GiB\n.*default bound \(0\.5 of memory\) +40\.00 GiB$", table)
+    assert re.search(r"default bound \(0\.25 of memory\) +20\.00 GiB$", replace(plan, usual_fraction=0.25).table())
+    assert "bound" not in replace(plan, requested_kv_cache=GIB).table()
+    assert "bound" not in PLAN.table()
 
 
 def test_the_table_shows_every_term() -> None:

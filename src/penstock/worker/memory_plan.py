@@ -126,7 +126,8 @@ class MemoryPlan:
         if self.requested_kv_cache is not None:
             rows.append(("KV cache, as set by kv_cache_memory_bytes", self.requested_kv_cache))
         elif self.is_default_fraction:
-            rows.append((f"KV cache at most ({self.fraction:g} of memory)", self.most_for_kv_cache))
+            usual = min(self.usual_fraction, self.fraction)
+            rows.append((f"default bound ({usual:g} of memory)", int(self.total * usual)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in rows)
 
