@@ -41,7 +41,6 @@ class _ServerOptions:
     num_warmups: requests before the measured ones
     ready_check_timeout_sec: seconds to wait until the server completes a request; 0: no check
     profile: the server traces the measured requests; it needs --profiler-dir
-    lora_modules: adapters; each request draws one
     request_id_prefix: begin of the header X-Request-Id
     """
 
@@ -58,7 +57,6 @@ class _ServerOptions:
     num_warmups: int = 0
     ready_check_timeout_sec: float = 0.0
     profile: bool = field(default=False, metadata={"flag": "--profile"})
-    lora_modules: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME ..."})
     request_id_prefix: str | None = None
 
     @property
@@ -247,7 +245,6 @@ def _settings(
         verify=not server.insecure,
         extra_body=request.fields(server.backend),
         request_id_prefix=server.request_id_prefix,
-        lora_modules=server.lora_modules,
         num_warmups=server.num_warmups,
         ready_check_timeout_s=server.ready_check_timeout_sec,
         profile=server.profile,

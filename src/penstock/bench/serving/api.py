@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,22 +57,14 @@ class ServerUnreachable(PenstockError, RuntimeError):
 class RequestBodies:
     """Bodies of a benchmark's requests, as JSON bytes.
 
-    model: name in the requests. adapters: names of which one is drawn for each request, instead of the model.
-    extra: fields that override the others, such as sampling parameters. load_tokenizer: called only if token ids must
-    become text.
+    model: name in the requests. extra: fields that override the others, such as sampling parameters.
+    load_tokenizer: called only if token ids must become text.
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        model: str,
-        extra: Mapping[str, Any],
-        load_tokenizer: TokenizerLoader,
-        seed: int,
-        adapters: Sequence[str] = (),
+        self, backend: Backend, model: str, extra: Mapping[str, Any], load_tokenizer: TokenizerLoader, seed: int
     ) -> None:
         self._backend = backend
-        self._adapters = adapters
         self._common = {"model": model, "stream": True, "temperature": 0.0}
         self._extra = extra
         self._load_tokenizer = load_tokenizer
@@ -83,8 +75,6 @@ class RequestBodies:
         if not self._backend.takes_token_ids and not isinstance(request.prompt, str):
             request = as_text(request, self._load_tokenizer(), self._rng)
         body = {**self._common, **self._backend.body(request), **self._extra}
-        if self._adapters:
-            body["model"] = self._rng.choice(self._adapters)
         if body["stream"]:
             body.setdefault("stream_options", {"include_usage": True})
         return msgspec.json.encode(body), request.prompt_len

@@ -36,10 +36,9 @@ class ServeSettings:
 
     model: name or folder; None asks the server. served_model_name: name in requests, if it is another one.
     tokenizer: folder or hub id, if it is not the model's. endpoint: path; None for the backend's. extra_body: fields of
-    every request. request_id_prefix: begin of the header X-Request-Id; None sends none. lora_modules: adapters of the
-    requests, instead of the model. num_warmups: requests before the measured ones. ready_check_timeout_s: time in which
-    the server must complete a request; 0 asks for none. profile: the server traces the measured requests. goodput:
-    targets in ms.
+    every request. request_id_prefix: begin of the header X-Request-Id; None sends none. num_warmups: requests before
+    the measured ones. ready_check_timeout_s: time in which the server must complete a request; 0 asks for none.
+    profile: the server traces the measured requests. goodput: targets in ms.
     """
 
     base_url: str
@@ -54,7 +53,6 @@ class ServeSettings:
     verify: bool = True
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     request_id_prefix: str | None = None
-    lora_modules: Sequence[str] = ()
     num_warmups: int = 0
     ready_check_timeout_s: float = 0.0
     profile: bool = False
@@ -194,9 +192,7 @@ def _prepare(settings: ServeSettings, client: HttpClient, model: ServedModel, to
         return _load_tokenizer(tokenizer)
 
     samples = sample(settings.dataset, load, settings.num_warmups)
-    bodies = RequestBodies(
-        backend, model.id, settings.extra_body, load, settings.dataset.seed, adapters=settings.lora_modules
-    )
+    bodies = RequestBodies(backend, model.id, settings.extra_body, load, settings.dataset.seed)
     path = settings.endpoint or backend.endpoint
     leave_after = settings.load.leave_after([request.output_len for request in samples[: settings.dataset.num_prompts]])
     prepared = []
