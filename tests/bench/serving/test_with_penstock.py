@@ -22,6 +22,7 @@ from penstock.bench.serving.run import ServeResult, ServeSettings
 from penstock.bench.serving.run import run as run_benchmark
 from penstock.bench.serving.settings import DatasetSettings, LoadSettings
 from penstock.engine.async_engine import AsyncEngine
+from penstock.errors import ConfigError
 from support.servers import Served, serving
 
 CLIENT = Path(__file__).parents[3] / "examples" / "serving" / "client.py"
@@ -44,8 +45,7 @@ def measure(server: Served, **options: Any) -> ServeResult:
         base_url=server.url,
         dataset=DatasetSettings(num_prompts=12, random_input_len=24, random_output_len=10, random_range_ratio=0.5),
         load=LoadSettings(max_concurrency=6),
-        headers={"Authorization": "Bearer secret"},
-        **options,
+        **{"headers": {"Authorization": "Bearer secret"}, **options},
     )
     return asyncio.run(run_benchmark(settings, lambda total: Bar()))
 
@@ -65,6 +65,20 @@ def test_streams_and_whole_responses_are_measured_alike(server: Served, backend:
         assert all(12 <= prompt_len <= 36 for prompt_len, _ in lengths[0] if prompt_len is not None)
     assert streamed.figures["median_ttft_ms"] > 0
     assert whole.figures["median_ttft_ms"] is None
+
+
+@pytest.mark.slow
+def test_the_server_traces_the_measured_requests(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"profiler": "steps", "profiler_dir": str(tmp_path), "kv_cache_memory_bytes": 8 << 20}
+    engine = AsyncEngine("demo", enable_multiprocessing=False, num_threads=1, **options)
+    with serving(engine, api_keys=("secret",), enable_admin=True, admin_api_key="admin") as server:
+        with pytest.raises(ConfigError, match=r"/start_profile of the server answers with HTTP 401"):
+            measure(server, profile=True)
+        assert not list(tmp_path.iterdir())
+        keys = {"Authorization": "Bearer secret", "x-api-key": "admin"}
+        result = measure(server, profile=True, headers=keys, ready_check_timeout_s=60)
+        assert result.figures["completed"] == 12
+        assert list(tmp_path.iterdir())
 
 
 def test_refused_requests_are_failures_with_the_servers_message(server: Served) -> None:

@@ -172,7 +172,8 @@ async def _post(client: HttpClient, path: str) -> None:
     if response.status != 200:
         raise ConfigError(
             f"--profile: {path} of the server answers with HTTP {response.status} "
-            f"({response.body[:200].decode(errors='replace')}). Start the server with --profiler-dir, or leave it out."
+            f"({response.body[:200].decode(errors='replace')}). Start the server with --profiler-dir, penstock serve "
+            "with --enable-admin too, whose key --header x-api-key=KEY sends; or leave --profile out."
         )
 
 
