@@ -126,6 +126,15 @@ def clipped(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
 
 
+def decode_floats(value: Any) -> Any:
+    """Decode numbers that JSON lacks, such as infinity, written by Transformers as an object with one field."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: decode_floats(one) for name, one in value.items()}
+    return [decode_floats(one) for one in value] if isinstance(value, list) else value
+
+
 def _too_large(path: Path, max_bytes: int, error: type[PenstockError]) -> PenstockError:
     return error(f"{path} is larger than {max_bytes // 2**20} MiB, which no such file is. Download it again.")
 

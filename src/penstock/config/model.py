@@ -12,6 +12,7 @@ from penstock.checkpoints.context_length import rope_settings, rope_type_of, str
 from penstock.checkpoints.generation_config import GENERATION_CONFIG_FILE, end_token_ids
 from penstock.checkpoints.gguf.folder import check_model_fields
 from penstock.checkpoints.json_file import read_json_object, shown
+from penstock.checkpoints.multimodal import MultimodalCheckpoint, text_view
 from penstock.checkpoints.pooling import PoolingConfig
 from penstock.checkpoints.quantized_checkpoint import FP8, MXFP4, quantization_of_checkpoint
 from penstock.checkpoints.resolve import SHIPPED_MODELS, resolve_metadata_folder, resolve_model_folder
@@ -63,7 +64,8 @@ _NUMBERED_AFTER_PADDING = (
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """model: name as the user gave it. folder, tokenizer_folder: folders of its files.
-    hf_config: content of `config.json`. hf_generation_config: content of `generation_config.json`, or empty.
+    hf_config: content of `config.json`; of a multimodal one, that of the language model. hf_generation_config: content
+    of `generation_config.json`, or empty.
     dtype: dtype of the weights, and on a GPU of activations; "auto" is the checkpoint's.
     cpu_arithmetic: arithmetic of matrix products with bfloat16 weights on the CPU, and of attention over a bfloat16 KV
     cache beside them: "float32" widens what is bfloat16, which is exact; "bfloat16" rounds activations to bfloat16 and
@@ -192,15 +194,21 @@ class ModelConfig:
         hf_config = _read_config(_config_file(folder, options.get("hf_config_path")))
         if options.get("hf_overrides") is not None:
             options["hf_overrides"] = as_fields(options["hf_overrides"], hf_config)
+        # An absolute path: ./demo is not the shipped "demo".
+        name = model if isinstance(model, str) else str(folder.absolute())
         return cls(
-            # An absolute path: ./demo is not the shipped "demo".
-            model=model if isinstance(model, str) else str(folder.absolute()),
+            model=name,
             folder=folder,
             tokenizer_folder=folder if tokenizer is None else resolve_model_folder(tokenizer, option="tokenizer"),
-            hf_config=with_overrides(hf_config, options.get("hf_overrides")),
+            hf_config=text_view(with_overrides(hf_config, options.get("hf_overrides")), name),
             hf_generation_config=read_json_object(generation / GENERATION_CONFIG_FILE, ModelError, is_optional=True),
             **options,
         )
+
+    @property
+    def multimodal(self) -> MultimodalCheckpoint | None:
+        """The multimodal model whose language model `hf_config` describes; None for a model of text alone."""
+        return MultimodalCheckpoint.of(self.hf_config)
 
     @property
     def name_elsewhere(self) -> str:

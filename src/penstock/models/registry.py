@@ -56,6 +56,7 @@ _DRAFT_HEADS = {
 }
 _registered: dict[str, str | Callable[[ModelConfig, ParallelState], CausalLM]] = {}
 _POOLING = ("penstock.models.pooling", "PoolingModel")
+_MULTIMODAL = "penstock.models.multimodal.assemble"
 _TRANSFORMERS = ("penstock.models.transformers_fallback", "TransformersForCausalLM")
 
 
@@ -100,6 +101,11 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
             "With model_impl='auto' it may run through Transformers."
         )
     model_class: Callable[[ModelConfig, ParallelState], CausalLM] = getattr(import_module(module), name)
+    if model_config.multimodal is not None:
+        multimodal: Callable[[ModelConfig, ParallelState], CausalLM] = import_module(_MULTIMODAL).with_encoder(
+            model_class
+        )
+        return multimodal
     return model_class
 
 

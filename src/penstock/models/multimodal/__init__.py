@@ -1,1 +1,1 @@
-"""Encoders of images, audio and video for language models, a file per family of encoder."""
+"""Multimodal models: language models with encoders of images, audio and video."""

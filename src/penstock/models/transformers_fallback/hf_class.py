@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from penstock.checkpoints.json_file import decode_floats
 from penstock.checkpoints.quantized_checkpoint import refuse_quantized_checkpoint
 from penstock.config import ModelConfig
 from penstock.errors import ModelError, UnsupportedModel
@@ -77,7 +75,7 @@ def _read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel
     """
     refuse_quantized_checkpoint(model_config.hf_config, model_config.model)
     try:
-        config = model_class.config_class.from_dict(_decode_floats(model_config.hf_config))
+        config = model_class.config_class.from_dict(decode_floats(model_config.hf_config))
     except Exception as error:
         raise ModelError(
             f"config.json of {model_config.model} is not one that Transformers {transformers.__version__} takes for "
@@ -87,15 +85,6 @@ def _read_hf_config(model_config: ModelConfig, model_class: type[PreTrainedModel
     config.return_dict, config.use_cache = True, False
     config.output_hidden_states, config.output_attentions = False, False
     return config
-
-
-def _decode_floats(value: Any) -> Any:
-    """Decode numbers that JSON lacks, such as infinity, written by Transformers as an object with one field."""
-    if isinstance(value, Mapping):
-        if set(value) == {"__float__"}:
-            return float(value["__float__"])
-        return {name: _decode_floats(one) for name, one in value.items()}
-    return [_decode_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
