@@ -86,6 +86,54 @@ def test_chats_and_each_of_several_choices_have_them(client: OpenAI) -> None:
     assert [of_stream[index] for index in range(2)] == [one.hidden_states for one in whole.choices]
 
 
+def test_responses_and_messages_have_those_of_chats(server: Served) -> None:
+    messages = [{"role": "user", "content": "Who are you?"}]
+    fields = {"model": "demo", "temperature": 0, "return_hidden_states": "all", "hidden_states_layers": [0, 3]}
+    chat = server.post("/v1/chat/completions", {**fields, "messages": messages, "max_tokens": 4}).json["choices"][0]
+    expected = chat["hidden_states"]
+    assert list(expected) == ["0", "3"]
+
+    body = {**fields, "input": "Who are you?", "max_output_tokens": 4}
+    response = server.post("/v1/responses", body).json
+    assert response["hidden_states"] == expected
+    *_, ended = map(json.loads, events_of(server.post("/v1/responses", {**body, "stream": True}).body))
+    assert ended["response"]["hidden_states"] == expected
+    # The store does not keep them.
+    stored = server.request("GET", f"/v1/responses/{response['id']}").json
+    assert stored == {name: value for name, value in response.items() if name != "hidden_states"}
+
+    body = {**fields, "messages": messages, "max_tokens": 4}
+    assert server.post("/v1/messages", body).json["hidden_states"] == expected
+    events = map(json.loads, events_of(server.post("/v1/messages", {**body, "stream": True}).body))
+    (delta,) = [one["delta"] for one in events if one["type"] == "message_delta"]
+    assert delta["hidden_states"] == expected
+
+
+def test_each_conversation_of_a_batch_has_them(server: Served) -> None:
+    messages = [{"role": "user", "content": "Who are you?"}]
+    fields = {"model": "demo", "temperature": 0, "max_tokens": 4, "return_hidden_states": True}
+    one = server.post("/v1/chat/completions", {**fields, "messages": messages}).json["choices"][0]
+    several = server.post("/v1/chat/completions/batch", {**fields, "messages": [messages] * 2}).json["choices"]
+    assert [choice["hidden_states"] for choice in several] == [one["hidden_states"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("/v1/responses", {"input": "a", "background": True, "return_hidden_states": True}, "without background=true"),
+        ("/v1/responses", {"input": "a", "encoding_format": "float"}, "only with return_hidden_states"),
+        ("/pooling", {"input": "a", "return_hidden_states": True}, 'task="token_embed" returns a vector per token'),
+        ("/v1/embeddings", {"input": "a", "hidden_states_layers": [1]}, 'task="token_embed" returns a vector'),
+    ],
+)
+def test_other_apis_refuse_what_they_do_not_return(
+    server: Served, path: str, fields: dict[str, Any], message: str
+) -> None:
+    reply = server.post(path, {"model": "demo", **fields})
+    assert reply.status == 400
+    assert message in reply.error["message"]
+
+
 def test_without_the_field_there_are_none(server: Served) -> None:
     assert "hidden_states" not in choice(server)
 

@@ -12,6 +12,7 @@ from penstock.engine.output.outputs import CompletionOutput
 from penstock.server.answers.pythonic_format import PythonicFormat
 from penstock.server.answers.tool_parsers import DEEPSEEK_V3, HERMES, LLAMA3_JSON, MISTRAL
 from penstock.server.answers.xml_format import XMLFormat
+from penstock.server.protocol.base import GenerationFields
 from penstock.server.requests.samples import AnswerSample
 
 _ARGUMENTS = '{"a": [1, {"b": "x}"}], "c": null}'
@@ -27,7 +28,7 @@ ANSWERS = {
 
 def ended(format: Any, text: str, finish_reason: str, stop_reason: str | int | None) -> tuple[str | None, list[Any]]:
     """Finish reason and calls of a sample with this text."""
-    sample = AnswerSample(0, format.parser(tools("f"), parallel=True))
+    sample = AnswerSample(0, format.parser(tools("f"), parallel=True), GenerationFields())
     events = sample.push(
         CompletionOutput(index=0, text=text, token_ids=[1], finish_reason=finish_reason, stop_reason=stop_reason)
     )

@@ -31,7 +31,7 @@ class MessageWriter:
     """Message that answers one request. id, model: of the message."""
 
     def __init__(self, task: ChatTask, id: str, model: str) -> None:
-        self._samples = AnswerSamples(task.form, 1)
+        self._samples = AnswerSamples(task.request, task.form, 1)
         self._parts = AnswerParts()
         self._base = {"id": id, "type": "message", "role": "assistant", "model": model}
         self._stop_sequence: str | None = None
@@ -39,7 +39,7 @@ class MessageWriter:
     async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of the message, from the last output."""
         for output in outputs:
-            self._push(output)
+            await self._push(output)
         content = [_block(part, part.text) for part in self._parts.parts]
         return {**self._base, "content": content, **self._end(), "usage": self._usage()}
 
@@ -47,7 +47,7 @@ class MessageWriter:
         """Events of a stream."""
         has_begun = False
         async for _, output in generation.outputs():
-            made = self._push(output)
+            made = await self._push(output)
             if not has_begun:
                 has_begun = True
                 yield _event("message_start", message=self._start())
@@ -62,9 +62,9 @@ class MessageWriter:
         yield _event("message_delta", delta=delta, usage=self._usage())
         yield _event("message_stop")
 
-    def _push(self, output: RequestOutput) -> list[PartEvent]:
+    async def _push(self, output: RequestOutput) -> list[PartEvent]:
         made: list[PartEvent] = []
-        for _, events, completion in self._samples.push(output):
+        for _, events, completion in await self._samples.take(output):
             made += self._parts.push(events)
             if isinstance(completion.stop_reason, str):
                 self._stop_sequence = completion.stop_reason
@@ -85,7 +85,7 @@ class MessageWriter:
         return {
             "stop_reason": "stop_sequence" if is_stopped else _STOP_REASONS[reason],
             "stop_sequence": self._stop_sequence if is_stopped else None,
-            **self._samples.samples[0].schema_errors,
+            **self._samples.samples[0].end_fields,
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class OllamaWriter:
     """Answer to one request. model: its name. is_chat: whether the answer is a message, or a response."""
 
     def __init__(self, task: ChatTask, model: str, logprobs: LogprobsFormat | None, *, is_chat: bool) -> None:
-        self._samples = AnswerSamples(task.form, 1)
+        self._samples = AnswerSamples(task.request, task.form, 1)
         self._parts = AnswerParts()
         self._model = model
         self._logprobs_form = logprobs

@@ -181,7 +181,7 @@ def _raw_task(model: ServedModel, request: OllamaGenerateRequest, chat: ChatComp
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
     )
     prompt: PromptDict = {"prompt": text}
-    return ChatTask(PlainAnswer(structured_outputs(chat)), Submission(prompt, params, id))
+    return ChatTask(chat, PlainAnswer(structured_outputs(chat)), Submission(prompt, params, id))
 
 
 def _loaded(model: str, *, is_chat: bool, is_stream: bool) -> Response:

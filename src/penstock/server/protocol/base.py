@@ -129,6 +129,8 @@ class GenerationFields(RequestModel):
     """Fields that every generating API has, by the names of `SamplingParams`; absent ones take the engine's defaults.
 
     timeout: seconds after which the request is aborted. It gets status 408 if nothing was sent.
+    return_hidden_states: "last" (also true) or "all": tokens whose hidden states an answer has.
+    hidden_states_layers: their layers; absent, the output of the final norm. encoding_format: of them.
     """
 
     model: str | None = None
@@ -158,6 +160,15 @@ class GenerationFields(RequestModel):
     priority: int = 0
     cache_salt: str | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    return_hidden_states: bool | Literal["last", "all"] = False
+    hidden_states_layers: Annotated[list[int], Field(fail_fast=True)] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+
+    @model_validator(mode="after")
+    def _check_hidden_states(self) -> GenerationFields:
+        if self.encoding_format is not None and not self.return_hidden_states:
+            raise field_error("encoding_format", "encoding_format is allowed only with return_hidden_states.")
+        return self
 
 
 class SamplingFields(GenerationFields):
@@ -165,8 +176,6 @@ class SamplingFields(GenerationFields):
 
     timeout: a stream that it ends has finish_reason "abort".
     request_id: replaces the random part of the response's id; two requests that run at once cannot share one.
-    return_hidden_states: "last" (also true) or "all": tokens whose hidden states a choice has.
-    hidden_states_layers: their layers; absent, the output of the final norm. encoding_format: of them.
     """
 
     stream_options: StreamOptions | None = None
@@ -178,9 +187,6 @@ class SamplingFields(GenerationFields):
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
-    return_hidden_states: bool | Literal["last", "all"] = False
-    hidden_states_layers: Annotated[list[int], Field(fail_fast=True)] | None = None
-    encoding_format: Literal["float", "base64"] = "float"
 
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingFields:
@@ -188,8 +194,6 @@ class SamplingFields(GenerationFields):
             raise field_error("stream_options", "stream_options is allowed only with stream=true.")
         if self.stream and self.prompt_logprobs is not None:
             raise field_error("prompt_logprobs", "prompt_logprobs is allowed only without stream=true.")
-        if "encoding_format" in self.model_fields_set and not self.return_hidden_states:
-            raise field_error("encoding_format", "encoding_format is allowed only with return_hidden_states.")
         if self.response_format is not None and self.structured_outputs is not None:
             raise field_error("response_format", "There are response_format and structured_outputs. Give one of them.")
         return self

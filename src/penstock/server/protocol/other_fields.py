@@ -53,6 +53,15 @@ OTHER_FIELDS: dict[str, OtherField] = {
     "kv_transfer_params": OtherField((), "KV caches are not sent between engines here"),
 }
 
+_OF_TOKENS = 'it belongs to models that generate; `/pooling` with task="token_embed" returns a vector per token'
+
+# Fields of the pooling routes.
+POOLING_OTHER_FIELDS: dict[str, OtherField] = {
+    **OTHER_FIELDS,
+    "return_hidden_states": OtherField((False,), _OF_TOKENS),
+    "hidden_states_layers": OtherField((), _OF_TOKENS),
+}
+
 # Fields of `/v1/responses`.
 RESPONSES_OTHER_FIELDS: dict[str, OtherField] = {
     "user": _NO_EFFECT,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, PlainValidator
 
 from penstock.contract.param_checks import shown
 from penstock.server.protocol.base import RequestModel, Texts, field_error
+from penstock.server.protocol.other_fields import POOLING_OTHER_FIELDS, OtherField
 
 
 def listed_inputs(name: str, value: Any) -> list[str | list[int]]:
@@ -40,6 +42,8 @@ class PoolingFields(RequestModel):
 
     timeout: seconds after which the request is aborted with status 408. request_id: as of completions.
     """
+
+    other_fields: ClassVar[Mapping[str, OtherField]] = POOLING_OTHER_FIELDS
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None

@@ -102,6 +102,11 @@ class ResponsesRequest(GenerationFields):
             raise field_error("background", "background=true is allowed only without stream=true.")
         if self.background and not self.store:
             raise field_error("background", "background=true is allowed only with store=true, where it is read.")
+        if self.background and self.return_hidden_states:
+            raise field_error(
+                "return_hidden_states",
+                "return_hidden_states is allowed only without background=true: stored responses have no hidden states.",
+            )
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options is allowed only with stream=true.")
         if self.text is not None and self.text.format is not None and self.structured_outputs is not None:

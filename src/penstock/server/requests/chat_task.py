@@ -28,8 +28,9 @@ _TOLD_TOOLS = {"x-penstock-tools": "in-message"}
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
-    """A chat request for the engine, and the format of its answers. headers: of the response."""
+    """A chat request, what it is for the engine, and the format of its answers. headers: of the response."""
 
+    request: ChatCompletionRequest
     form: AnswerFormat
     submission: Submission
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +42,7 @@ async def prepare_chat(model: ServedModel, request: ChatCompletionRequest, id: s
     form, params, tools = await asyncio.to_thread(_form_and_params, model, request)
     prompt = with_parts(await render_request(model, request), hidden_states_parts(request))
     headers = _TOLD_TOOLS if tools is not None and tools.are_told else {}
-    return ChatTask(form, Submission(prompt, params, id, request.priority), headers)
+    return ChatTask(request, form, Submission(prompt, params, id, request.priority), headers)
 
 
 def _form_and_params(

@@ -12,19 +12,19 @@ import numpy as np
 
 from penstock.engine.output.outputs import CompletionOutput
 from penstock.features.hidden_states.messages import ALL, HiddenStates, HiddenStatesPart, parts_of_hidden_states
-from penstock.server.protocol.base import SamplingFields
+from penstock.server.protocol.base import GenerationFields
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def hidden_states_parts(request: SamplingFields) -> list[HiddenStatesPart]:
+def hidden_states_parts(request: GenerationFields) -> list[HiddenStatesPart]:
     """The part of a request for hidden states, or none. Raises InvalidParameter."""
     return parts_of_hidden_states(request.return_hidden_states, request.hidden_states_layers)
 
 
-def hidden_states_field(completion: CompletionOutput, request: SamplingFields) -> dict[str, Any]:
-    """Field of a choice that has ended, or none: the numbers of a token or of all; by layer if layers are named."""
+def hidden_states_field(completion: CompletionOutput, request: GenerationFields) -> dict[str, Any]:
+    """Field of an answer that has ended, or none: the numbers of a token or of all; by layer if layers are named."""
     if not request.return_hidden_states or completion.finish_reason is None:
         return {}
     states = completion.hidden_states
@@ -40,7 +40,7 @@ def hidden_states_field(completion: CompletionOutput, request: SamplingFields) -
 
 
 async def beside_the_loop(
-    request: SamplingFields, make: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    request: GenerationFields, make: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> _Result:
     """Make parts of a response: in a thread for a request with hidden states, whose numbers are many."""
     if not request.return_hidden_states:
@@ -48,9 +48,10 @@ async def beside_the_loop(
     return await asyncio.to_thread(make, *args, **kwargs)
 
 
-def _as_numbers(states: HiddenStates, number: int, has_all: bool) -> list[Any]:
-    rows: list[Any] = states.numbers()[:, number].tolist()
-    return rows if has_all else rows[-1]
+def _as_numbers(states: HiddenStates, number: int, has_all: bool) -> msgspec.Raw:
+    # Row by row, since Python's numbers take several times as much as their text.
+    rows = [msgspec.json.encode(row.tolist()) for row in states.numbers()[:, number]]
+    return msgspec.Raw(b"[" + b",".join(rows) + b"]" if has_all else rows[-1])
 
 
 def _as_base64(states: HiddenStates, number: int, has_all: bool) -> dict[str, Any]:

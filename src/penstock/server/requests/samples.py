@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.server.protocol.base import GenerationFields
 from penstock.server.requests.answer import (
     AnswerEvent,
     AnswerFormat,
@@ -18,6 +19,7 @@ from penstock.server.requests.answer import (
     ToolCallArguments,
     ToolCallStart,
 )
+from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_field
 
 
 class Usage:
@@ -56,26 +58,32 @@ class Usage:
         }
 
 
-def schema_errors(completion: CompletionOutput) -> dict[str, Any]:
-    """Field with what does not hold of an output by its JSON schema, where that is checked at its end; else none."""
-    return {} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}
+def end_fields(completion: CompletionOutput, request: GenerationFields) -> dict[str, Any]:
+    """Fields of an output that has ended.
+
+    hidden_states: if the request asks for them. schema_errors: what does not hold by the output's JSON schema, where
+    that is checked at the end.
+    """
+    checked = {} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}
+    return checked | hidden_states_field(completion, request)
 
 
 class AnswerSample:
     """Sample of an answer: its parser and its events so far.
 
-    token_ids: so far. reasons: whether it has reasoning. schema_errors: field of that name, or none.
+    token_ids: so far. reasons: whether it has reasoning. end_fields: see `end_fields`; none before its end.
     finish_reason: as chat completions have it, "tool_calls" if the answer calls tools; None while it goes on. It stays
     "stop" where a stop string or stop token cuts the last call's arguments, which nothing should be called with.
     """
 
-    def __init__(self, index: int, parser: AnswerParser) -> None:
+    def __init__(self, index: int, parser: AnswerParser, request: GenerationFields) -> None:
         self.index = index
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
         self.reasons = False
-        self.schema_errors: dict[str, Any] = {}
+        self.end_fields: dict[str, Any] = {}
         self._parser = parser
+        self._request = request
         # Arguments of the last call, in pieces; None without a call.
         self._arguments: list[str] | None = None
 
@@ -93,7 +101,7 @@ class AnswerSample:
                 self._arguments.append(event.text)
         if completion.finish_reason is not None:
             self.finish_reason = completion.finish_reason
-            self.schema_errors = schema_errors(completion)
+            self.end_fields = end_fields(completion, self._request)
             if completion.finish_reason == "stop" and self._arguments is not None:
                 is_cut = completion.stop_reason is not None and not _is_json("".join(self._arguments))
                 self.finish_reason = "stop" if is_cut else "tool_calls"
@@ -119,19 +127,24 @@ class SamplePart(NamedTuple):
 class AnswerSamples:
     """Samples of one prompt, from its outputs: deltas, or a final one. samples: empty before the first output."""
 
-    def __init__(self, form: AnswerFormat, n: int) -> None:
+    def __init__(self, request: GenerationFields, form: AnswerFormat, n: int) -> None:
         self.usage = Usage()
         self.samples: list[AnswerSample] = []
+        self._request = request
         self._form = form
         self._n = n
         self._prompt_token_ids: list[int] = []
+
+    async def take(self, output: RequestOutput) -> list[SamplePart]:
+        """As `push`, without holding up the event loop."""
+        return await beside_the_loop(self._request, self.push, output)
 
     def push(self, output: RequestOutput) -> list[SamplePart]:
         """Parts of the samples that go on, or end, with this output."""
         self.usage.note(0, output)
         if not self.samples:
             ids = self._prompt_token_ids = output.prompt_token_ids
-            self.samples = [AnswerSample(index, self._form.parser(ids)) for index in range(self._n)]
+            self.samples = [AnswerSample(index, self._form.parser(ids), self._request) for index in range(self._n)]
         return [
             SamplePart(sample, sample.push(completion), completion)
             for completion in output.outputs

@@ -33,7 +33,7 @@ class ResponseWriter:
         logprobs: LogprobsFormat | None,
         on_end: Callable[[dict[str, Any]], Awaitable[None]],
     ) -> None:
-        self._samples = AnswerSamples(task.form, 1)
+        self._samples = AnswerSamples(task.request, task.form, 1)
         self._items = OutputItems()
         self._base = base
         self._logprobs_form = logprobs
@@ -43,7 +43,7 @@ class ResponseWriter:
     async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Body of the response, from the last output."""
         for output in outputs:
-            self._push(output)
+            await self._push(output)
         return await self._end()
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -52,7 +52,7 @@ class ResponseWriter:
         yield self._event("response.in_progress", {"response": self.begun()})
         try:
             async for _, output in generation.outputs():
-                for name, data in self._push(output):
+                for name, data in await self._push(output):
                     yield self._event(name, data)
             for name, data in self._items.finish(is_cut_off=self._status == "incomplete"):
                 yield self._event(name, data)
@@ -77,10 +77,10 @@ class ResponseWriter:
         data = {"code": error["code"] or error["type"], "message": error["message"], "param": error["param"]}
         return self._event("error", data)
 
-    def _push(self, output: RequestOutput) -> list[tuple[str, dict[str, Any]]]:
+    async def _push(self, output: RequestOutput) -> list[tuple[str, dict[str, Any]]]:
         return [
             named
-            for _, events, completion in self._samples.push(output)
+            for _, events, completion in await self._samples.take(output)
             for named in self._items.push(events, self._logprobs(completion))
         ]
 
@@ -117,7 +117,7 @@ class ResponseWriter:
             "status": status,
             "output": self._items.whole(),
             "usage": self._usage() if has_begun and status != "in_progress" else None,
-            **(self._samples.samples[0].schema_errors if has_begun else {}),
+            **(self._samples.samples[0].end_fields if has_begun else {}),
         }
 
     def _usage(self) -> dict[str, Any]:

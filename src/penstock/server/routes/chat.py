@@ -25,7 +25,7 @@ from penstock.server.requests.answer import (
 )
 from penstock.server.requests.chat_task import chat_client_names, prepare_chat
 from penstock.server.requests.generation import Generation
-from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_field
+from penstock.server.requests.hidden_states import beside_the_loop
 from penstock.server.requests.logprobs import prompt_logprobs
 from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
@@ -66,7 +66,7 @@ class ChatChoices:
         id: str,
     ) -> None:
         self._request = request
-        self._samples = AnswerSamples(form, params.n)
+        self._samples = AnswerSamples(request, form, params.n)
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self._base = response_base(id, kind, model)
         self._logprobs_form = logprobs_format(model, request, params.logprobs)
@@ -94,13 +94,13 @@ class ChatChoices:
         """Events of a stream."""
         has_begun = False
         async for _, output in generation.outputs():
-            parts = self._samples.push(output)
+            parts = await self._samples.take(output)
             if not has_begun:
                 has_begun = True
                 for sample in self._samples.samples:
                     yield event(self._first_chunk(sample, output))
             for part in parts:
-                for chunk in await beside_the_loop(self._request, self._chunks, part):
+                for chunk in self._chunks(part):
                     yield event(chunk)
         if self._request.includes_usage:
             yield event({**self._base, "choices": [], "usage": self._samples.usage_data()})
@@ -133,11 +133,11 @@ class ChatChoices:
             "logprobs": self._logprobs(completion),
             "finish_reason": sample.finish_reason,
             "stop_reason": completion.stop_reason,
-            **sample.schema_errors,
+            **sample.end_fields,
         }
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
-        return choice | hidden_states_field(completion, self._request)
+        return choice
 
     def _first_chunk(self, sample: AnswerSample, output: RequestOutput) -> dict[str, Any]:
         chunk = self._chunk(sample, {"role": self._role, "content": self._echoed or ""})
@@ -169,8 +169,7 @@ class ChatChoices:
         choice = {"index": sample.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if ended is not None:
             choice |= {"finish_reason": sample.finish_reason, "stop_reason": ended.stop_reason}
-            choice |= hidden_states_field(ended, self._request)
-            choice |= sample.schema_errors
+            choice |= sample.end_fields
         chunk = {**self._base, "choices": [choice]}
         if self._request.includes_usage:
             chunk["usage"] = self._samples.usage_data() if self._request.repeats_usage else None

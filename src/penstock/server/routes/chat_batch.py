@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,6 @@ from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.responses import ChatCompletionResponse, errors
 from penstock.server.protocol.tokens import BatchChatRequest
 from penstock.server.requests.chat_task import ChatTask, chat_client_names, prepare_chat
-from penstock.server.requests.generation import Submission
 from penstock.server.routes.chat import ChatChoices
 from penstock.server.routes.common import response_id, served_model, whole_outputs
 from penstock.server.served_model import ServedModel
@@ -35,7 +35,7 @@ async def create_chat_completions(request: BatchChatRequest, http: Request) -> R
         tasks = await asyncio.gather(*prepared)
         outputs = await whole_outputs(http, [task.submission for task in tasks], request.timeout, model.parts)
     answers = [
-        ChatChoices(model, chat, task.form, task.submission.params, id).body(output)
+        await ChatChoices(model, chat, task.form, task.submission.params, id).whole([output])
         for chat, task, output in zip(chats, tasks, outputs, strict=True)
     ]
     return json_response(_together(answers))
@@ -51,8 +51,7 @@ async def _prepare(model: ServedModel, chat: ChatCompletionRequest, id: str, ind
         raise
     except InvalidRequest as error:
         raise type(error)(f"{where}: {error}") from error
-    given = task.submission
-    return ChatTask(task.form, Submission(given.prompt, given.params, id, given.priority, where=where))
+    return replace(task, submission=replace(task.submission, where=where))
 
 
 def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:

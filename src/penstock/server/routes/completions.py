@@ -19,9 +19,9 @@ from penstock.server.http.errors import refusals
 from penstock.server.protocol.completion import CompletionRequest
 from penstock.server.protocol.responses import COMPLETION_RESPONSES
 from penstock.server.requests.generation import Generation, Submission
-from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_field, hidden_states_parts
+from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_parts
 from penstock.server.requests.logprobs import CompletionLogprobs, Row, prompt_logprobs
-from penstock.server.requests.samples import Usage, schema_errors
+from penstock.server.requests.samples import Usage, end_fields
 from penstock.server.requests.sampling import client_names, sampling_params
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
 from penstock.server.served_model import AnsweringModel
@@ -177,12 +177,12 @@ class CompletionChoices:
             "logprobs": self._logprobs_part(number, output, completion, has_prompt=has_prompt),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
-            **schema_errors(completion),
+            **end_fields(completion, self._request),
         }
         if self._request.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
-        return choice | hidden_states_field(completion, self._request)
+        return choice
 
     def _prompt_text(self, index: int, output: RequestOutput) -> str:
         given = self._request.prompt[index]

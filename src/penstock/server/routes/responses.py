@@ -49,7 +49,10 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
 
         async def on_end(body: dict[str, Any]) -> None:
             if stores:
-                await _put(store, StoredResponse(body, [*history, *items]))
+                # Hidden states may be larger than all that the store keeps.
+                kept = {name: value for name, value in body.items() if name != "hidden_states"}
+                await _put(store, StoredResponse(kept, [*history, *items]))
+                body["store"] = kept["store"]
 
         form = logprobs_format(model, chat, params.logprobs)
         if request.background:
