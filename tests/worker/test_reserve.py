@@ -22,7 +22,13 @@ LESS = 4.0
 # Of all memory that the process takes. What libraries take beside differs between machines: 10% here was 11% elsewhere.
 TOTAL = 0.15
 WITHOUT_KERNELS = {"PENSTOCK_CPU_KERNELS": "torch"}
-OPTIONS = {"load_format": "dummy", "num_threads": 1, "kv_cache_memory_bytes": 512 * MIB}
+# No request of the full steps asks for hidden states.
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "num_threads": 1,
+    "kv_cache_memory_bytes": 512 * MIB,
+    "additional_config": {"hidden_states": {"max_output_bytes": 0}},
+}
 COMMON = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "max_position_embeddings": 4096}
 ROUNDED = {
     "hidden_size": 1024,

@@ -128,6 +128,7 @@ class ModelRunner:
         self.kv_cache = PagedKVCache(device, layers, kv_cache_config, attention_backend)
         self.owners.use_kv_cache(self.kv_cache)
         self.poisoned_blocks = PoisonedBlocks(device, self.kv_cache)
+        self.stage = stage
         self.padding, self.execution = self._make_execution(fast_paths, graphs or GraphConfig(), padding)
         speculator.bind(
             SpeculatorServices(
@@ -136,7 +137,6 @@ class ModelRunner:
         )
         verification.bind(self.requests.draft_token_ids.tensor, speculator.draft_probs)
         self.model_state = model_state or DecoderModelState()
-        self.stage = stage
         head_services = HeadServices(
             device,
             self.requests,
@@ -260,7 +260,7 @@ class ModelRunner:
             max_drafts=limits.max_drafts,
             is_capturable=self.kv_cache.is_capturable,
         )
-        return padding, GraphExecution(self.device, padding)
+        return padding, GraphExecution(self.device, padding, self.stage.aux_here(self.speculator.aux_layers))
 
     def _check_capturable(self) -> None:
         """Raise UnsupportedFeature for an attention backend whose mixed steps cannot be captured."""

@@ -75,7 +75,7 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
         (`Frame.all_hidden`); None if it reads neither.
 
         Called once for a frame that is kept. Equal on all ranks. Programs are recorded for the first sets of layers
-        only (`AuxSets`).
+        only (`AuxSets`), and CUDA graphs for those of a drafter.
         """
         return None
 

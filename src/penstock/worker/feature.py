@@ -114,7 +114,9 @@ def memory_of_features(config: EngineConfig, model: LanguageModel, kind: str, dt
     features = [feature for feature in features_of(config, features_of_model(model)) if feature.memory is not None]
     return [
         MemoryTerm(
-            feature.name.lower().replace(" ", "_"), make_side(feature.memory, config, model, kind, dtype), feature.name
+            feature.name.lower().replace(" ", "_"),
+            make_side(feature.memory, config, model, kind, dtype),
+            feature.name.replace("_", " "),
         )
         for feature in features
     ]

@@ -514,7 +514,7 @@ def test_the_table_and_the_data_say_the_same(tmp_path: Path) -> None:
     # Keys and values of 2 heads of 16 in 2 layers.
     assert data["kv_cache"]["bytes_per_token"] == 2 * 2 * 16 * 4 * 2
     memory = data["memory"]
-    terms = ("process", "weights", "activations", "sampling", "runner_state", "logits_processors")
+    terms = ("process", "weights", "activations", "sampling", "runner_state", "hidden_states")
     assert memory["left_for_kv_cache"] == memory["budget"] - sum(memory[term] for term in terms)
     assert set(memory) >= {"total", "free_at_start", "fraction", "requested_kv_cache", "is_default_fraction"}
     assert data["engine_bytes"] == sum(memory[term] for term in terms) + data["kv_cache"]["bytes"]

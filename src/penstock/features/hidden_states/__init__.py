@@ -15,12 +15,14 @@ class HiddenStatesOptions:
     """Limits of hidden states in bytes, counted in float32; 0 refuses all requests for them.
 
     max_output_bytes: of one output. A request for more is refused.
-    max_bytes: of the outputs of all running requests together, and of all tokens of a step in the layers that running
-        requests ask for. A request waits until others have ended; one that needs more by itself is refused.
+    max_bytes: of the outputs of all running requests together.
+    max_step_bytes: of all tokens of a step in the layers that running requests ask for, on the device; the memory plan
+        has as much. A request waits until others have ended; one that needs more by itself is refused.
     """
 
     max_output_bytes: int = 128 << 20
     max_bytes: int = 1 << 30
+    max_step_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -38,5 +40,6 @@ FEATURE = Feature(
     scheduler_side="penstock.features.hidden_states.scheduling:HiddenStatesScheduling",
     worker_side="penstock.features.hidden_states.worker:HiddenStatesOwner",
     options=HiddenStatesOptions,
+    memory="penstock.features.hidden_states.memory:most_step_bytes",
     how_to_turn_on="Send the request to an engine that generates text.",
 )

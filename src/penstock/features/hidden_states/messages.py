@@ -47,18 +47,19 @@ class HiddenStatesPart(Part, frozen=True, kw_only=True):
 
     def numbers(self, num_layers: int) -> tuple[int, ...]:
         """The layers from 0 to num_layers. Raises InvalidParameter for one that the model does not have."""
-        if not self.layers or len(set(self.layers)) < len(self.layers):
-            raise InvalidParameter(
-                f"hidden_states_layers={shown(list(self.layers))} is not valid. Allowed: one layer or several, each "
-                "once."
-            )
         for layer in self.layers:
             if not -num_layers - 1 <= layer <= num_layers:
                 raise InvalidParameter(
                     f"hidden_states_layers has {layer}, but the model has {num_layers} layers. Allowed: 0 (embeddings) "
                     f"to {num_layers} (after the final norm), or -1 to {-num_layers - 1}, from the end."
                 )
-        return tuple(layer % (num_layers + 1) for layer in self.layers)
+        numbers = tuple(layer % (num_layers + 1) for layer in self.layers)
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise InvalidParameter(
+                f"hidden_states_layers={shown(list(self.layers))} is not valid. Allowed: one layer or several, each "
+                "once."
+            )
+        return numbers
 
 
 class StepHiddenStates(Part, frozen=True, kw_only=True):

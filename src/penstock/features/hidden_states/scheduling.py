@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from penstock.contract import ModelRunnerOutput, SampledOutput, SchedulerOutput, part_of
 from penstock.errors import InvalidParameter, UnsupportedParameter
 from penstock.features.hidden_states import FEATURE, HiddenStatesOptions
+from penstock.features.hidden_states.memory import BYTES_PER_NUMBER, step_bytes
 from penstock.features.hidden_states.messages import HiddenStatesPart, OutputHiddenStates, StepHiddenStates
 from penstock.observability.units import format_bytes
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
-
-# Sizes are counted for the widest dtype.
-_BYTES_PER_NUMBER = 4
 
 
 @dataclass(slots=True)
@@ -97,12 +95,14 @@ class HiddenStatesScheduling(SchedulerFeature):
                 "stages have these layers. Leave hidden_states_layers out, or start the engine without pipeline stages."
             )
         num_rows = request.length_limit - 1 if part.has_all else 1
-        num_bytes = num_rows * len(numbers) * model.hidden_size * _BYTES_PER_NUMBER
+        num_bytes = num_rows * len(numbers) * model.hidden_size * BYTES_PER_NUMBER
         sizes = f"{num_rows:,} tokens, {len(numbers)} layers and hidden size {model.hidden_size:,}"
-        self._check(num_bytes, "max_output_bytes", f"return_hidden_states={part.tokens!r} gives {sizes}")
+        for option in ("max_output_bytes", "max_bytes"):
+            self._check(num_bytes, option, f"return_hidden_states={part.tokens!r} gives {sizes}")
         num_tokens = self._config.scheduler.max_num_batched_tokens
         sizes = f"up to {num_tokens:,} tokens, {len(set(numbers))} layers and hidden size {model.hidden_size:,}"
-        self._check(max(num_bytes, self._step_bytes(numbers)), "max_bytes", f"hidden_states_layers: a step has {sizes}")
+        num_step_bytes = step_bytes(self._config, numbers)
+        self._check(num_step_bytes, "max_step_bytes", f"hidden_states_layers: a step has {sizes}, noted and copied")
         self._ended.pop(request.req_id, None)
         self._asked[request.req_id] = _Asked(part, frozenset(numbers), num_bytes)
 
@@ -117,8 +117,9 @@ class HiddenStatesScheduling(SchedulerFeature):
         if asked is None:
             return True
         self._note_running(in_step)
-        num_bytes, numbers = self._running_bytes + asked.num_bytes, self._running_numbers | asked.numbers
-        return max(num_bytes, self._step_bytes(numbers)) <= self._options.max_bytes
+        if self._running_bytes + asked.num_bytes > self._options.max_bytes:
+            return False
+        return step_bytes(self._config, self._running_numbers | asked.numbers) <= self._options.max_step_bytes
 
     def request_ended(self, request: Request) -> None:
         asked = self._asked.pop(request.req_id, None)
@@ -156,12 +157,6 @@ class HiddenStatesScheduling(SchedulerFeature):
                 self._running_ids.add(request.req_id)
                 self._running_bytes += asked.num_bytes
                 self._running_numbers |= asked.numbers
-
-    def _step_bytes(self, numbers: Iterable[int]) -> int:
-        """Bytes of these layers and the last hidden states, of all tokens of a step."""
-        num_states = len({*numbers, self._config.model.num_layers})
-        num_tokens = self._config.scheduler.max_num_batched_tokens
-        return num_states * num_tokens * self._config.model.hidden_size * _BYTES_PER_NUMBER
 
     def _check(self, num_bytes: int, option: str, what: str) -> None:
         """Raise InvalidParameter for more bytes than the option allows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -25,7 +25,6 @@ UNIFORM, MIXED, PIECES = "uniform steps as graphs", "mixed steps as graphs", "mi
 PROMPT_LOGITS, POOLING = "logits of prompts, layer by layer", "pooling, layer by layer"
 DRAFTS, DRAFTER_PREFILL = "draft steps as graphs", "prefill passes of a drafter, layer by layer"
 FIRST_OF_SIZE, LAYERS = "first runs of a graph's size, layer by layer", "steps that fit no graph, layer by layer"
-_MOST_AUX_SETS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +33,6 @@ class Description:
 
     lines: Sequence[str] = ()
     num_runs: Mapping[str, int] = field(default_factory=Counter)
-
-
-class AuxSets:
-    """Sets of layers whose inputs frames want. Programs and graphs are made for the first of them alone; frames that
-    want others run layer by layer, with the same bits.
-    """
-
-    def __init__(self) -> None:
-        self._sets: set[frozenset[int]] = set()
-
-    def admits(self, layers: Iterable[int]) -> bool:
-        """Whether programs or graphs are made for a set of layers."""
-        wanted = frozenset(layers)
-        if len(self._sets) < _MOST_AUX_SETS:
-            self._sets.add(wanted)
-        return wanted in self._sets
 
 
 class Execution(ABC):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,6 @@ from penstock.runner.execute.execution import (
     MIXED,
     PIECES,
     UNIFORM,
-    AuxSets,
     Description,
     Execution,
     run_forward,
@@ -65,17 +64,18 @@ class GraphExecution(Execution):
     """Runs steps as CUDA graphs, and layer by layer where they fit none.
 
     A graph is captured when its key, a step's sizes, tensors and wanted outputs, is met for the second time: the first
-    run compiles kernels. A key whose capture is refused runs layer by layer from then on.
+    run compiles kernels. A key whose capture is refused runs layer by layer from then on, and so do frames that want
+    the inputs of other layers than `aux_layers`: a graph keeps its outputs, and the memory plan has no others.
     padding: the sizes that steps are padded to. num_replays: replays of graphs. num_runs: runs by kind. refusals:
     number of graphs that could not be captured, by reason. All are of the model and of a drafter.
     """
 
-    def __init__(self, device: Device, padding: Padding) -> None:
+    def __init__(self, device: Device, padding: Padding, aux_layers: Sequence[int] = ()) -> None:
         self._device = device
         self._padding = padding
         self._uniform_sizes, self._token_sizes = frozenset(padding.sizes), frozenset(padding.token_sizes)
         self._graphs: dict[Hashable, _Graph] = {}
-        self._aux_sets = AuxSets()
+        self._aux_layers = tuple(aux_layers)
         self._buffers = PieceBuffers(max(padding.token_sizes, default=0))
         self.num_replays = 0
         self.num_runs: Counter[str] = Counter()
@@ -121,8 +121,9 @@ class GraphExecution(Execution):
     def _choose(self, frame: Frame) -> Callable[[Frame], str]:
         """The graph of the frame's padded sizes, outputs and tensors, if it has one."""
         wants, layout, inputs = frame.wants, frame.batch.layout, frame.inputs
-        plan, aux_layers = layout.plan, tuple(wants.aux_layers)
-        if inputs.hidden is not None or wants.prompt_rows is not None or not self._aux_sets.admits(aux_layers):
+        plan = layout.plan
+        has_others = tuple(wants.aux_layers) != self._aux_layers
+        if inputs.hidden is not None or wants.prompt_rows is not None or has_others:
             return self._run_layers
         is_uniform = 0 < plan.num_tokens == plan.num_reqs * layout.max_query_len
         is_padded = plan.num_tokens_padded == plan.num_reqs_padded * layout.max_query_len
@@ -131,13 +132,13 @@ class GraphExecution(Execution):
                 return self._run_layers
             shape = plan.num_reqs_padded, plan.num_tokens_padded
             is_greedy = wants.row_output is RowOutput.GREEDY
-            return partial(self._run_uniform, (shape, is_greedy, wants.all_rows, aux_layers, _addresses(frame)))
+            return partial(self._run_uniform, (shape, is_greedy, wants.all_rows, _addresses(frame)))
         if plan.num_tokens_padded not in self._token_sizes or plan.num_tokens <= plan.num_reqs:
             return self._run_layers
         if self._padding.most_rows is not None:
-            return partial(self._run_mixed, (plan.num_tokens_padded, aux_layers, _addresses(frame)))
+            return partial(self._run_mixed, (plan.num_tokens_padded, _addresses(frame)))
         tensors = addresses((inputs.tokens, inputs.positions, *inputs.named.values()))
-        return partial(self._run_pieces, (plan.num_tokens_padded, aux_layers, tensors))
+        return partial(self._run_pieces, (plan.num_tokens_padded, tensors))
 
     def _run_layers(self, frame: Frame, kind: str = LAYERS) -> str:
         if frame.step_id >= 0:

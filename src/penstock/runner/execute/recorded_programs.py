@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,14 +18,30 @@ from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel, ModelInputs
-from penstock.runner.execute.execution import AuxSets
 
 logger = logging.getLogger(__name__)
 
 # Names of a model's step inputs.
 _TOKEN_IDS, _EMBEDDINGS, _POSITIONS, _HIDDEN = "token_ids", "inputs_embeds", "positions", "hidden_states"
 # Dtypes that programs read.
+_MOST_AUX_SETS = 16
 _DTYPES = {_TOKEN_IDS: torch.int32, _POSITIONS: torch.int64}
+
+
+class AuxSets:
+    """Sets of layers whose inputs frames want. Programs are recorded for the first of them alone; frames that want
+    others run layer by layer, with the same bits.
+    """
+
+    def __init__(self) -> None:
+        self._sets: set[frozenset[int]] = set()
+
+    def admits(self, layers: Iterable[int]) -> bool:
+        """Whether programs are recorded for a set of layers."""
+        wanted = frozenset(layers)
+        if len(self._sets) < _MOST_AUX_SETS:
+            self._sets.add(wanted)
+        return wanted in self._sets
 
 
 class RecordedPrograms:

@@ -132,7 +132,10 @@ class ResponseStore:
                 elif _FILE.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
                         status = entry.stat()
-                        files.append((status.st_mtime_ns, status.st_size, entry.path))
+                        if status.st_size > self._max_bytes:
+                            Path(entry.path).unlink()
+                        else:
+                            files.append((status.st_mtime_ns, status.st_size, entry.path))
         num_bytes = 0
         for number, (_, size, path) in enumerate(sorted(files, reverse=True), start=1):
             num_bytes += size
