@@ -60,6 +60,8 @@ CASES = {
     "---\n***": "<hr></hr><hr></hr>",
     "| a | b |\n|---|:-:|\n| 1 | `x` |": "<div><table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr>"
     "<td>1</td><td><code>x</code></td></tr></tbody></table></div>",
+    "| a \\| b | c |\n|---|---|": "<div><table><thead><tr><th>a | b</th><th>c</th></tr></thead>"
+    "<tbody></tbody></table></div>",
     "[a](https://example.org/b)": "<p><a href=https://example.org/b>a</a></p>",
     "![a](http://example.org/b.png)": "<p><a href=http://example.org/b.png>a</a></p>",
     "[a](javascript:alert(1)) [b](data:x)": "<p>[a](javascript:alert(1)) [b](data:x)</p>",
@@ -77,6 +79,8 @@ def test_texts_become_elements_and_html_stays_text() -> None:
 def test_no_text_takes_long_or_is_nested_too_deep() -> None:
     hostile = [">" * 5000, "- " * 5000, " *a" * 20_000, "`a" * 20_000, "[a](" * 20_000, "**a " * 20_000, "_a" * 20_000]
     hostile += ["\n".join(" " * depth + "- a" for depth in range(500)), "|a" * 5000 + "\n" + "|-" * 5000]
+    hostile += ["# a" + " " * 200_000 + "x", "|a\n" + " " * 200_000 + "x|", "|a\n|-" + " " * 200_000 + "x"]
+    hostile += ["```" + " " * 200_000 + "`", "```" + "a" * 200_000 + "`"]
     texts, seconds = rendered(*hostile)
     assert len(texts) == len(hostile)
     assert seconds < 20
