@@ -239,6 +239,9 @@ def test_clients_that_disconnect_are_no_failures() -> None:
         (["--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"], "--ramp-up-end-rps None is not valid"),
         (["--use-beam-search"], "asks for benchmarks on datasets"),
         (["--no-oversample"], "give --num-prompts of its size"),
+        (["--hf-split", "train"], "--hf-split asks for benchmarks on datasets"),
+        (["--plot-timeline"], "`penstock bench serve --plot FILE.svg` draws the latencies"),
+        (["--zebra"], "No such option: --zebra"),
         (["--tokenizer-mode", "mistral"], "asks for other tokenizers"),
     ],
 )

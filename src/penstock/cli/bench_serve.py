@@ -112,7 +112,7 @@ class _RequestOptions:
 
 @dataclass(frozen=True)
 class _OptionsOfVllm:
-    """Options of `vllm bench serve` that have no effect here, or ask for what Penstock does not have."""
+    """Options of `vllm bench serve` that have no effect here, at least with some values."""
 
     trust_remote_code: bool = field(default=False, metadata={"flag": "--trust-remote-code", "hidden": True})
     skip_chat_template: bool = field(
@@ -120,8 +120,6 @@ class _OptionsOfVllm:
         metadata={"flag": "--skip-chat-template", "aliases": ("--custom-skip-chat-template",), "hidden": True},
     )
     no_stream: bool = field(default=False, metadata={"flag": "--no-stream", "hidden": True})
-    no_oversample: bool = field(default=False, metadata={"flag": "--no-oversample", "hidden": True})
-    use_beam_search: bool = field(default=False, metadata={"flag": "--use-beam-search", "hidden": True})
     tokenizer_mode: str | None = field(default=None, metadata={"hidden": True})
 
     def check(self) -> None:

@@ -132,7 +132,10 @@ class EngineCommand(TyperCommand):
 
 
 class ManyValues(TyperCommand):
-    """Command whose repeatable options take several values at once: `--goodput ttft:200 tpot:50`."""
+    """Command whose repeatable options take several values at once: `--goodput ttft:200 tpot:50`.
+
+    Options of vLLM's that ask for what Penstock does not have are refused by feature.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         normalize = ctx.token_normalize_func or str
@@ -151,7 +154,16 @@ class ManyValues(TyperCommand):
             else:
                 has_value = True
             repeated.append(arg)
-        return super().parse_args(ctx, repeated)
+        try:
+            return super().parse_args(ctx, repeated)
+        except Exception as error:  # Click's, or that of Typer's copy of Click
+            from penstock.config import vllm
+
+            flag = getattr(error, "option_name", None) or ""
+            entry = vllm.table().entries["options"].get(flag.removeprefix("--").replace("-", "_"))
+            if type(error).__name__ == "NoSuchOption" and entry is not None:
+                ctx.fail(entry.feature.refusal(flag))
+            raise
 
 
 class ServeCommand(ManyValues, EngineCommand):
