@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
+from penstock.cli import url_files
 from penstock.cli.app import app
 
 COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
@@ -38,9 +44,83 @@ def test_answers_are_those_of_a_server_with_its_limits(tmp_path: Path) -> None:
     assert third["error"]["message"].endswith("prompt is missing.")
 
 
-@pytest.mark.parametrize("flag", ["-i", "-o"])
-def test_urls_are_refused(flag: str, tmp_path: Path) -> None:
-    paths = {"-i": str(tmp_path / "in.jsonl"), "-o": str(tmp_path / "out.jsonl"), flag: "https://example.com/x.jsonl"}
-    result = run(*(word for pair in paths.items() for word in pair))
-    assert result.exit_code != 0
-    assert "is a URL. Allowed: a file of this machine." in result.output
+class Files(BaseHTTPRequestHandler):
+    """Handler that serves and stores files by their paths, of which /full cannot be written."""
+
+    content: ClassVar[dict[str, bytes]] = {}
+
+    def do_GET(self) -> None:
+        data = self.content.get(self.path)
+        self.send_response(404 if data is None else 200)
+        self.end_headers()
+        self.wfile.write(data or b"")
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self.path.startswith("/full"):
+            self.content[self.path] = data
+        self.send_response(507 if self.path.startswith("/full") else 200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def files() -> Iterator[str]:
+    """URL of a server of files."""
+    Files.content.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are answered with their names, without an engine."""
+
+    def answer(work: list[Any], model: str, engine: Any, output: Path, *_: Any, **__: Any) -> None:
+        output.write_text("".join(f"{one.format.custom_id}\n" for one in work))
+        sys.exit(1)
+
+    monkeypatch.setattr("penstock.cli.generate.run_requests", answer)
+
+
+@pytest.mark.usefixtures("answered")
+def test_urls_are_read_and_written(files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Files.content["/in?signature=1"] = line("a", "/v1/completions", prompt="Once").encode()
+    result = run("-i", f"{files}/in?signature=1", "-o", f"{files}/out")
+    assert result.exit_code == 1, result.output
+    assert Files.content["/out"] == b"a\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("answered")
+def test_answers_that_cannot_be_sent_are_kept(files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Files.content["/in"] = line("a", "/v1/completions", prompt="Once").encode()
+    result = run("-i", f"{files}/in", "-o", f"{files}/full?signature=secret")
+    (kept,) = tmp_path.glob("*/output.jsonl")
+    assert kept.read_text() == "a\n"
+    assert result.exit_code == 2
+    message = " ".join(result.output.split())
+    assert "/full cannot be written: HTTP Error 507" in message
+    assert f"Send them with: curl -T {kept}" in message
+    assert "secret" not in message
+
+
+def test_wrong_urls_are_named(files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(url_files, "_MOST_BYTES", 3)
+    Files.content["/large"] = b"four"
+    out = str(tmp_path / "out.jsonl")
+    for name, why in (("none", "HTTP Error 404"), ("large", "it has more than 3 bytes")):
+        result = run("-i", f"{files}/{name}", "-o", out)
+        assert result.exit_code == 2
+        message = f"--input-file {files}/{name} cannot be read: {why}"
+        assert message in " ".join(result.output.split())
+    result = run("-i", out, "-o", f"{files}/out", "--resume")
+    assert "--resume is for an --output-file on this machine" in " ".join(result.output.split())

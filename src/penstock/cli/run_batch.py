@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,13 +9,13 @@ import typer
 from penstock.cli import options
 from penstock.errors import ConfigError
 
-_URLS = ("http://", "https://")
-
 
 @options.engine_command(without=("revision", "block_size"))
 def run_batch(
-    input: Annotated[str, typer.Option("--input-file", "-i", help="JSONL in OpenAI's batch format")],
-    output: Annotated[str, typer.Option("--output-file", "-o", help="Write the answers to this file")],
+    input: Annotated[str, typer.Option("--input-file", "-i", help="JSONL in OpenAI's batch format: a file, or a URL")],
+    output: Annotated[
+        str, typer.Option("--output-file", "-o", help="Write the answers to this file, or send them to this URL (PUT)")
+    ],
     resume: Annotated[bool, typer.Option("--resume", help="Skip requests answered earlier")] = False,
     model: options.Model = "demo",
     *,
@@ -29,14 +28,15 @@ def run_batch(
     from penstock.cli.generate import run_requests
     from penstock.cli.output_file import refuse_same_file
     from penstock.cli.requests import STANDARD_INPUT, read_jsonl
+    from penstock.cli.url_files import is_url, local_input, local_output
     from penstock.contract import SamplingParams
     from penstock.server.requests.sampling import chat_max_tokens
 
-    for flag, path in (("--input-file", input), ("--output-file", output)):
-        if path.startswith(_URLS):
-            raise ConfigError(f"{flag} {path} is a URL. Allowed: a file of this machine.")
-    refuse_same_file(Path(input), Path(output), is_standard_input=input == STANDARD_INPUT)
+    if resume and is_url(output):
+        raise ConfigError("--resume is for an --output-file on this machine, and this one is a URL. Leave it out.")
     defaults = SamplingParams(**options.with_defaults({}, model, engine))
     chats = defaults.clone(max_tokens=chat_max_tokens(None, defaults))
-    work = read_jsonl(Path(input), defaults, model, chats)
-    run_requests(work, model, engine, Path(output), None, as_json=True, is_strict=False, resumes=resume)
+    with local_input("--input-file", input) as source, local_output("--output-file", output) as target:
+        refuse_same_file(source, target, is_standard_input=input == STANDARD_INPUT)
+        work = read_jsonl(source, defaults, model, chats)
+        run_requests(work, model, engine, target, None, as_json=True, is_strict=False, resumes=resume)
