@@ -24,7 +24,7 @@ def num_answered(client: OpenAI, id: str) -> int:
 @pytest.mark.slow
 def test_a_batch_survives_its_front_ends_and_its_server(tmp_path: Path) -> None:
     arguments = (*OPTIONS, "--batch-dir", str(tmp_path / "batches"))
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "ignore_eos": True}
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": {**body, "seed": number}}
         for number in range(NUM_REQUESTS)
@@ -44,6 +44,9 @@ def test_a_batch_survives_its_front_ends_and_its_server(tmp_path: Path) -> None:
         wait_until(lambda: len(first.processes("front-end")) == 2, "they are replaced")
     finally:
         first.close()
+    partial = tmp_path / "batches" / "batches" / f"{batch.id}.output"
+    kept = partial.read_bytes()
+    assert 0 < kept.count(b"\n") < NUM_REQUESTS
     second = ServerProcess(tmp_path / "second.log", *arguments)
     try:
         second.wait_until_ready()
@@ -51,7 +54,10 @@ def test_a_batch_survives_its_front_ends_and_its_server(tmp_path: Path) -> None:
             wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "the batch ends")
             output = client.batches.retrieve(batch.id).output_file_id
             assert output is not None
-            answers = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+            text = client.files.content(output).text
+        answers = [json.loads(line) for line in text.splitlines()]
+        # Answers of the first server stay, but for a line that it did not finish.
+        assert text.encode().startswith(kept[: kept.rindex(b"\n") + 1])
         assert sorted(int(answer["custom_id"]) for answer in answers) == list(range(NUM_REQUESTS))
     finally:
         second.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,14 @@ from tests.server.conftest import DEMO
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import ConfigError
+from penstock.server.batches import runner
 from penstock.server.batches.multipart import form_parts
-from penstock.server.batches.store import BatchStore
+from penstock.server.batches.runner import BatchRunner
+from penstock.server.batches.store import FINAL, BatchStore
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from support.servers import Served, serving
-from support.waiting import wait_until
+from support.waiting import PATIENCE_S, wait_until
 
 CHAT = "/v1/chat/completions"
 KEYS = {"api_keys": ("secret",)}
@@ -58,8 +63,7 @@ def begin(client: OpenAI, *lines: dict[str, Any] | str, endpoint: Any = CHAT) ->
 
 
 def ended(client: OpenAI, id: str) -> Any:
-    final = ("completed", "failed", "cancelled")
-    wait_until(lambda: client.batches.retrieve(id).status in final, "the batch ends")
+    wait_until(lambda: client.batches.retrieve(id).status in FINAL, "the batch ends")
     return client.batches.retrieve(id)
 
 
@@ -73,6 +77,7 @@ def answers(client: OpenAI, file_id: str | None) -> dict[str, Any]:
 def test_answers_are_those_of_the_route_and_errors_have_a_file(batch_client: OpenAI) -> None:
     batch = begin(batch_client, *(chat(str(number)) for number in range(20)), "", chat("bad", temperature=-1))
     assert (batch.object, batch.status) == ("batch", "validating")
+    assert batch.expires_at - batch.created_at == 86_400
     batch = ended(batch_client, batch.id)
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 20, 1)
     found = answers(batch_client, batch.output_file_id)
@@ -130,7 +135,7 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
     num_before = len(partial.read_bytes().splitlines()) if partial.exists() else len(lines)
     if partial.exists():
         with partial.open("ab") as file:
-            file.write(b'{"custom_id": "cut')
+            file.write(b'{"custom_id": "cut{"custom_id": "off"}\n{"custom_id": "cut')
     with server_of(tmp_path) as served, served.client(api_key="secret") as client:
         found = answers(client, ended(client, batch.id).output_file_id)
     assert found.keys() == {str(number) for number in range(40)}
@@ -197,6 +202,96 @@ def test_one_front_end_runs_a_batch(tmp_path: Path) -> None:
         assert theirs is None
     with second.claimed(id) as theirs:
         assert theirs is not None
+
+
+Answer = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+
+
+async def run_alone(store: BatchStore, lines: list[dict[str, Any]], answer: Answer, expires_s: float = 60) -> Any:
+    """Run a batch with an app of one function, and return its description at the end."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status, body = await answer(json.loads((await receive())["body"]))
+        headers = [(b"x-request-id", b"1"), (b"retry-after", b"0")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    file = store.add_file("\n".join(map(json.dumps, lines)).encode(), "in.jsonl")
+    id = "batch_" + "1" * 32
+    batch = {"id": id, "status": "validating", "created_at": 1, "expires_at": time.time() + expires_s}
+    counts = {"total": 0, "completed": 0, "failed": 0}
+    more = {"endpoint": CHAT, "input_file_id": file["id"], "in_progress_at": None, "completion_window": "24h"}
+    store.save({**batch, **more, "request_counts": counts})
+    BatchRunner(store, app, api_key=None, num_at_once=2).ensure_started()
+    async with asyncio.timeout(PATIENCE_S):
+        while store.batch(id)["status"] not in FINAL:
+            await asyncio.sleep(0.01)
+    return store.batch(id)
+
+
+@pytest.fixture
+def quick_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchStore:
+    """A store whose runner polls and pauses for milliseconds."""
+    monkeypatch.setattr(runner, "_POLL_S", 0.01)
+    monkeypatch.setattr(runner, "_PAUSES_S", (0.01, 0.02))
+    monkeypatch.setattr(runner, "_LONGEST_WAIT_S", 0.01)
+    return BatchStore(ServerOptions(served_model_name=("demo",), batch_dir=str(tmp_path)))
+
+
+def test_requests_without_an_answer_expire_with_the_batch(quick_store: BatchStore) -> None:
+    async def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if body["max_tokens"] > 4:
+            await asyncio.get_running_loop().create_future()
+        return 200, {"choices": []}
+
+    lines = [chat("a"), chat("b", max_tokens=5), chat("c", max_tokens=5), chat("d")]
+    batch = asyncio.run(run_alone(quick_store, lines, answer, expires_s=0.5))
+    assert (batch["status"], batch["expired_at"] > 0) == ("expired", True)
+    assert batch["request_counts"] == {"total": 4, "completed": 1, "failed": 3}
+    (done,) = quick_store.content(batch["output_file_id"]).read_text().splitlines()
+    assert json.loads(done)["custom_id"] == "a"
+    expired = [json.loads(one) for one in quick_store.content(batch["error_file_id"]).read_text().splitlines()]
+    assert [one["custom_id"] for one in expired] == ["b", "c", "d"]
+    assert {one["error"]["code"] for one in expired} == {"batch_expired"}
+    assert {one["response"] for one in expired} == {None}
+
+
+def test_a_batch_that_always_stops_fails_with_the_reason(
+    quick_store: BatchStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: BatchStore, *_: Any) -> None:
+        raise OSError(28, "No space left on device", "/srv/batches/x.output")
+
+    async def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return 200, {}
+
+    monkeypatch.setattr(BatchStore, "add_answer", full)
+    batch = asyncio.run(run_alone(quick_store, [chat("a")], answer))
+    assert batch["status"] == "failed"
+    (error,) = batch["errors"]["data"]
+    assert "it stopped 3 times" in error["message"]
+    assert "No space left on device" in error["message"]
+    assert "/srv" not in error["message"]
+    assert len([one for one in caplog.records if one.name == runner.__name__]) == 3
+
+
+def test_a_request_is_sent_again_until_the_server_has_room(quick_store: BatchStore) -> None:
+    num_sent = 0
+
+    async def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        nonlocal num_sent
+        num_sent += 1
+        return (429, {}) if num_sent < 4 else (200, {})
+
+    batch = asyncio.run(run_alone(quick_store, [chat("a")], answer))
+    assert (batch["status"], num_sent) == ("completed", 4)
+
+
+@pytest.mark.parametrize("window", ["24", "0h", "1w", "", "99999d"])
+def test_a_window_has_hours_or_days(batch_client: OpenAI, window: Any) -> None:
+    with pytest.raises(BadRequestError, match="Allowed: hours or days, such as '24h' or '7d'.") as caught:
+        batch_client.batches.create(input_file_id="file-0", endpoint=CHAT, completion_window=window)
+    assert caught.value.param == "completion_window"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class ServerOptions:
     max_stored_response_bytes: limit of their size.
     batch_dir: folder of the files and batches of `/v1/files` and `/v1/batches`, which outlive the server; without one,
         these routes refuse. All front ends share it.
-    max_batch_dir_bytes: limit of the files' size, beyond which uploads get status 413.
+    max_batch_dir_bytes: limit of the size of files and answers, beyond which uploads get status 413.
     max_batch_requests: limit of the requests of a batch.
 
     Raises ConfigError.

@@ -49,6 +49,12 @@ def answer_line(id: str, custom_id: Any, status: int, request_id: str, body: Any
     return {"id": f"{BATCH_ID_PREFIX}{id}", "custom_id": custom_id, "response": response, "error": error}
 
 
+def expired_line(id: str, custom_id: Any, window: str) -> dict[str, Any]:
+    """Line of a request that was not answered within the batch's window, such as "24h"."""
+    error = {"code": "batch_expired", "message": f"The batch expired after {window}, before this request was answered."}
+    return {"id": f"{BATCH_ID_PREFIX}{id}", "custom_id": custom_id, "response": None, "error": error}
+
+
 def _unknown_field(name: str, value: Any, allowed: Sequence[str]) -> InvalidParameter:
     advice = did_you_mean(name, allowed, most=1) or f" Allowed: {', '.join(allowed)}."
     return InvalidParameter(f"There is no field {name} (given: {value!r}).{advice}")

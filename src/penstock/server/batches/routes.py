@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import field_validator
 from starlette.responses import FileResponse, Response
 
 from penstock.server.batches.multipart import form_parts
 from penstock.server.batches.runner import BatchRunner
-from penstock.server.batches.store import UNFINISHED, BatchStore
+from penstock.server.batches.store import FINAL, UNFINISHED, BatchStore
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response
-from penstock.server.protocol.base import RequestModel
+from penstock.server.protocol.base import RequestModel, field_error
 from penstock.server.protocol.responses import errors
 from penstock.server.routes.common import list_page
 
@@ -42,17 +44,32 @@ _FORM = {
     }
 }
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
+# Seconds of a window's units.
+_UNITS = {"h": 3600, "d": 86_400}
 
 
 class CreateBatchRequest(RequestModel):
-    """Request of a batch. completion_window: accepted; a batch runs as soon as there is room, and does not expire."""
+    """Request of a batch. completion_window: time after which requests without an answer expire."""
 
     input_file_id: str
     endpoint: Literal[
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank"
     ]
-    completion_window: Literal["24h"]
+    completion_window: str
     metadata: dict[str, str] | None = None
+
+    @property
+    def window_s(self) -> int:
+        """Seconds of completion_window."""
+        return int(self.completion_window[:-1]) * _UNITS[self.completion_window[-1]]
+
+    @field_validator("completion_window")
+    @classmethod
+    def _check_window(cls, window: str) -> str:
+        if re.fullmatch(r"[1-9]\d{0,3}[hd]", window, re.ASCII) is None:
+            message = f"completion_window={window!r} is not valid. Allowed: hours or days, such as '24h' or '7d'."
+            raise field_error("completion_window", message)
+        return window
 
 
 @router.post("/v1/files", responses=_FILE, openapi_extra=_FORM)
@@ -112,6 +129,7 @@ async def create_batch(request: CreateBatchRequest, http: Request) -> Response:
         await asyncio.to_thread(store.file, request.input_file_id)
     except ApiError as error:
         raise ApiError(error.status_code, error.message, param="input_file_id", code=error.code) from error
+    now = int(time.time())
     batch = {
         "id": f"batch_{uuid.uuid4().hex}",
         "object": "batch",
@@ -119,11 +137,12 @@ async def create_batch(request: CreateBatchRequest, http: Request) -> Response:
         "errors": None,
         "input_file_id": request.input_file_id,
         "completion_window": request.completion_window,
-        "status": "validating",
+        "status": UNFINISHED[0],
         "output_file_id": None,
         "error_file_id": None,
-        "created_at": int(time.time()),
-        **dict.fromkeys(("in_progress_at", "finalizing_at", "completed_at", "failed_at", "cancelled_at")),
+        "created_at": now,
+        "expires_at": now + request.window_s,
+        **dict.fromkeys(f"{status}_at" for status in ("in_progress", "finalizing", *FINAL)),
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": request.metadata,
     }

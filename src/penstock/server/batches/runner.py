@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp
 
 from penstock.server.batches.lines import answer_line
-from penstock.server.batches.store import BatchStore
+from penstock.server.batches.store import BatchStore, batch_error
+from penstock.server.http.errors import without_folders
 from penstock.server.http.inner_call import InnerResponse, post
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,8 @@ _POLL_S = 1.0
 # Statuses of a server that is full, being repaired or about to end: the request is sent again.
 _NOT_NOW = (429, 503)
 _LONGEST_WAIT_S = 30.0
+# Pauses after which a batch that stopped is tried again; then it fails.
+_PAUSES_S = (1.0, 10.0, 60.0, 300.0)
 
 
 class BatchRunner:
@@ -36,6 +41,8 @@ class BatchRunner:
         self._api_key = api_key
         self._num_at_once = num_at_once
         self._task: asyncio.Task[None] | None = None
+        # Number of failures of a batch, and the time from which it is tried again.
+        self._failures: dict[str, tuple[int, float]] = {}
 
     def ensure_started(self) -> None:
         """Look for batches from now on, until the event loop ends."""
@@ -44,14 +51,40 @@ class BatchRunner:
 
     async def _keep_running(self) -> None:
         while True:
-            for id in await asyncio.to_thread(self._store.unfinished):
+            try:
+                ids = await asyncio.to_thread(self._store.unfinished)
+            except Exception as error:
+                logger.error("The batches cannot be read, and are tried again in %g s", _LONGEST_WAIT_S, exc_info=error)
+                await asyncio.sleep(_LONGEST_WAIT_S)
+                continue
+            self._failures = {id: self._failures[id] for id in ids if id in self._failures}
+            for id in ids:
+                num_failures, resume_s = self._failures.get(id, (0, 0.0))
+                if time.monotonic() < resume_s:
+                    continue
                 try:
                     with self._store.claimed(id) as batch:
                         if batch is not None:
                             await self._run(batch)
                 except Exception as error:
-                    logger.error("The batch %s stopped, and is tried again: %s", id, error, exc_info=error)
+                    await self._note_failure(id, num_failures, error)
             await asyncio.sleep(_POLL_S)
+
+    async def _note_failure(self, id: str, num_failures: int, error: Exception) -> None:
+        """Have a batch that stopped tried again after a pause, or end it: what stops it each time will not change."""
+        if num_failures < len(_PAUSES_S):
+            pause_s = _PAUSES_S[num_failures]
+            logger.error("The batch %s stopped, and is tried again in %g s: %s", id, pause_s, error, exc_info=error)
+            self._failures[id] = (num_failures + 1, time.monotonic() + pause_s)
+            return
+        logger.error("The batch %s stopped %d times, and fails: %s", id, num_failures + 1, error, exc_info=error)
+        # A folder that cannot be written keeps the batch as it is, for the next server.
+        self._failures[id] = (num_failures + 1, math.inf)
+        cause = f"{type(error).__name__}: {without_folders(str(error))}"
+        reason = f"The server cannot run the batch: it stopped {num_failures + 1} times, the last time by {cause}"
+        with suppress(Exception), self._store.claimed(id) as batch:
+            if batch is not None:
+                await asyncio.to_thread(self._store.fail, batch, [batch_error(None, reason)])
 
     async def _run(self, batch: dict[str, Any]) -> None:
         id, store = batch["id"], self._store
@@ -61,19 +94,20 @@ class BatchRunner:
         if batch["status"] != "finalizing":
             requests, errors = await asyncio.to_thread(store.requests, batch)
             if errors:
-                batch["errors"] = {"object": "list", "data": errors}
-                await asyncio.to_thread(store.finish, batch, "failed")
+                await asyncio.to_thread(store.fail, batch, errors)
                 return
-            is_whole = await self._answer_all(batch, requests)
-            if not is_whole:
-                await asyncio.to_thread(store.finish, batch, "cancelled")
+            end = await self._answer_all(batch, requests)
+            if end == "expired":
+                await asyncio.to_thread(store.add_expired, batch, requests)
+            if end != "completed":
+                await asyncio.to_thread(store.finish, batch, end)
                 return
             batch |= {"status": "finalizing", "finalizing_at": int(time.time())}
             await asyncio.to_thread(store.save, batch)
         await asyncio.to_thread(store.finish, batch, "completed")
 
-    async def _answer_all(self, batch: dict[str, Any], requests: list[dict[str, Any]]) -> bool:
-        """Answer the requests that have no answer. Returns whether all have one: the batch was not cancelled."""
+    async def _answer_all(self, batch: dict[str, Any], requests: list[dict[str, Any]]) -> str:
+        """Answer the requests that have no answer. Returns the status that the batch ends with."""
         id, store = batch["id"], self._store
         answered = await asyncio.to_thread(store.answered, id)
         counts = {kind: len(names) for kind, names in answered.items()}
@@ -92,17 +126,19 @@ class BatchRunner:
         workers = [asyncio.ensure_future(self._answer_some(id, rest, counts)) for _ in range(num_workers)]
         try:
             while not all(worker.done() for worker in workers):
+                if store.is_to_be_cancelled(id):
+                    return "cancelled"
+                if time.time() >= batch["expires_at"]:
+                    return "expired"
                 done, _ = await asyncio.wait(workers, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION)
                 for worker in done:
                     worker.result()
                 await save()
-                if store.is_to_be_cancelled(id):
-                    return False
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-        return True
+        return "completed"
 
     async def _answer_some(self, id: str, rest: Iterator[dict[str, Any]], counts: dict[str, int]) -> None:
         for request in rest:
@@ -119,9 +155,11 @@ class BatchRunner:
             counts[kind] += 1
 
     async def _answer(self, url: str, body: bytes) -> InnerResponse:
+        least_s = 1.0
         while True:
             response = await post(self._app, url, body, self._api_key)
             if response.status not in _NOT_NOW:
                 return response
-            wait_s = response.headers.get("Retry-After", "1")
-            await asyncio.sleep(min(float(wait_s) if wait_s.isdecimal() else 1.0, _LONGEST_WAIT_S))
+            wait_s = response.headers.get("Retry-After", "")
+            await asyncio.sleep(min(max(least_s, float(wait_s) if wait_s.isdecimal() else 0.0), _LONGEST_WAIT_S))
+            least_s *= 2

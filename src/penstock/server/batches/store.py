@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ConfigError, InvalidRequest
-from penstock.server.batches.lines import LineChecks
+from penstock.server.batches.lines import LineChecks, expired_line
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.system.file_lock import try_lock
@@ -27,6 +27,7 @@ from penstock.system.file_lock import try_lock
 # Kinds of answers' files: those of requests that succeeded, and the others.
 KINDS = ("output", "errors")
 UNFINISHED = ("validating", "in_progress", "finalizing")
+FINAL = ("completed", "failed", "expired", "cancelled")
 _FILE = re.compile(r"file-[0-9a-f]{32}(?:_output|_errors)?")
 _BATCH = re.compile(r"batch_[0-9a-f]{32}")
 # Broken lines that a failed batch names.
@@ -63,10 +64,13 @@ class BatchStore:
 
     def add_file(self, data: bytes, filename: str) -> dict[str, Any]:
         """Store a file. Returns its description. Raises ApiError if there is no room."""
-        num_bytes = sum(path.stat().st_size for path in (self.folder / "files").iterdir()) + len(data)
+        num_bytes = self._num_bytes() + len(data)
         limit = self._options.max_batch_dir_bytes
         if num_bytes > limit:
-            message = f"The files would have {num_bytes:,} bytes. Allowed: {limit:,} (max_batch_dir_bytes)."
+            message = (
+                f"The files and answers would have {num_bytes:,} bytes. Allowed: {limit:,} (max_batch_dir_bytes). "
+                "Delete files (DELETE /v1/files/ID)."
+            )
             raise ApiError(413, message, param="file", code="storage_full")
         id = f"file-{uuid.uuid4().hex}"
         self._content(id).write_bytes(data)
@@ -140,7 +144,7 @@ class BatchStore:
         try:
             data = self.content(batch["input_file_id"]).read_bytes()
         except (ApiError, FileNotFoundError):
-            return [], [_error(None, f"The file {batch['input_file_id']!r} was deleted.")]
+            return [], [batch_error(None, f"The file {batch['input_file_id']!r} was deleted.")]
         for number, line in enumerate(data.splitlines(), start=1):
             if not line.strip():
                 continue
@@ -151,27 +155,30 @@ class BatchStore:
                     raise InvalidRequest("stream=true is not available. Allowed: false.")
                 requests.append(fields)
             except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequest) as error:
-                errors.append(_error(number, str(error)))
+                errors.append(batch_error(number, str(error)))
             if len(requests) > (most := self._options.max_batch_requests):
                 message = f"The file has more than {most:,} requests (max_batch_requests). Send it in parts."
-                return [], [_error(number, message)]
+                return [], [batch_error(number, message)]
             if len(errors) == _MOST_ERRORS:
                 break
         if not requests and not errors:
-            errors = [_error(None, "The file has no requests.")]
+            errors = [batch_error(None, "The file has no requests.")]
         return requests, errors
 
     def answered(self, id: str) -> dict[str, set[str]]:
-        """Names of the requests that have an answer, by kind. A line that was cut off by a crash is dropped."""
+        """Names of the requests that have an answer, by kind. Lines that a crash or a full disk cut off are dropped."""
         found: dict[str, set[str]] = {}
         for kind in KINDS:
             path, names = self._of_batch(id, kind), set[str]()
             lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            if lines and not lines[-1].endswith(b"\n"):
-                _write(path, b"".join(lines[:-1]))
+            whole = []
             for line in lines:
-                if line.endswith(b"\n"):
-                    names.add(msgspec.json.decode(line)["custom_id"])
+                with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    if line.endswith(b"\n"):
+                        names.add(msgspec.json.decode(line)["custom_id"])
+                        whole.append(line)
+            if len(whole) < len(lines):
+                _write(path, b"".join(whole))
             found[kind] = names
         return found
 
@@ -179,6 +186,20 @@ class BatchStore:
         """Append an answer to those of a batch."""
         with self._of_batch(id, kind).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
+
+    def add_expired(self, batch: dict[str, Any], requests: list[dict[str, Any]]) -> None:
+        """Append an error for each request without an answer."""
+        names = set[str]().union(*self.answered(batch["id"]).values())
+        for request in requests:
+            if (name := request["custom_id"]) not in names:
+                line = expired_line(uuid.uuid4().hex, name, batch["completion_window"])
+                self.add_answer(batch["id"], "errors", line)
+                batch["request_counts"]["failed"] += 1
+
+    def fail(self, batch: dict[str, Any], errors: list[dict[str, Any]]) -> None:
+        """End a batch with these errors."""
+        batch["errors"] = {"object": "list", "data": errors}
+        self.finish(batch, "failed")
 
     def finish(self, batch: dict[str, Any], status: str) -> None:
         """End a batch with this status: its answers become files."""
@@ -194,6 +215,15 @@ class BatchStore:
         self.save(batch)
         for ending in ("cancel", "lock"):
             self._of_batch(id, ending).unlink(missing_ok=True)
+
+    def _num_bytes(self) -> int:
+        """Size of all files, and of the answers so far."""
+        num_bytes = 0
+        for path in self.folder.glob("*/*"):
+            # A file may be deleted meanwhile.
+            with suppress(FileNotFoundError):
+                num_bytes += path.stat().st_size
+        return num_bytes
 
     def _describe(self, id: str, filename: str, purpose: str) -> dict[str, Any]:
         path = self._content(id)
@@ -232,5 +262,6 @@ def _newest_first(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda one: (-one["created_at"], one["id"]))
 
 
-def _error(number: int | None, message: str) -> dict[str, Any]:
+def batch_error(number: int | None, message: str) -> dict[str, Any]:
+    """Entry of a batch's `errors`. number: of the line."""
     return {"code": "invalid_request", "line": number, "message": message, "param": None}

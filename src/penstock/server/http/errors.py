@@ -39,15 +39,25 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
+    424: "server_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
 # The messages API has names of its own for some types.
 _MESSAGES_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+# TEI's types of errors; those of other requests are "validation".
+_TEI_TYPES = {
+    "rate_limit_error": "overloaded",
+    "server_error": "backend",
+    "service_unavailable_error": "unhealthy",
+}
 
 
 class ApiError(HTTPException):
-    """An error response. param: the client's name of the field. code: a name for programs."""
+    """An error response. param: the client's name of the field. code: a name for programs.
+
+    shape: of the body; None takes that of the route.
+    """
 
     def __init__(
         self,
@@ -57,8 +67,10 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        shape: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
+        self.shape = shape
         self.message = _sendable(message)
         self.param = None if param is None else _sendable(param)
         self.code = code
@@ -79,7 +91,7 @@ class ApiError(HTTPException):
     def response(self, scope: Scope) -> Response:
         """Response to a request, in the shape of its API."""
         path, body = get_route_path(scope), self.body
-        shape = next((shape for begin, shape in _SHAPES.items() if path.startswith(begin)), None)
+        shape = self.shape or next((shape for begin, shape in _SHAPES.items() if path.startswith(begin)), None)
         return json_response(body if shape is None else shape(body), self.status_code, self.headers)
 
 
@@ -98,8 +110,7 @@ def ollama_error(body: dict[str, Any]) -> dict[str, Any]:
 def tei_error(body: dict[str, Any]) -> dict[str, Any]:
     """An error in the shape of TEI's API, from its body in OpenAI's."""
     error = body["error"]
-    kind = {"rate_limit_error": "overloaded", "invalid_request_error": "validation"}.get(error["type"], "backend")
-    return {"error": error["message"], "error_type": kind}
+    return {"error": error["message"], "error_type": _TEI_TYPES.get(error["type"], "validation")}
 
 
 # Shapes of the errors of some routes, by the begin of their paths.
@@ -108,6 +119,7 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "/api/": ollama_error,
     "/embed": tei_error,
     "/predict": tei_error,
+    "/similarity": tei_error,
 }
 
 
@@ -128,7 +140,7 @@ def api_error(error: Exception, request_id: str) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers=retry_after)
     if isinstance(error, (EngineDead, LifecycleError, WaitTimeout)):
         logger.error("Request %s fails, since the engine does not serve: %s", request_id, error)
-        return ApiError(503, f"The engine does not serve: {_without_folders(str(error))}", code="engine_unavailable")
+        return ApiError(503, f"The engine does not serve: {without_folders(str(error))}", code="engine_unavailable")
     logger.error("Request %s failed", request_id, exc_info=error)
     return ApiError(500, f"The server failed. Its log has the cause under the request id {request_id}.")
 
@@ -173,7 +185,7 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _without_folders(text: str) -> str:
+def without_folders(text: str) -> str:
     """Text of an error of the engine, with files of this machine by their names alone."""
     return _FILE.sub(lambda match: Path(match[0]).name, text)
 
