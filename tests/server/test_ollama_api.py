@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_a_stream_is_lines_that_join_to_the_whole(server: Served) -> None:
     lines = lines_of(server, "/api/chat", CHAT)
     assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"]
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
-    assert len(lines) > 2
+    assert len(lines) > 1
     assert lines[-1]["eval_count"] == 8
 
 
@@ -122,6 +123,15 @@ def test_options_that_change_nothing_are_ignored(server: Served) -> None:
 def test_the_model_is_listed_and_described(server: Served) -> None:
     names = [model["name"] for model in server.request("GET", "/api/tags").json["models"]]
     assert names == ["demo", "other-name"]
+    for path in ("/api/tags", "/api/ps"):
+        one, other = server.request("GET", path).json["models"]
+        assert one["digest"] == other["digest"]
+        assert len(one["digest"]) == 64
+        assert one["size"] > 1 << 20
+        assert one["details"]["format"] == "safetensors"
+        assert datetime.fromisoformat(one["modified_at"]) < datetime.now(UTC)
+    assert datetime.fromisoformat(one["expires_at"]) > datetime.now(UTC)
+    assert one["context_length"] > 0
     shown = server.post("/api/show", {"model": "demo"}).json
     assert shown["capabilities"] == ["completion", "tools"]
     assert "{%" in shown["template"]
@@ -185,8 +195,15 @@ def test_embeddings_are_the_oracles(embedder: tuple[Served, Any]) -> None:
     assert body["prompt_eval_count"] > 0
     assert served.post("/api/embed", {"input": []}).json["embeddings"] == []
     assert served.post("/api/show", {"model": "demo"}).json["capabilities"] == ["embedding"]
+    # The older form: one text, and its vector without normalisation.
+    old = np.array(served.post("/api/embeddings", {"model": "demo:latest", "prompt": texts[0]}).json["embedding"])
+    assert abs(np.linalg.norm(old) - 1) > 0.1
+    np.testing.assert_allclose(old / np.linalg.norm(old), oracle.encode(texts)[0], atol=1e-5)
+    assert served.post("/api/embeddings", {}).json == {"embedding": []}
+    assert served.post("/api/embeddings", {"model": "none"}).status == 404
     # Longer than the model's context: cut unless truncate is false.
     long = random_text(2000, seed=1)
+    assert len(served.post("/api/embeddings", {"prompt": long}).json["embedding"]) == len(old)
     assert len(served.post("/api/embed", {"input": long}).json["embeddings"]) == 1
     refused = served.post("/api/embed", {"input": long, "truncate": False})
     assert refused.status == 400

@@ -6,6 +6,7 @@ from torch import device as torch_device
 from torch import nn
 
 from penstock.checkpoints.size_limits import describe_sizes
+from penstock.checkpoints.weight_paths import weight_paths
 from penstock.config import ModelConfig
 from penstock.device.limits import memory_limit
 from penstock.errors import CheckpointError, OutOfMemory
@@ -15,14 +16,12 @@ from penstock.observability.units import format_bytes
 _PARAMETERS_PER_BYTE = 16
 # Smallest format: 4 bits per parameter.
 _PARAMETERS_PER_BYTE_OF_MEMORY = 2
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 def check_against_files(model: nn.Module, model_config: ModelConfig) -> None:
     """Raise CheckpointError for a model with far more parameters than its weight files have bytes."""
     num_parameters = _num_parameters(model)
-    paths = [path for path in model_config.folder.iterdir() if path.name.endswith(_WEIGHT_SUFFIXES)]
-    num_bytes = sum(path.stat().st_size for path in paths if path.is_file())
+    num_bytes = sum(path.stat().st_size for path in weight_paths(model_config.folder))
     if num_parameters > _PARAMETERS_PER_BYTE * num_bytes:
         raise CheckpointError(
             f"{model_config.folder / 'config.json'} describes a model of {num_parameters:,} parameters "

@@ -103,6 +103,12 @@ class OllamaEmbedRequest(OllamaFields):
     dimensions: int | None = None
 
 
+class OllamaEmbeddingsRequest(OllamaFields):
+    """Request of `/api/embeddings`, the older form of `/api/embed`. A text that is too long is cut."""
+
+    prompt: str = ""
+
+
 class OllamaShowRequest(RequestModel):
     """Request of `/api/show`. name: older name of model. verbose: accepted; tokens are not listed."""
 

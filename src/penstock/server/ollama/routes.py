@@ -1,4 +1,4 @@
-"""Routes of Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `/api/tags`, `/api/show`, `/api/version`."""
+"""Routes of Ollama's API, below `/api`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.engine.inputs.prompts import PromptDict
+from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import pooled_array
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import json_response, refusals
+from penstock.server.ollama.models import details, family, model_cards, modified_at, running_cards
 from penstock.server.ollama.output import LINES, OllamaWriter, base, line
 from penstock.server.ollama.protocol import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
@@ -58,7 +60,7 @@ class _UntypedBodyRoute(BodyRoute):
 router = APIRouter(route_class=_UntypedBodyRoute)
 _ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503, model=OllamaErrorResponse)
 _LATEST = ":latest"
-_STARTED = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+_LISTED = {200: {"description": "The served names."}, **errors(401)}
 
 
 @router.post("/api/chat", responses=OLLAMA_RESPONSES)
@@ -75,50 +77,57 @@ async def generate(request: OllamaGenerateRequest, http: Request) -> Response:
 
 @router.post("/api/embed", responses={200: {"description": "The embeddings."}, **_ERRORS})
 async def create_embeddings(request: OllamaEmbedRequest, http: Request) -> Response:
-    """Embed one or several texts."""
+    """Embed one or several texts; the vectors have the length 1."""
     began_s = time.monotonic()
-    name = _own_name(request.model)
-    model = await served_model(http).named(name)
-    vectors: list[list[float]] = []
-    num_tokens = 0
-    if request.input != []:
-        asked = EmbeddingRequest(
-            model=name,
-            input=request.input,  # type: ignore[arg-type]
-            dimensions=request.dimensions,
-            truncate_prompt_tokens=-1 if request.truncate else None,
-        )
-        _, outputs = await embed(http, asked)
-        vectors = await asyncio.to_thread(lambda: [pooled_array(one).tolist() for one in outputs])
-        num_tokens = sum(len(one.prompt_token_ids) for one in outputs)
+    outputs = await _embed(
+        http,
+        request.model,
+        request.input,
+        normalize=True,
+        dimensions=request.dimensions,
+        truncate_prompt_tokens=-1 if request.truncate else None,
+    )
+    vectors = await asyncio.to_thread(lambda: [pooled_array(one).tolist() for one in outputs])
     return json_response(
         {
-            "model": request.model or model.name,
+            "model": request.model or served_model(http).name,
             "embeddings": vectors,
             "total_duration": int((time.monotonic() - began_s) * 1e9),
             "load_duration": 0,
-            "prompt_eval_count": num_tokens,
+            "prompt_eval_count": sum(len(one.prompt_token_ids) for one in outputs),
         }
     )
 
 
-@router.get("/api/tags", responses={200: {"description": "The served names."}, **errors(401)})
+@router.post("/api/embeddings", responses={200: {"description": "The embedding."}, **_ERRORS})
+async def create_embedding(request: OllamaEmbeddingsRequest, http: Request) -> Response:
+    """Embed one text, in the older form: the vector is as the model pools it, without normalisation."""
+    prompts = [request.prompt] if request.prompt else []
+    outputs = await _embed(http, request.model, prompts, normalize=False, truncate_prompt_tokens=-1)
+    return json_response({"embedding": pooled_array(outputs[0]).tolist() if outputs else []})
+
+
+@router.get("/api/tags", responses=_LISTED)
 async def list_models(http: Request) -> Response:
     """Served names."""
     model = served_model(http)
-    details = _details(model)
-    cards = [
-        {"name": name, "model": name, "modified_at": _STARTED, "details": details} for name in await model.all_names()
-    ]
-    return json_response({"models": cards})
+    return json_response({"models": await asyncio.to_thread(model_cards, model, await model.all_names())})
+
+
+@router.get("/api/ps", responses=_LISTED)
+async def list_running(http: Request) -> Response:
+    """Served names as loaded models, which they are until the server ends."""
+    model = served_model(http)
+    return json_response({"models": await asyncio.to_thread(running_cards, model, await model.all_names())})
 
 
 @router.post("/api/show", responses={200: {"description": "What is known of the model."}, **_ERRORS})
 async def show(request: OllamaShowRequest, http: Request) -> Response:
     """Template, context and capabilities of the served model."""
     model = await served_model(http).named(_own_name(request.model or request.name))
-    family = _family(model)
-    can_embed = model.engine.model_config.pools
+    config = model.engine.model_config
+    kind = family(config)
+    can_embed = config.pools
     capabilities = ["embedding"] if can_embed else ["completion"]
     options = model.options
     if not can_embed and await asyncio.to_thread(model.takes_tools):
@@ -127,10 +136,10 @@ async def show(request: OllamaShowRequest, http: Request) -> Response:
         capabilities.append("thinking")
     template = None if can_embed else model.tokenizer.templates.own
     body = {
-        "modified_at": _STARTED,
+        "modified_at": modified_at(config),
         "template": template if isinstance(template, str) else "",
-        "details": _details(model),
-        "model_info": {"general.architecture": family, f"{family}.context_length": model.max_model_len},
+        "details": details(config),
+        "model_info": {"general.architecture": kind, f"{kind}.context_length": model.max_model_len},
         "capabilities": capabilities,
     }
     return json_response(body)
@@ -191,14 +200,14 @@ def _loaded(model: str, *, is_chat: bool, is_stream: bool) -> Response:
     return Response(line(body), media_type=LINES.media_type) if is_stream else json_response(body)
 
 
+async def _embed(http: Request, name: str | None, texts: str | list[str], **fields: Any) -> list[RequestOutput]:
+    """Outputs of the texts; an empty list has none. fields: of the other APIs' request. Raises as `embed`."""
+    model = await served_model(http).named(_own_name(name))
+    if texts == []:
+        return []
+    _, outputs = await embed(http, EmbeddingRequest(model=model.name, input=texts, **fields))  # type: ignore[arg-type]
+    return outputs
+
+
 def _own_name(name: str | None) -> str | None:
     return None if name is None else name.removesuffix(_LATEST)
-
-
-def _family(model: ServedModel) -> str:
-    return str(model.engine.model_config.hf_config.get("model_type", ""))
-
-
-def _details(model: ServedModel) -> dict[str, Any]:
-    family = _family(model)
-    return {"family": family, "families": [family]}
