@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import InferenceClient
 
 from penstock.engine.async_engine import AsyncEngine
+from penstock.errors import Overloaded
 from support.pooling_models import TINY_ENCODER, random_model, random_text, save
 from support.servers import Served, serving
 
@@ -51,11 +52,59 @@ def test_embed_takes_several_texts_and_cuts_long_ones_on_request(embedder: tuple
     assert abs(lengths - 1).min() > 0.1
     np.testing.assert_allclose(vectors / lengths, oracle.encode(TEXTS), atol=1e-5)
     refused = served.post("/embed", {"inputs": LONG})
-    assert (refused.status, refused.json["error_type"]) == (400, "validation")
+    assert (refused.status, refused.json["error_type"]) == (413, "validation")
     assert len(served.post("/embed", {"inputs": LONG, "truncate": True}).json) == 1
     sides = [{"inputs": LONG, "truncate": True, "truncation_direction": side} for side in ("Left", "right")]
     left, right = (served.post("/embed", body).json for body in sides)
     assert left != right
+
+
+def test_embed_all_has_the_vectors_of_the_tokens(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    found = served.post("/embed_all", {"inputs": TEXTS}).json
+    expected = oracle.encode(TEXTS, output_value="token_embeddings")
+    for vectors, rows in zip(found, expected, strict=True):
+        np.testing.assert_allclose(vectors, rows.numpy()[: len(vectors)], atol=1e-5)
+    assert [len(vectors) for vectors in found] == [len(oracle.tokenizer(text)["input_ids"]) for text in TEXTS]
+
+
+def test_the_hubs_client_gets_the_oracles_similarities(embedder: tuple[Served, Any]) -> None:
+    served, oracle = embedder
+    found = InferenceClient(model=f"{served.url}/similarity").sentence_similarity(QUERY, other_sentences=TEXTS)
+    source, *others = oracle.encode([QUERY, *TEXTS], normalize_embeddings=True)
+    np.testing.assert_allclose(found, [source @ other for other in others], atol=1e-5)
+    long = {"inputs": {"source_sentence": QUERY, "sentences": [LONG]}}
+    assert served.post("/similarity", long).status == 413
+    assert len(served.post("/similarity", {**long, "parameters": {"truncate": True}}).json) == 1
+
+
+def test_errors_have_teis_statuses_and_types(
+    embedder: tuple[Served, Any], reranker: Served, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, _ = embedder
+    most = served.request("GET", "/info").json["max_client_batch_size"]
+    many = ["a"] * (most + 1)
+    given: list[tuple[Served, str, dict[str, Any], int, str]] = [
+        (served, "/embed", {"inputs": many}, 413, "validation"),
+        (served, "/similarity", {"inputs": {"source_sentence": "a", "sentences": many}}, 413, "validation"),
+        (served, "/embed", {"inputs": "a", "prompt_name": "none"}, 413, "validation"),
+        (served, "/embed", {"inputs": "a", "truncation": True}, 400, "validation"),
+        (served, "/predict", {"inputs": "a"}, 424, "backend"),
+        (reranker, "/embed", {"inputs": "a"}, 424, "backend"),
+        (server, "/embed_all", {"inputs": "a"}, 424, "backend"),
+        (reranker, "/rerank", {"query": QUERY, "texts": []}, 413, "validation"),
+    ]
+    for server_of, path, body, status, kind in given:
+        reply = server_of.post(path, body)
+        assert (reply.status, reply.json.get("error_type")) == (status, kind), (path, reply.body)
+        assert reply.json.keys() == {"error", "error_type"}
+
+    async def full(*_: Any, **__: Any) -> None:
+        raise Overloaded("The queue is full.", retry_after_s=2)
+
+    monkeypatch.setattr(served.engine, "submit", full)
+    reply = served.post("/embed", {"inputs": "a"})
+    assert (reply.status, reply.json["error_type"], reply.headers["retry-after"]) == (429, "overloaded", "2")
 
 
 def test_predict_has_a_score_per_label(labelled: Served) -> None:
@@ -86,7 +135,8 @@ def test_rerank_takes_both_kinds_of_requests(reranker: Served) -> None:
 def test_info_names_the_task(embedder: tuple[Served, Any], reranker: Served, labelled: Served, server: Served) -> None:
     info = embedder[0].request("GET", "/info").json
     assert (info["model_id"], info["model_type"]) == ("demo", {"embedding": {"pooling": "mean"}})
-    assert info["max_input_length"] > 0
+    limits = ("max_input_length", "max_batch_tokens", "max_batch_requests", "max_client_batch_size")
+    assert all(info[name] > 0 for name in (*limits, "max_concurrent_requests", "tokenization_workers"))
     assert info["model_dtype"] == "float32"
     assert "reranker" in reranker.request("GET", "/info").json["model_type"]
     names = labelled.request("GET", "/info").json["model_type"]["classifier"]
@@ -96,5 +146,5 @@ def test_info_names_the_task(embedder: tuple[Served, Any], reranker: Served, lab
 
 def test_a_model_that_generates_refuses(server: Served) -> None:
     reply = server.post("/embed", {"inputs": "a"})
-    assert reply.status == 400
+    assert reply.status == 424
     assert reply.json.keys() == {"error", "error_type"}

@@ -73,6 +73,7 @@ _LISTED = ("stop_token_ids", "all_stop_token_ids", "allowed_token_ids", "logit_b
 _CONTENTS = (
     "messages",
     "input",
+    "inputs",
     "prompt",
     "system",
     "instructions",
@@ -81,6 +82,8 @@ _CONTENTS = (
     "query",
     "text_1",
     "text_2",
+    "texts",
+    "sentences",
 )
 _NAMES = (
     "model",

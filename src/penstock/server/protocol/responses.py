@@ -26,13 +26,14 @@ _DESCRIPTIONS = {
     404: "The model is not served here.",
     408: "The request's timeout passed before anything was sent, or the request took too long to arrive.",
     413: "The body is too large.",
+    424: "The model does not have the task, or failed.",
     429: "Too many requests wait; Retry-After has the seconds to wait.",
     500: "The server or the request's generation failed.",
     503: "The engine does not serve.",
 }
 
 
-def errors(*statuses: int, model: type[BaseModel] = ErrorResponse) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int, model: Any = ErrorResponse) -> dict[int | str, dict[str, Any]]:
     """Error responses of a route. model: their shape."""
     return {status: {"model": model, "description": _DESCRIPTIONS[status]} for status in statuses}
 
@@ -214,6 +215,14 @@ class TeiErrorResponse(BaseModel):
 
     error: str
     error_type: str
+
+
+class TeiRank(BaseModel):
+    """Place of a text, as TEI's `/rerank` has it."""
+
+    index: int
+    score: float
+    text: str | None = None
 
 
 _GENERATION_ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503)

@@ -108,12 +108,14 @@ async def ranks(
     return id, [(index, scores[index]) for index in order], outputs
 
 
-async def embed(http: Request, request: protocol.EmbeddingRequest) -> tuple[str, list[RequestOutput]]:
+async def embed(
+    http: Request, request: protocol.EmbeddingRequest, task: str = "embed"
+) -> tuple[str, list[RequestOutput]]:
     """Name of the response, and the texts' outputs. Raises InvalidRequest."""
-    pooling = await _pooling(http, request, "embed")
+    pooling = await _pooling(http, request, task)
     prompts = [named_prompt(pooling, prompt, request.prompt_name) for prompt in _prompts(request)]
     activation = request.normalize if request.use_activation is None else request.use_activation
-    params = _params(request, "embed", dimensions=request.dimensions, use_activation=activation)
+    params = _params(request, task, dimensions=request.dimensions, use_activation=activation)
     return await _run(http, request, "embd", prompts, params)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from penstock.contract.param_checks import shown
-from penstock.server.protocol.base import RequestModel, Texts, field_error
+from penstock.server.protocol.base import RequestModel, StrictModel, Texts, field_error
 from penstock.server.protocol.pooling import RerankRequest, listed_inputs
 
 
@@ -43,8 +43,8 @@ class TeiFields(RequestModel):
         return {"truncate_prompt_tokens": -1, "truncation_side": self.truncation_direction.lower()}
 
 
-class TeiEmbedRequest(TeiFields):
-    """Request of `/embed`. normalize: whether embeddings have the length 1."""
+class TeiEmbedAllRequest(TeiFields):
+    """Request of `/embed_all`."""
 
     inputs: Annotated[
         list[str | list[int]],
@@ -53,9 +53,28 @@ class TeiEmbedRequest(TeiFields):
             json_schema_input_type=str | list[int] | list[str] | list[list[int]],
         ),
     ]
-    normalize: bool = True
     prompt_name: str | None = None
+
+
+class TeiEmbedRequest(TeiEmbedAllRequest):
+    """Request of `/embed`. normalize: whether embeddings have the length 1."""
+
+    normalize: bool = True
     dimensions: int | None = None
+
+
+class TeiSimilarityRequest(RequestModel):
+    """Request of `/similarity`: a text, and those that are compared with it."""
+
+    class Inputs(StrictModel):
+        source_sentence: str
+        sentences: Texts
+
+    class Parameters(TeiFields):
+        prompt_name: str | None = None
+
+    inputs: Inputs
+    parameters: Parameters = Field(default_factory=Parameters)
 
 
 class TeiPredictRequest(TeiFields):

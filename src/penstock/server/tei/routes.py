@@ -1,4 +1,4 @@
-"""Routes of TEI's API: `/embed`, `/predict`, `/rerank` and `/info`."""
+"""Routes of TEI's API: `/embed`, `/embed_all`, `/similarity`, `/predict`, `/rerank` and `/info`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,37 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.checkpoints.pooling import PoolingConfig
+from penstock.engine.inputs.field_limits import check_body
 from penstock.engine.inputs.prompts import Prompt, TextPair
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import pooled_array
-from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.pooling import EmbeddingRequest, PoolingFields, RerankRequest, RerankResponse
-from penstock.server.protocol.responses import TeiErrorResponse, errors
+from penstock.server.protocol.responses import ErrorResponse, TeiErrorResponse, TeiRank, errors
 from penstock.server.routes import pooling
 from penstock.server.routes.common import served_model
-from penstock.server.tei.protocol import AnyRerankRequest, TeiEmbedRequest, TeiPredictRequest
+from penstock.server.tei.errors import TeiRoute, tei_errors
+from penstock.server.tei.protocol import (
+    AnyRerankRequest,
+    TeiEmbedAllRequest,
+    TeiEmbedRequest,
+    TeiFields,
+    TeiPredictRequest,
+    TeiSimilarityRequest,
+)
 from penstock.version import __version__
 
-router = APIRouter(route_class=BodyRoute)
-_ERRORS = errors(400, 401, 408, 413, 429, 500, 503, model=TeiErrorResponse)
+router = APIRouter(route_class=TeiRoute)
+_ERRORS = errors(400, 401, 408, 413, 424, 429, 503, model=TeiErrorResponse)
+_RERANK_ERRORS = errors(400, 401, 404, 408, 413, 424, 429, 500, 503, model=ErrorResponse | TeiErrorResponse)
 _POOLING_NAMES = {"last": "last_token"}
 # Fields of clients by those of the pooling routes.
-_NAMES = {"input": "inputs", "documents": "texts", "truncation_side": "truncation_direction"}
+_NAMES = {
+    "sentences": "inputs.sentences",
+    "input": "inputs",
+    "documents": "texts",
+    "truncation_side": "truncation_direction",
+}
 
 
 @router.post("/embed", responses={200: {"description": "A vector per text."}, **_ERRORS})
@@ -45,6 +59,34 @@ async def embed(request: TeiEmbedRequest, http: Request) -> Response:
     return json_response(await asyncio.to_thread(_vectors, outputs))
 
 
+@router.post("/embed_all", responses={200: {"description": "A vector per token, by text."}, **_ERRORS})
+async def embed_all(request: TeiEmbedAllRequest, http: Request) -> Response:
+    """Vectors of the tokens of one or several texts."""
+    with refusals(type(request).model_fields, _NAMES):
+        asked = EmbeddingRequest(
+            input=request.inputs, normalize=False, prompt_name=request.prompt_name, **request.truncation
+        )
+        _, outputs = await pooling.embed(http, asked, "token_embed")
+    return json_response(await asyncio.to_thread(_vectors, outputs))
+
+
+@router.post("/similarity", responses={200: {"description": "A cosine per text."}, **_ERRORS})
+async def similarity(request: TeiSimilarityRequest, http: Request) -> Response:
+    """Cosines of a text's embedding with those of others."""
+    sentences, parameters = request.inputs.sentences, request.parameters
+    with refusals(("inputs", *TeiFields.model_fields), _NAMES):
+        check_body({"sentences": sentences}, served_model(http).engine.request_limits)
+        asked = EmbeddingRequest(
+            input=[request.inputs.source_sentence, *sentences],
+            normalize=True,
+            prompt_name=parameters.prompt_name,
+            **parameters.truncation,
+        )
+        _, outputs = await pooling.embed(http, asked)
+    source, *others = map(pooled_array, outputs)
+    return json_response([float(source @ other) for other in others])
+
+
 @router.post("/predict", responses={200: {"description": "Classes of each text, the likeliest first."}, **_ERRORS})
 async def predict(request: TeiPredictRequest, http: Request) -> Response:
     """Classify one or several texts, or pairs of texts."""
@@ -57,7 +99,7 @@ async def predict(request: TeiPredictRequest, http: Request) -> Response:
     return json_response(answers[0] if is_single else answers)
 
 
-@router.post("/rerank", responses={200: {"model": RerankResponse}, **pooling.ERRORS})
+@router.post("/rerank", responses={200: {"model": RerankResponse | list[TeiRank]}, **_RERANK_ERRORS})
 async def rerank(request: AnyRerankRequest, http: Request) -> Response:
     """Rank texts by their relevance to a query, the most relevant first.
 
@@ -68,7 +110,7 @@ async def rerank(request: AnyRerankRequest, http: Request) -> Response:
         fields["use_activation"] = False
     if request.texts is None:
         return await pooling.rerank(RerankRequest(**fields), http)
-    with refusals(type(request).model_fields, _NAMES):
+    with tei_errors(http), refusals(type(request).model_fields, _NAMES):
         _, ranks, _ = await pooling.ranks(http, RerankRequest(**{**fields, "documents": request.texts}))
     return json_response(
         [
@@ -82,7 +124,7 @@ async def rerank(request: AnyRerankRequest, http: Request) -> Response:
 async def info(http: Request) -> Response:
     """Name, task and context of a model that pools."""
     model = served_model(http)
-    config = model.engine.model_config
+    config, scheduler = model.engine.model_config, model.engine.config.scheduler
     if config.pooling is None:
         raise ApiError(400, f"The model {model.name!r} does not pool. /v1/models and /server_info describe it.")
     return json_response(
@@ -92,8 +134,15 @@ async def info(http: Request) -> Response:
             "model_dtype": config.checkpoint_dtype if config.dtype == "auto" else config.dtype,
             "model_type": _model_type(config.pooling),
             "max_input_length": model.max_model_len,
+            "max_concurrent_requests": scheduler.max_num_seqs,
+            "max_batch_tokens": scheduler.max_num_batched_tokens,
+            "max_batch_requests": scheduler.max_num_seqs,
+            "max_client_batch_size": model.engine.request_limits.max_request_items,
+            "tokenization_workers": 1,
             "auto_truncate": False,
             "version": __version__,
+            "sha": None,
+            "docker_label": None,
         }
     )
 
