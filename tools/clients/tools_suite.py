@@ -98,8 +98,13 @@ print("free", free.invoke([question]).content, "|", free.invoke([question, force
 assert list(free.stream([question]))
 """,
     "litellm": """
+import os
+
+# Prices of models are not fetched.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm
 
+litellm.suppress_debug_info = True
 root = url.removesuffix("/v1")
 TOOL = {"type": "function", "function": {"name": "Person", "parameters": Person.model_json_schema()}}
 messages = [{"role": "user", "content": text}]
@@ -177,6 +182,9 @@ assert asyncio.run(streamed()) == whole.message.content
 }
 _EMBEDDING_PROGRAMS = {
     "litellm": """
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm
 
 root = url.removesuffix("/v1")
