@@ -45,10 +45,10 @@ def modified_at(config: ModelConfig) -> str:
 
 
 def model_cards(model: ServedModel, names: list[str]) -> list[dict[str, Any]]:
-    """Entries of a list of models, by their names: those of the model itself, and its adapters.
+    """Entries of a list of models, by their names: those of the model itself, and others, which share its weights.
 
-    The digest is that of names, sizes and times of the weight files, which may have many GiB; of an adapter, of its
-    name too.
+    The digest is that of names, sizes and times of the weight files, which may have many GiB; of others, of their name
+    too.
     """
     config = model.engine.model_config
     found = [(path.name, path.stat()) for path in weight_paths(config.folder)]
