@@ -117,7 +117,7 @@ def test_bfloat16_weights_give_about_the_same_features(family: str) -> None:
 
 def test_a_grid_that_does_not_fit_the_patches_is_an_error() -> None:
     inputs = {"pixel_values": pixels((1, 2, 2)), "image_grid_thw": torch.tensor([[1, 2, 4]])}
-    with pytest.raises(ModelError, match="4 patches for a grid of 1 x 2 x 4"):
+    with pytest.raises(ModelError, match="4 patches, and the vision encoder takes 1 x 2 x 4"):
         encoder_of(model_of("qwen2.5")).encode("image", inputs)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import NO_CONTEXT
-from penstock.errors import ModelError
 from penstock.layers.embedding import VocabEmbedding
 from penstock.models.config_fields import Fields
 from penstock.models.multimodal.vision_layers import (
@@ -27,6 +26,7 @@ from penstock.models.multimodal.vision_layers import (
     TableEncoder,
     VisionLayerConfig,
     VisionLayers,
+    does_not_fit,
     encoder_fields,
     host_integers,
     rope_theta,
@@ -157,10 +157,7 @@ class QwenVision(TableEncoder):
         pixels = pixels.reshape(-1, self.patch_embedding.input_size)
         grid = Grid(frames, rows, columns, self.merge_size, pixels.device)
         if grid.num_patches != len(pixels):
-            raise ModelError(
-                f"The image processor returned {len(pixels)} patches for a grid of {frames} x {rows} x {columns}. "
-                "preprocessor_config.json does not fit config.json."
-            )
+            raise does_not_fit(f"{len(pixels)} patches", f"{frames} x {rows} x {columns} for such a grid")
         return self._encode(self.patch_embedding.embed(pixels), grid)
 
     def _encode(self, hidden_TD: Tensor, grid: Grid) -> Tensor:

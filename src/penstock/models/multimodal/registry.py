@@ -14,6 +14,10 @@ _SIGLIP = "penstock.models.multimodal.siglip"
 _ENCODERS = {
     "Gemma3ForConditionalGeneration": f"{_SIGLIP}:Gemma3Vision",
     "Idefics3ForConditionalGeneration": f"{_SIGLIP}:Idefics3Vision",
+    "InternVLForConditionalGeneration": "penstock.models.multimodal.intern_vit:InternVision",
+    "LlavaForConditionalGeneration": "penstock.models.multimodal.clip:llava_vision",
+    "LlavaOnevisionForConditionalGeneration": "penstock.models.multimodal.clip:onevision",
+    "Mistral3ForConditionalGeneration": "penstock.models.multimodal.pixtral:mistral3_vision",
     "Qwen2VLForConditionalGeneration": f"{_QWEN}:Qwen2Vision",
     "Qwen2_5_VLForConditionalGeneration": f"{_QWEN}:Qwen25Vision",
     "Qwen3VLForConditionalGeneration": f"{_QWEN}:Qwen3Vision",

@@ -15,19 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import NO_CONTEXT
-from penstock.errors import ModelError
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import RMSNormRoundedLast
 from penstock.layers.weights import WeightSlot
 from penstock.models.config_fields import Fields
 from penstock.models.multimodal.vision_layers import (
+    PROJECTOR,
+    TOWER,
     PatchEmbedding,
     Segments,
     TableEncoder,
     TowerEncoder,
     VisionLayerConfig,
     VisionLayers,
+    check_squares,
+    does_not_fit,
     encoder_fields,
     merge_neighbours,
     square,
@@ -39,7 +42,8 @@ from penstock.parallel import ParallelState
 class SiglipTower(nn.Module):
     """Patches, positions and layers of SigLIP, without the last norm. num_layers: the first ones; None for all."""
 
-    num_leading_tokens = 0
+    num_leading_tokens: ClassVar[int] = 0
+    has_patch_bias: ClassVar[bool] = True
 
     def __init__(self, fields: Fields, num_layers: int | None = None) -> None:
         super().__init__()
@@ -47,15 +51,16 @@ class SiglipTower(nn.Module):
         self.patch_size, self.side = square(fields, "patch_size"), square(fields, "image_size")
         self.side //= self.patch_size
         self.num_layers = fields.integer("num_hidden_layers") if num_layers is None else num_layers
-        kernel = self.patch_size, self.patch_size
-        self.patch_embedding = PatchEmbedding(fields.integer("num_channels", 3), kernel, config.hidden_size, bias=True)
-        self.position_embeddings = VocabEmbedding(self.side**2, config.hidden_size, parallel=ParallelState())
+        kernel, size = [self.patch_size] * 2, config.hidden_size
+        self.patch_embedding = PatchEmbedding(fields.integer("num_channels", 3), kernel, size, bias=self.has_patch_bias)
+        num_positions = self.num_leading_tokens + self.side**2
+        self.position_embeddings = VocabEmbedding(num_positions, size, parallel=ParallelState())
         self.layers = VisionLayers(config, self.num_layers)
 
     def forward(self, images_NCHW: Tensor, wanted: Sequence[int]) -> list[Tensor]:
-        """Hidden states [N * S, D] of images of the model's size, after these numbers of layers, ascending."""
-        self.check_size(images_NCHW)
-        positions = torch.arange(self.side**2, device=images_NCHW.device)
+        """Hidden states [T, D] of images of the model's size, after these numbers of layers, ascending."""
+        check_squares(images_NCHW, self.side, self.patch_size)
+        positions = torch.arange(self.num_leading_tokens + self.side**2, device=images_NCHW.device)
         return self.states(images_NCHW, positions, wanted)
 
     def states(
@@ -66,44 +71,37 @@ class SiglipTower(nn.Module):
         is_visible_NS: Tensor | None = None,
     ) -> list[Tensor]:
         """Hidden states as of `forward`. positions: [S] or [N, S], rows of the table. is_visible_NS: see `Segments`."""
-        hidden_TD, num_images = self.patch_embedding.embed_images(images_NCHW), len(images_NCHW)
+        num_images = len(images_NCHW)
+        hidden_NSD = self.add_leading(self.patch_embedding.embed_images(images_NCHW).unflatten(0, (num_images, -1)))
         positions_D = self.position_embeddings(positions.flatten(), NO_CONTEXT).view(*positions.shape, -1)
-        hidden_TD = (hidden_TD.view(num_images, -1, hidden_TD.shape[1]) + positions_D).flatten(0, 1)
-        length = len(hidden_TD) // num_images
-        segments = Segments(np.full(num_images, length), hidden_TD.device, is_visible_NS)
+        hidden_TD = self.norm_of_input((hidden_NSD + positions_D).flatten(0, 1))
+        segments = Segments(np.full(num_images, hidden_NSD.shape[1]), hidden_TD.device, is_visible_NS)
         return self.layers(hidden_TD, None, segments, wanted)  # type: ignore[no-any-return]
 
-    def check_size(self, images_NCHW: Tensor) -> None:
-        """Raise ModelError unless images have as many patches as there are positions."""
-        size = self.side * self.patch_size
-        if any(pixels // self.patch_size != self.side for pixels in images_NCHW.shape[-2:]):
-            raise ModelError(
-                f"The image processor returned pixels of the shape {list(images_NCHW.shape)}, and the vision encoder "
-                f"takes images of {size} x {size}. preprocessor_config.json does not fit config.json."
-            )
+    def add_leading(self, patches_NSD: Tensor) -> Tensor:
+        """Put the leading tokens before an image's patches."""
+        return patches_NSD
+
+    def norm_of_input(self, hidden_TD: Tensor) -> Tensor:
+        """The norm before the first layer."""
+        return hidden_TD
 
     @staticmethod
     def table(prefix: str) -> WeightTable:
         """The tower's tensors, as the submodule `tower` of an encoder. prefix: of their names."""
+        layer = f"{prefix}encoder.layers.*"
         return {
             f"{prefix}embeddings.patch_embedding": Into("tower.patch_embedding"),
             f"{prefix}embeddings.position_embedding": Into("tower.position_embeddings"),
-            **transformer_table(f"{prefix}encoder.layers.*"),
+            f"{layer}.self_attn.q_proj": Into("tower.layers.*.attention.qkv_proj", shard="q"),
+            f"{layer}.self_attn.k_proj": Into("tower.layers.*.attention.qkv_proj", shard="k"),
+            f"{layer}.self_attn.v_proj": Into("tower.layers.*.attention.qkv_proj", shard="v"),
+            f"{layer}.self_attn.out_proj": Into("tower.layers.*.attention.o_proj"),
+            f"{layer}.layer_norm1": Into("tower.layers.*.attention_norm"),
+            f"{layer}.layer_norm2": Into("tower.layers.*.mlp_norm"),
+            f"{layer}.mlp.fc1": Into("tower.layers.*.mlp.up_proj"),
+            f"{layer}.mlp.fc2": Into("tower.layers.*.mlp.down_proj"),
         }
-
-
-def transformer_table(layer: str) -> WeightTable:
-    """The tensors of a layer of SigLIP or CLIP, with separate projections."""
-    return {
-        f"{layer}.self_attn.q_proj": Into("tower.layers.*.attention.qkv_proj", shard="q"),
-        f"{layer}.self_attn.k_proj": Into("tower.layers.*.attention.qkv_proj", shard="k"),
-        f"{layer}.self_attn.v_proj": Into("tower.layers.*.attention.qkv_proj", shard="v"),
-        f"{layer}.self_attn.out_proj": Into("tower.layers.*.attention.o_proj"),
-        f"{layer}.layer_norm1": Into("tower.layers.*.attention_norm"),
-        f"{layer}.layer_norm2": Into("tower.layers.*.mlp_norm"),
-        f"{layer}.mlp.fc1": Into("tower.layers.*.mlp.up_proj"),
-        f"{layer}.mlp.fc2": Into("tower.layers.*.mlp.down_proj"),
-    }
 
 
 _IDEFICS3: WeightTable = {
@@ -112,10 +110,10 @@ _IDEFICS3: WeightTable = {
     "model.connector.modality_projection.proj": Into("projection"),
 }
 _GEMMA3: WeightTable = {
-    **SiglipTower.table("model.vision_tower."),
-    "model.vision_tower.post_layernorm": Into("last_norm"),
-    "model.multi_modal_projector": Into("projection"),
-    "model.multi_modal_projector.mm_soft_emb_norm": Into("norm"),
+    **SiglipTower.table(TOWER),
+    f"{TOWER}post_layernorm": Into("last_norm"),
+    PROJECTOR.rstrip("."): Into("projection"),
+    f"{PROJECTOR}mm_soft_emb_norm": Into("norm"),
 }
 
 
@@ -141,11 +139,9 @@ class Idefics3Vision(TableEncoder):
         images = inputs["pixel_values"].flatten(0, -4)
         rows, columns = (pixels // self.tower.patch_size for pixels in images.shape[2:])
         if rows != columns or rows % self._scale != 0:
-            raise ModelError(
-                f"The image processor returned tiles of {images.shape[2]} x {images.shape[3]} pixels, and the vision "
-                f"encoder takes squares with multiples of {self._scale} patches of {self.tower.patch_size} pixels. "
-                "preprocessor_config.json does not fit config.json."
-            )
+            size, squares = self.tower.patch_size, f"squares with multiples of {self._scale} patches"
+            tiles = f"tiles of {images.shape[2]} x {images.shape[3]} pixels"
+            raise does_not_fit(tiles, f"{squares} of {size} pixels")
         is_visible = self._visible_patches(inputs.get("pixel_attention_mask"))
         if is_visible is None:
             positions = self._positions(torch.ones(1, rows, columns, dtype=torch.bool, device="cpu"))[0]

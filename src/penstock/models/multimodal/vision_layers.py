@@ -28,10 +28,16 @@ from penstock.layers.parallel_linear import QKVParallelLinear
 from penstock.layers.weights import WeightSlot, new_parameter
 from penstock.models.config_fields import Fields
 from penstock.models.multimodal.interface import MediaEncoder
-from penstock.models.weights import WeightTable, expand_table
+from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelState
 
 VISION_ACTIVATIONS: Mapping[str, Activation] = {**ACTIVATIONS, "quick_gelu": quick_gelu}
+# Beginnings of the names of a tower's tensors, and of a projector's.
+TOWER, PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
+PROJECTOR_TABLE: WeightTable = {
+    f"{PROJECTOR}linear_1": Into("projector.linear_1"),
+    f"{PROJECTOR}linear_2": Into("projector.linear_2"),
+}
 _WHOLE = ParallelState()
 _NO_CACHE = torch.empty(0, device="cpu")
 
@@ -88,11 +94,12 @@ class TowerEncoder(TableEncoder):
     """Encoder of a vision tower and a projector, by the names that most families have for both."""
 
     renames: ClassVar[Mapping[str, str]] = {
-        "vision_tower.": "model.vision_tower.",
-        "model.vision_tower.vision_model.": "model.vision_tower.",
-        "multi_modal_projector.": "model.multi_modal_projector.",
+        "vision_tower.": TOWER,
+        f"{TOWER}vision_model.": TOWER,
+        "multi_modal_projector.": PROJECTOR,
+        "image_newline": "model.image_newline",
     }
-    own: ClassVar[tuple[str, ...]] = ("model.vision_tower.", "model.multi_modal_projector.")
+    own: ClassVar[tuple[str, ...]] = (TOWER, PROJECTOR, "model.image_newline")
 
 
 class PatchEmbedding(LinearLayer):
@@ -115,11 +122,8 @@ class PatchEmbedding(LinearLayer):
         """Embed the patches of images, row by row: [N * rows * columns, D]. Pixels beyond whole patches are dropped."""
         channels, *kernel = self._shape[1:]
         if images_NCHW.dim() != 4 or images_NCHW.shape[1] != channels or min(images_NCHW.shape[2:]) < kernel[0]:
-            raise ModelError(
-                f"The image processor returned pixels of the shape {list(images_NCHW.shape)}, and the vision encoder "
-                f"takes images with {channels} channels, in patches of {kernel[0]} x {kernel[1]}. "
-                "preprocessor_config.json does not fit config.json."
-            )
+            returned, wanted = f"pixels of the shape {list(images_NCHW.shape)}", f"{kernel[0]} x {kernel[1]}"
+            raise does_not_fit(returned, f"images with {channels} channels, in patches of {wanted}")
         height, width = kernel
         rows, columns = images_NCHW.shape[2] // height, images_NCHW.shape[3] // width
         whole = images_NCHW[:, :, : rows * height, : columns * width]
@@ -129,6 +133,18 @@ class PatchEmbedding(LinearLayer):
     def slots(self) -> dict[str, WeightSlot]:
         slots = {"weight": WeightSlot(self._shape, self.weight.view(self._shape))}
         return slots if self.bias is None else slots | {"bias": WeightSlot((self.output_size,), self.bias)}
+
+
+def feature_layers(fields: Fields, num_layers: int, default: int) -> list[int]:
+    """Numbers of the layers whose outputs are an encoder's features, in their order; 0 is the input of the first.
+
+    Raises UnsupportedFeature for others.
+    """
+    value = fields.hf_config.get("vision_feature_layer", default)
+    indices = value if isinstance(value, list | tuple) else [value]
+    if not indices or not all(isinstance(index, int) and -num_layers - 1 <= index <= num_layers for index in indices):
+        raise fields.unsupported("vision_feature_layer", value, f"integers from {-num_layers - 1} to {num_layers}")
+    return [index % (num_layers + 1) for index in indices]
 
 
 class Segments:
@@ -350,6 +366,21 @@ def merge_neighbours(hidden_TD: Tensor, rows: int, columns: int, side: int) -> T
     whole = images[:, : rows // side * side, : columns // side * side]
     squares: Tensor = whole.unflatten(2, (columns // side, side)).unflatten(1, (rows // side, side)).transpose(2, 3)
     return squares.reshape(-1, side * side * hidden_TD.shape[1])
+
+
+def does_not_fit(returned: str, taken: str) -> ModelError:
+    """The error for inputs of an image processor that is not the model's."""
+    return ModelError(
+        f"The image processor returned {returned}, and the vision encoder takes {taken}. preprocessor_config.json does "
+        "not fit config.json."
+    )
+
+
+def check_squares(images_NCHW: Tensor, side: int, patch_size: int) -> None:
+    """Raise ModelError for images that do not have as many patches on each side."""
+    if any(pixels // patch_size != side for pixels in images_NCHW.shape[-2:]):
+        pixels = side * patch_size
+        raise does_not_fit(f"pixels of the shape {list(images_NCHW.shape)}", f"images of {pixels} x {pixels}")
 
 
 def host_integers(values: Tensor) -> list[int]:
