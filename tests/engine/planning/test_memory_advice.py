@@ -36,6 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+NO_PREFIXES = {"enable_prefix_caching": False}
+
+
 def plan(model: Path, **options: Any) -> Any:
     return plan_engine(str(model), load_format="dummy", max_num_batched_tokens=256, max_num_seqs=4, **options)
 
@@ -47,6 +50,7 @@ def plan(model: Path, **options: Any) -> Any:
         (64, {"kv_cache_dtype": "float32"}, 16, "0.25 of memory, the default"),
         (8, {"kv_cache_dtype": "float32"}, 3, "one request of 65,536 tokens"),
         (64, {"kv_cache_dtype": "float32", "max_model_len": 2048}, 0.75, "what 4 requests and cached prefixes can use"),
+        (64, {"max_model_len": 2048, "kv_cache_dtype": "float32", **NO_PREFIXES}, 0.375, "what 4 requests can use"),
         (64, {"kv_cache_dtype": "float32", "kv_cache_memory_bytes": 5 * GIB}, 5, "kv_cache_memory_bytes"),
         (16, {"kv_cache_dtype": "float32", "memory_fraction": 0.5}, 6.5, "memory_fraction"),
     ],

@@ -120,20 +120,21 @@ def bound_kv_cache(
 ) -> KVCacheBound:
     """Size of the KV cache: what is asked for, else the least of what is left, of use to requests, and usual.
 
-    Requests can use `max_num_seqs` times `max_model_len` tokens, and as much again for cached prefixes. The usual share
+    Requests can use `max_num_seqs` times `max_model_len` tokens, and a prefix cache as much again. The usual share
     of the memory is exceeded where one request of `max_model_len` needs more. available: bytes that are left.
     """
     if plan.requested_kv_cache is not None:
         return KVCacheBound(available, "kv_cache_memory_bytes")
     one_request = bytes_to_serve(group_layers(specs), max_model_len, _most_new_tokens(config))
     num_seqs = config.scheduler.max_num_seqs
+    copies, prefixes = (2, " and cached prefixes") if config.cache.enable_prefix_caching else (1, "")
     # Of the bytes of all layers, the plan's worker has its share.
     usual = int(plan.usual_fraction * plan.total * available / max(1, plan.kv_cache_bytes))
     by_default = KVCacheBound(usual, f"{plan.usual_fraction:g} of memory, the default")
     return min(
         KVCacheBound(available, "what is left for it" if plan.is_default_fraction else "memory_fraction"),
         max(by_default, KVCacheBound(one_request, f"one request of {max_model_len:,} tokens")),
-        KVCacheBound(2 * num_seqs * one_request, f"what {num_seqs:,} requests and cached prefixes can use"),
+        KVCacheBound(copies * num_seqs * one_request, f"what {num_seqs:,} requests{prefixes} can use"),
     )
 
 
