@@ -16,7 +16,7 @@ from penstock.engine.planning.plan import plan_engine
 from penstock.errors import UnsupportedModel
 
 STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"
-ENCODER = "it is an encoder-decoder model, which are planned"
+ENCODER = "it is an encoder-decoder model that is not implemented here"
 IMAGES = "it takes images, which is planned; nor is the language model in it run by itself"
 VIDEOS = "it takes images and videos, which is planned"
 OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
@@ -30,8 +30,7 @@ REASONS = {
     "MiniMaxForCausalLM": STATE,
     "WhisperForConditionalGeneration": ENCODER,
     "T5ForConditionalGeneration": ENCODER,
-    "BartForConditionalGeneration": ENCODER,
-    "MarianMTModel": ENCODER,
+    "PegasusForConditionalGeneration": ENCODER,
     "LlavaForConditionalGeneration": IMAGES,
     "Gemma3ForConditionalGeneration": IMAGES,
     "Mistral3ForConditionalGeneration": IMAGES,

@@ -233,9 +233,9 @@ def test_a_long_request_in_a_window_stays_within_what_the_plan_says() -> None:
     start(manager, request, 16)
     while request.num_computed_tokens < 200:
         run(manager, request, min(16, 200 - request.num_computed_tokens))
-        assert [manager.num_used_blocks] <= manager.blocks_needed(200)
+        assert [manager.num_used_blocks] <= manager.blocks_needed(request, 200)
 
-    assert manager.blocks_needed(200) == [7]
+    assert manager.blocks_needed(request, 200) == [7]
 
 
 def test_a_window_needs_only_the_blocks_that_it_covers() -> None:

@@ -591,12 +591,6 @@ REFUSED = {
         LLM(model="demo").generate({"prompt_embeds": torch.zeros(4, 64)})
         """,
     ],
-    "encoder-decoder models": [
-        """
-        from vllm import LLM
-        LLM(model="demo").generate({"encoder_prompt": "A", "decoder_prompt": "B"})
-        """,
-    ],
     "best_of": [
         """
         from vllm import SamplingParams

@@ -32,6 +32,7 @@ from support.adapters import VARIANTS, make_adapters
 from support.arrangements import PROMPTS
 from support.checkpoints import edit_config, tiny_checkpoint, tiny_model
 from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
+from support.encoder_decoders import write_encoder_decoder
 from support.engines import greedy
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 from support.gguf_files import write_gguf
@@ -193,6 +194,10 @@ def gpt2(folder: Path) -> Path:
     return tiny_checkpoint(folder, "gpt2", vocab_size=VOCAB_SIZE, n_layer=LAYERS).folder
 
 
+def bart(folder: Path) -> Path:
+    return write_encoder_decoder(folder, vocab_size=VOCAB_SIZE, max_position_embeddings=128)
+
+
 def with_latents(folder: Path) -> Path:
     return tiny_checkpoint(folder, "deepseek_v3", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
 
@@ -256,6 +261,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 INT8_OF_TORCHAO = torchao_config("Int8WeightOnlyConfig", group_size=None)
 WAYS = {
     "GPT-2": Way(model=gpt2),
+    "encoder-decoder models": Way(model=bart),
     "attention sinks": Way(model=gpt_oss),
     "Transformers models": Way(model=of_transformers),
     "latent attention": Way(model=with_latents),
@@ -308,6 +314,7 @@ SETS = (
     *((name,) for name in WAYS if name.endswith("checkpoints")),
     ("GPT-2", "n-gram drafts", "batch invariance"),
     ("attention sinks",),
+    ("encoder-decoder models",),
     ("Transformers models",),
     ("latent attention",),
     ("MTP",),

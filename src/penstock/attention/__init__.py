@@ -19,6 +19,7 @@ from penstock.attention.step import (
     LastRows,
     LayerAttention,
     Projection,
+    SourceLengths,
 )
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "LayerAttention",
     "Projection",
     "SequenceGeometry",
+    "SourceLengths",
     "StepGeometry",
 ]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.attention.step import AttentionMetadata, AttentionStep, LayerAttention, Projection
+from penstock.attention.step import AttentionMetadata, AttentionStep, LayerAttention, Projection, SourceLengths
 from penstock.contract import AttentionSpec
 from penstock.device.base import TORCH_DTYPES
 
@@ -65,6 +65,7 @@ class StepGeometry(SequenceGeometry):
     max_seq_len_upper_bound: an upper bound on the host, while the device may be a step behind.
     block_table: int32 [R, B], block ids of each request. num_own_blocks: its columns before those of positions.
     slot_mapping: int64 [T], flat KV position (block * block_size + offset) of each token, -1 for padding.
+    slots: int64 [R], slot of each request; None for tokens that belong to no slot, as in a profile.
     """
 
     max_seq_len_upper_bound: int
@@ -72,6 +73,7 @@ class StepGeometry(SequenceGeometry):
     slot_mapping: Tensor
     block_size: int
     num_own_blocks: int = 0
+    slots: Tensor | None = None
 
     def of_last_tokens(self, rows_R: Tensor) -> Self:
         """Narrow to the last token of every request, at these rows, after all keys and values were written."""
@@ -142,6 +144,10 @@ class AttentionBackend(CacheBackend):
     def __init__(self, layer: LayerAttention) -> None:
         self.window = layer.window
         self.num_kv_heads = layer.num_kv_heads
+        self._sources = layer.sources
+
+    def place(self, geometry: StepGeometry) -> StepGeometry:
+        return geometry if self._sources is None else of_sources(geometry, self._sources)
 
     @classmethod
     @abstractmethod
@@ -165,6 +171,13 @@ class AttentionBackend(CacheBackend):
         output_THD = self.attend(*step.narrow(heads.query_THD))
         return output_THD.flatten(1) if isinstance(step.rows, Projection) else output_THD
 
+    def read(self, step: AttentionStep, query_TX: Tensor) -> Tensor:
+        """Attend to what the cache holds already, as cross attention does: [T, H * D] from projected queries.
+
+        All tokens attend, also where the step is narrowed.
+        """
+        return self.attend(step, query_TX.view(query_TX.shape[0], -1, step.layer.head_size)).flatten(1)
+
     @abstractmethod
     def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
         """Write the keys and values of all tokens to the cache: the first half of `run`."""
@@ -172,3 +185,30 @@ class AttentionBackend(CacheBackend):
     @abstractmethod
     def attend(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
         """Attend with the queries of the step's tokens, whose keys and values are in the cache: [T, H, D]."""
+
+
+def of_sources(geometry: StepGeometry, sources: SourceLengths) -> StepGeometry:
+    """Geometry of cross attention: each token is a request of its own, at the last position of its request's source.
+
+    So attention that is causal sees the whole source.
+    """
+    seq_lens = sources.of_slots(geometry.seq_lens, geometry.slots)
+    changed: dict[str, Any] = {"max_seq_len_upper_bound": sources.longest, "num_own_blocks": 0}
+    if geometry.max_query_len <= 1:
+        return replace(geometry, seq_lens=seq_lens, **changed)
+    num_tokens = geometry.slot_mapping.shape[0]
+    counts_R = geometry.query_start_loc.diff()
+    rows = torch.arange(len(counts_R), device=counts_R.device)
+    # Padding tokens belong to the last row.
+    rows_T = torch.repeat_interleave(rows, counts_R, output_size=num_tokens)
+    return replace(
+        geometry,
+        query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32, device=counts_R.device),
+        query_start_loc_np=np.arange(num_tokens + 1),
+        seq_lens=seq_lens.index_select(0, rows_T),
+        num_actual_reqs=geometry.num_actual_tokens,
+        max_query_len=1,
+        block_table=geometry.block_table.index_select(0, rows_T),
+        slots=None,
+        **changed,
+    )

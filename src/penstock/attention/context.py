@@ -179,6 +179,12 @@ class ForwardContext:
         step = AttentionStep(layer, rows, bound.kv_cache, self.metadata[bound.group], narrowed)
         return bound.backend.run(step)  # type: ignore[no-any-return]
 
+    def read_cache(self, layer: LayerAttention, query_TX: Tensor) -> Tensor:
+        """Attention of a layer to what the cache holds already (`AttentionBackend.read`): [T, H * D]."""
+        bound = self.layers[layer.name]
+        step = AttentionStep(layer, None, bound.kv_cache, self.metadata[bound.group])
+        return bound.backend.read(step, query_TX)  # type: ignore[no-any-return]
+
 
 # Context of rows without a KV cache and step inputs.
 NO_CONTEXT = ForwardContext()

@@ -83,6 +83,7 @@ class CpuNativeBackend(AttentionBackend):
         if step.last is not None:
             return super().run(step)
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        assert rows is not None, "a layer that writes has rows"
         heads = Heads(*map(_as_the_kernel_takes_it, rows))
         output_THD = NATIVE.attention(*heads, step.kv_cache, metadata.requests, self._shape(step))
         return _without_padding(output_THD, metadata).to(rows.query_THD.dtype)

@@ -19,6 +19,23 @@ from penstock.parallel.context_share import ContextShare
 AttentionMetadata = Any
 
 
+class SourceLengths:
+    """Lengths of the sources of requests, the encoder's outputs that cross attention reads, by slot.
+
+    longest: positions of the longest source. lengths_S: int32 [slots]; None where no request has a slot yet.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.lengths_S: Tensor | None = None
+
+    def of_slots(self, like_R: Tensor, slots_R: Tensor | None) -> Tensor:
+        """Lengths of the sources in these slots, int32 like `like_R`; the longest without slots."""
+        if self.lengths_S is None or slots_R is None:
+            return torch.full_like(like_R, self.longest)
+        return self.lengths_S.index_select(0, slots_R)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """Parameters of one attention layer, independent of the backend.
@@ -37,6 +54,7 @@ class LayerAttention:
     cache_scales: of an FP8 KV cache, from the checkpoint; None if it has none. They are constants of a recorded step.
     is_causal: False for attention in both directions over whole texts, without a KV cache; `sliding_window` then counts
     the visible positions on either side, the current one included.
+    sources: cross attention: each token reads the whole source of its request, of these lengths; None for others.
     """
 
     name: str
@@ -54,6 +72,7 @@ class LayerAttention:
     cache_scales: CacheScales | None = None
     alibi_slopes: tuple[float, ...] | None = None
     is_causal: bool = True
+    sources: SourceLengths | None = None
 
     def scales_in(self, kv_cache: Tensor) -> CacheScales:
         """Return the scales of this cache's keys and values: 1 without scales, and in other dtypes than FP8."""
@@ -148,18 +167,20 @@ class LastRows(NamedTuple):
 class AttentionStep(NamedTuple):
     """Attention of a layer in a step.
 
-    kv_cache: the layer's, in its backend's layout. metadata: the step's, of the layer's KV-cache group.
+    rows: None where the layer reads the cache alone. kv_cache: the layer's, in its backend's layout.
+    metadata: the step's, of the layer's KV-cache group.
     last: the keys and values of all tokens are written, but the last tokens alone attend; None for all tokens.
     """
 
     layer: LayerAttention
-    rows: AttentionRows
+    rows: AttentionRows | None
     kv_cache: Tensor
     metadata: AttentionMetadata
     last: LastRows | None = None
 
     def heads(self) -> Heads:
         """The step's heads, prepared from a projection."""
+        assert self.rows is not None, "a layer that writes has rows"
         return self.rows if isinstance(self.rows, Heads) else self.rows.heads(self.layer)
 
     def narrow(self, query_THD: Tensor) -> tuple[AttentionStep, Tensor]:

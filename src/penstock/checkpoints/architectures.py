@@ -57,6 +57,7 @@ _SUFFIXES = {
     "ForMaskedLM": Use.EMBED,
     "ForPreTraining": Use.EMBED,
     "ForQuestionAnswering": Use.GENERATE,
+    "MTModel": Use.GENERATE,
     "Model": Use.EMBED,
 }
 

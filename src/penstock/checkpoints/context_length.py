@@ -12,6 +12,15 @@ _LARGEST = 2**53
 _COUNTED_ALREADY = ("gemma3",)
 
 
+def source_positions(hf_config: Mapping[str, Any]) -> int | None:
+    """Positions of an encoder-decoder model's longest source; None where its files limit none."""
+    for name in ("max_source_positions", "max_position_embeddings"):
+        value = hf_config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
 def rope_settings(hf_config: Mapping[str, Any]) -> Any:
     """Settings of the rotary embedding, as Transformers 4 (`rope_scaling`) or 5 (`rope_parameters`) writes them."""
     return hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}

@@ -5,6 +5,7 @@ from penstock.contract.codec import CONTRACT_VERSION, ContractVersionError, deco
 from penstock.contract.kv_cache import (
     AttentionSpec,
     ChunkedLocalSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -44,6 +45,7 @@ __all__ = [
     "CachedRequestData",
     "ChunkedLocalSpec",
     "ContractVersionError",
+    "CrossAttentionSpec",
     "DraftTokenIds",
     "FullAttentionSpec",
     "KVCacheConfig",

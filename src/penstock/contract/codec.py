@@ -10,7 +10,7 @@ from penstock.contract.parts import read_custom
 from penstock.errors import InvalidParameter, PenstockError
 
 # Version of the message format: tests/contract/test_version.py fails when it must be raised.
-CONTRACT_VERSION = 10
+CONTRACT_VERSION = 11
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
 

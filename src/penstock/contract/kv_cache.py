@@ -8,6 +8,7 @@ have one size draw block ids from one *pool*; pages of another size have a pool 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Container
 from typing import ClassVar, Literal, Self, TypeAlias
 
@@ -102,6 +103,42 @@ class MLAAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
     num_kv_heads: Literal[1] = 1
 
 
+class CrossAttentionSpec(_PositionsSpec, frozen=True, kw_only=True, tag=True):
+    """Cross attention: KV of the encoder's output, written once and read by all of a request's tokens.
+
+    The blocks are a request's own, as many as its source has positions for; columns of positions follow, which are
+    never read.
+
+    max_source_positions: positions of the longest source, the encoder's output for a request.
+    """
+
+    kv_cache_group: ClassVar[str] = f"{_GROUPS}:CrossAttentionGroup"
+
+    max_source_positions: int
+
+    @property
+    def num_own_blocks(self) -> int:  # type: ignore[override]
+        """Blocks of the longest source."""
+        return self.blocks_of_source(self.max_source_positions)
+
+    def blocks_of_source(self, source_length: int) -> int:
+        """Return the blocks of a source of so many positions."""
+        return math.ceil(source_length / self.block_size)
+
+    def table_width(self, max_model_len: int) -> int:
+        return self.num_own_blocks + math.ceil(max_model_len / self.block_size)
+
+    def capacity(self, num_blocks: int) -> int:
+        """Return the positions of the decoder, which need no blocks."""
+        return sys.maxsize
+
+    def blocks_of_one_request(self, num_tokens: int) -> list[int]:
+        return [*range(1, 1 + self.num_own_blocks), *[0] * math.ceil(num_tokens / self.block_size)]
+
+    def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
+        return self.num_own_blocks
+
+
 class _LocalSpec(_PositionsSpec, frozen=True, kw_only=True):
     """Spec of layers that read a limited number of positions."""
 
@@ -194,7 +231,7 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 LocalAttentionSpec: TypeAlias = SlidingWindowSpec | ChunkedLocalSpec
-AttentionSpec: TypeAlias = FullAttentionSpec | LocalAttentionSpec | MLAAttentionSpec
+AttentionSpec: TypeAlias = FullAttentionSpec | LocalAttentionSpec | MLAAttentionSpec | CrossAttentionSpec
 KVCacheSpec: TypeAlias = AttentionSpec | RecurrentStateSpec
 
 

@@ -52,6 +52,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Whether all tokens of a request with this part are computed, without prefix-cache hits."""
         return False
 
+    @property
+    def source_length(self) -> int:
+        """Positions of the encoder's output that the request's cross attention reads; 0 without any."""
+        return 0
+
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         """Return extra keys of the block of the tokens from start to stop, such as of an image among them.
 
@@ -115,6 +120,11 @@ class Parts(dict[str, Part]):
     def need_all_tokens(self) -> bool:
         """Whether a part needs all tokens computed."""
         return any(part.needs_all_tokens for part in self.values())
+
+    @property
+    def source_length(self) -> int:
+        """Positions of the encoder's output."""
+        return sum(part.source_length for part in self.values())
 
     def anon_repr(self) -> str:
         """Describe all parts for logs."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.parallel import ParallelState
 
 _MODELS = {
+    "BartForConditionalGeneration": "penstock.models.bart",
     "DeepseekV2ForCausalLM": "penstock.models.deepseek",
     "DeepseekV3ForCausalLM": "penstock.models.deepseek",
     "Dots1ForCausalLM": "penstock.models.dots1",
@@ -31,6 +32,9 @@ _MODELS = {
     "HunYuanMoEV1ForCausalLM": "penstock.models.hunyuan",
     "Llama4ForCausalLM": "penstock.models.llama4",
     "LlamaForCausalLM": "penstock.models.llama",
+    "M2M100ForConditionalGeneration": "penstock.models.bart",
+    "MBartForConditionalGeneration": "penstock.models.bart",
+    "MarianMTModel": "penstock.models.bart",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MiniMaxM2ForCausalLM": "penstock.models.minimax_m2",
     "MistralForCausalLM": "penstock.models.llama",

@@ -96,6 +96,12 @@ class PagedKVCache:
         """Build the forward context of a step from its sequences and its geometry by group."""
         return ForwardContext(self.layers, self._metadata(sequences, geometry), sequences=sequences)
 
+    def context_of_texts(self, sequences: SequenceGeometry) -> ForwardContext:
+        """Build the forward context of whole texts, which no layer with a cache reads."""
+        texts = WholeTextsBackend() if self._texts is None else self._texts
+        metadata = [*[None] * len(self.groups), texts.make_metadata(sequences)]
+        return ForwardContext(self.layers, metadata, sequences=sequences)
+
     def narrow_to_last_tokens(self, context: ForwardContext, batch: InputBatch) -> ForwardContext:
         """Narrow the batch's context to the hidden states of the requests' last tokens."""
         rows = batch.layout.logits_indices

@@ -19,14 +19,16 @@ class KVCacheGroup:
 
     By default a block holds the KV of token positions, all of which are read until the end of the request.
 
-    block_size: positions per block.
+    spec: of its layers. block_size: positions per block.
     pool: pool of its blocks. hash_block_size: tokens per block hash, a divisor of the block size.
-    num_own_blocks: leading blocks of a request's row that are for the request as a whole, and never shared.
+    num_own_blocks: maximum of leading blocks of a request's row that are for the request as a whole, and never shared.
+    caches_prefixes: whether a block's KV depends on the tokens before its end alone, so that requests can share it.
     takes_blocks: whether each block of positions is needed; else blocks are null, unless `take_snapshot` replaces one.
     shares_in_step: whether a request can read a block in the step that fills it for another request. A layer that
         computes requests one after another, such as a recurrent one, cannot.
     """
 
+    caches_prefixes: ClassVar[bool] = True
     takes_blocks: ClassVar[bool] = True
     shares_in_step: ClassVar[bool] = True
 
@@ -35,7 +37,7 @@ class KVCacheGroup:
         self.pool = pool
         self.block_size: int = spec.block_size
         self.num_own_blocks: int = spec.num_own_blocks
-        self._spec = spec
+        self.spec = spec
         self._hashes_per_block = self.block_size // hash_block_size
 
     def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
@@ -46,13 +48,17 @@ class KVCacheGroup:
         num_positions = min(num_tokens + lookahead, max(num_tokens, request.length_limit)) if lookahead else num_tokens
         return -(-num_positions // self.block_size)
 
-    def num_blocks_at_once(self, num_tokens: int, max_new_tokens: int) -> int:
+    def num_own_blocks_of(self, request: Request) -> int:
+        """Return the blocks that are for the request as a whole."""
+        return self.num_own_blocks
+
+    def num_blocks_at_once(self, request: Request, num_tokens: int, max_new_tokens: int) -> int:
         """Return the maximum of blocks needed at once up to `num_tokens`, in steps of `max_new_tokens`."""
-        return self._spec.max_blocks_per_request(num_tokens, max_new_tokens)  # type: ignore[no-any-return]
+        return self.spec.max_blocks_per_request(num_tokens, max_new_tokens)  # type: ignore[no-any-return]
 
     def capacity(self, request: Request, num_blocks: int, lookahead: int) -> int:
         """Return the tokens of a request for which so many blocks of positions are enough, with a `lookahead`."""
-        capacity: int = self._spec.capacity(self.num_own_blocks + num_blocks)
+        capacity: int = self.spec.capacity(self.num_own_blocks + num_blocks)
         return capacity - lookahead if capacity < request.length_limit else capacity
 
     def take_snapshot(self, request: Request, blocks: list[KVCacheBlock], first: int, *, is_one_earlier: bool) -> None:
@@ -120,7 +126,7 @@ class LocalAttentionGroup(KVCacheGroup):
         return [self.pool.null_block] * (end - len(run)) + run
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        return self._spec.first_read(num_computed_tokens) // self.block_size  # type: ignore[no-any-return]
+        return self.spec.first_read(num_computed_tokens) // self.block_size  # type: ignore[no-any-return]
 
 
 class StateGroup(KVCacheGroup):
@@ -157,6 +163,25 @@ class StateGroup(KVCacheGroup):
         border = min(len(blocks), (request.num_tokens - 1) // self.block_size - is_one_earlier)
         if border > first and self.pool.num_free_blocks > 0:
             [blocks[border - 1]] = self.pool.get_new_blocks(1)
+
+
+class CrossAttentionGroup(KVCacheGroup):
+    """Cross attention: blocks of a request's source, from its first step to its end; none of token positions."""
+
+    caches_prefixes = False
+    takes_blocks = False
+
+    def num_own_blocks_of(self, request: Request) -> int:
+        return self.spec.blocks_of_source(request.source_length)  # type: ignore[no-any-return]
+
+    def num_blocks_at_once(self, request: Request, num_tokens: int, max_new_tokens: int) -> int:
+        return self.num_own_blocks_of(request)
+
+    def num_blocks(self, request: Request, num_tokens: int, lookahead: int) -> int:
+        return 0
+
+    def capacity(self, request: Request, num_blocks: int, lookahead: int) -> int:
+        return self.spec.capacity(num_blocks)  # type: ignore[no-any-return]
 
 
 def make_group(group_id: int, spec: KVCacheSpec, pool: BlockPool, hash_block_size: int) -> KVCacheGroup:

@@ -83,7 +83,8 @@ class KVCacheManager:
             [index for index, of_group in enumerate(self._pool_indices) if of_group == pool]
             for pool in range(len(self.pools))
         ]
-        self._caches_prefixes = enable_prefix_caching and bool(self.groups)
+        can_cache = bool(self.groups) and all(group.caches_prefixes for group in self.groups)
+        self._caches_prefixes = enable_prefix_caching and can_cache
         self._shares_in_step = all(group.shares_in_step for group in self.groups)
         self._has_snapshots = not all(group.takes_blocks for group in self.groups)
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
@@ -98,13 +99,14 @@ class KVCacheManager:
 
     @property
     def can_reserve(self) -> bool:
-        """Whether blocks can be reserved for KV that is computed elsewhere: recurrent states cannot be loaded."""
+        """Whether blocks can be reserved for KV that is computed elsewhere: recurrent states and the KV of an encoder's
+        output cannot be loaded."""
         return not self._has_snapshots
 
-    def blocks_needed(self, num_tokens: int) -> list[int]:
+    def blocks_needed(self, request: Request, num_tokens: int) -> list[int]:
         """Return the maximum number of blocks of each pool that a request needs at this length."""
         max_new_tokens = self._max_num_batched_tokens + self._num_lookahead_tokens
-        return self._by_pool([group.num_blocks_at_once(num_tokens, max_new_tokens) for group in self.groups])
+        return self._by_pool([group.num_blocks_at_once(request, num_tokens, max_new_tokens) for group in self.groups])
 
     def holds(self, request: Request) -> bool:
         """Whether the request has blocks: it runs, or waits with reserved ones."""
@@ -165,7 +167,7 @@ class KVCacheManager:
 
         A request admitted with room for its first prefill chunk only would soon be preempted for its second.
         """
-        counts = self.blocks_needed(request.num_tokens)
+        counts = self.blocks_needed(request, request.num_tokens)
         for index, group, blocks in zip(self._pool_indices, self.groups, hit.blocks):  # noqa: B905
             if blocks:
                 # Null blocks, and those of the hit that others hold, are not taken.
@@ -345,7 +347,7 @@ class KVCacheManager:
         counts = self._num_taken(missing)
         for index, group, blocks in zip(self._pool_indices, self.groups, groups):  # noqa: B905
             # Blocks of the hit that are free are taken too.
-            counts[index] += group.num_own_blocks + (group.pool.count_free(blocks) if blocks else 0)
+            counts[index] += group.num_own_blocks_of(request) + (group.pool.count_free(blocks) if blocks else 0)
         if not self._are_free(counts):
             return None
         for group, blocks in zip(self.groups, groups):  # noqa: B905
@@ -353,7 +355,7 @@ class KVCacheManager:
         held = self._held[request.req_id] = _HeldBlocks(groups)
         for group, own in zip(self.groups, held.own):  # noqa: B905
             if group.num_own_blocks:
-                own += group.pool.get_new_blocks(group.num_own_blocks)
+                own += group.pool.get_new_blocks(group.num_own_blocks_of(request))
         request.next_cache_at = 0 if self._caches_prefixes else _NEVER
         return self._extend(request, held, missing)
 

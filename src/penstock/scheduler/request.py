@@ -115,6 +115,11 @@ class Request:
         return len(self.all_token_ids) - len(self.prompt_token_ids)
 
     @property
+    def source_length(self) -> int:
+        """Positions of the encoder's output that its cross attention reads; 0 without any."""
+        return 0 if self.parts is None else self.parts.source_length
+
+    @property
     def needs_all_of_prompt(self) -> bool:
         """Whether the whole prompt must be computed, without prefix-cache hits."""
         if self.parts is not None and self.parts.need_all_tokens:

@@ -83,11 +83,15 @@ def _check_fits(request: Request, kv_cache: KVCacheManager, *, max_model_len: in
     """Raise ContextTooLong when the request's `length_limit` needs more blocks than there are."""
     for index, pool in enumerate(kv_cache.pools):
         num_usable = pool.num_blocks - 1
-        num_needed = kv_cache.blocks_needed(request.length_limit)[index]
+
+        def needed(length: int, index: int = index) -> int:
+            return kv_cache.blocks_needed(request, length)[index]
+
+        num_needed = needed(request.length_limit)
         if num_needed <= num_usable:
             continue
         lengths = range(1, max_model_len + 1)
-        longest = bisect.bisect_right(lengths, num_usable, key=lambda length: kv_cache.blocks_needed(length)[index])
+        longest = bisect.bisect_right(lengths, num_usable, key=needed)
         raise ContextTooLong(
             f"The prompt has {request.num_prompt_tokens:,} tokens and may grow to {request.length_limit:,}, which need "
             f"{num_needed:,} blocks of KV cache, but there are {num_usable:,}: enough for {longest:,} tokens. Shorten "

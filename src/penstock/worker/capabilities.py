@@ -155,6 +155,10 @@ MOE_BACKEND = Option(
 POOLING = Option("pooling", _pooling)
 POOLS = Option("output heads that pool", _head_that_pools)
 WHOLE_TEXTS = Option("pooling of whole texts", _whole_texts)
+ENCODER_DECODER = Option(
+    "encoder-decoder models",
+    lambda config: config.model.architecture if config.model.is_encoder_decoder else None,
+)
 DRAFTS = Option("speculative decoding", _drafts)
 SUFFIX = _method("suffix decoding", "suffix")
 EAGLE = _method("EAGLE", "eagle")
@@ -208,6 +212,22 @@ REFUSALS = (
         for drafter in (EAGLE, EAGLE3)
         for target in (TRANSFORMERS, GPT2)
     ),
+    Refusal((PP, ENCODER_DECODER), "its stages would all need the encoder", "Use tensor_parallel_size."),
+    Refusal(
+        (DCP, ENCODER_DECODER),
+        "each of its query heads has a KV head of its own, so no two workers have the same KV heads",
+        "Leave decode_context_parallel_size out.",
+    ),
+    Refusal((SP, ENCODER_DECODER), "its residual stream is not split by tokens yet", "Leave enable_sp out."),
+    Refusal(
+        (ENCODER_DECODER, DRAFTS), "drafts are not verified by cross attention yet", "Leave speculative_config out."
+    ),
+    Refusal(
+        (ENCODER_DECODER, CALIBRATED),
+        "calibration runs texts without an encoder's output",
+        "Use quantization_calibration='none'.",
+    ),
+    Refusal((ENCODER_DECODER,), "its attention runs on CPUs so far", "Use device='cpu'.", "cuda"),
     Refusal((POOLS, DRAFTS), "it generates no tokens that could be drafted", "Leave speculative_config out."),
     Refusal(
         (PP, POOLING),

@@ -24,6 +24,7 @@ from penstock.engine.inputs.params_processor import ParamsProcessor
 from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
 from penstock.engine.inputs.prompt_encoder import PromptEncoder
 from penstock.engine.inputs.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
+from penstock.engine.inputs.source_prompts import SourcePrompts
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
@@ -118,6 +119,11 @@ class InputProcessor:
         self._pooling: PoolingInputs | None = None
         if model.pooling is not None:
             self._pooling = PoolingInputs(model.pooling, model=model.model, max_model_len=max_model_len)
+        self._sources: SourcePrompts | None = None
+        if model.is_encoder_decoder:
+            self._sources = SourcePrompts(
+                model, tokenizer, self.limits, max_model_len=max_model_len, vocab_size=vocab_size
+            )
         self._numbers = itertools.count()
 
     def process(
@@ -175,6 +181,8 @@ class InputProcessor:
 
     def encode_part(self, prompt: Prompt, is_first: bool) -> list[int]:
         """Tokenise a part of a streamed prompt; only the first part gets special tokens. Raises InvalidRequest."""
+        if self._sources is not None:
+            raise InvalidRequest("A prompt in pieces is not for an encoder-decoder model. Give it at once.")
         text, token_ids, cache_salt, parts = _fields_of(prompt)
         for key, value in (("cache_salt", cache_salt), ("parts", parts)):
             if value is not None:
@@ -199,6 +207,8 @@ class InputProcessor:
         number: int | None,
     ) -> tuple[EngineRequest, str | None]:
         arrival_time = time.monotonic()
+        if self._sources is not None:
+            prompt = self._sources.decoder_prompt(prompt)
         if isinstance(sampling_params, SamplingParams):
             check_sampling_fields(sampling_params, self.limits)
         num_kept = getattr(sampling_params, "truncate_prompt_tokens", None)

@@ -15,7 +15,12 @@ from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest, UnsupportedParameter
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
+# Fields of a prompt of an encoder-decoder model.
+ENCODER_PROMPT, DECODER_PROMPT = "encoder_prompt", "decoder_prompt"
+_NO_ENCODER = "It is for encoder-decoder models, and this model has a decoder only"
 _HINTS = {
+    ENCODER_PROMPT: _NO_ENCODER,
+    DECODER_PROMPT: _NO_ENCODER,
     "input_ids": "A tokenizer's result is not a prompt; give its input_ids as prompt_token_ids",
     "role": "Messages are for chat",
     "messages": "Messages are for chat",

@@ -109,7 +109,7 @@ def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedCon
 def _refuse_more_than_text(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Raise CannotRun for a model that needs more than texts, or that keeps a state."""
     if getattr(config, "is_encoder_decoder", False):
-        raise CannotRun("it is an encoder-decoder model, which are planned")
+        raise CannotRun("it is an encoder-decoder model that is not implemented here")
     media = _media(model_class, config)
     if media:
         raise CannotRun(f"it takes {media}, which is planned; nor is the language model in it run by itself")

@@ -126,6 +126,7 @@ class BatchBuilder:
                 max_seq_len_upper_bound=(num_columns - num_own) * block_size if layout.req_ids else 0,
                 block_size=block_size,
                 num_own_blocks=num_own,
+                slots=layout.tensors.idx_mapping_R,
             )
             for block_table, slot_mapping, num_columns, block_size, num_own in zip(
                 tensors.block_tables_RB,

@@ -1,0 +1,48 @@
+"""Scheduler side of encoder-decoder models: sources are checked, and a step encodes a limited number of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.contract import CrossAttentionSpec, part_of
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.features.encoder_decoder.messages import SourcePart
+from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.request import Request
+from penstock.scheduler.services import SchedulerServices
+
+
+class SourceScheduling(SchedulerFeature):
+    """Admits requests as long as a step encodes no more positions than it runs tokens at most, or one source."""
+
+    def __init__(self, services: SchedulerServices) -> None:
+        self._services = services
+        self._running: frozenset[str] = frozenset()
+
+    @property
+    def _longest(self) -> int:
+        """Positions of the longest source, by the KV cache."""
+        specs = (group.spec for group in self._services.scheduler.kv_cache.groups)
+        return max(spec.max_source_positions for spec in specs if isinstance(spec, CrossAttentionSpec))
+
+    def request_added(self, request: Request) -> None:
+        part = part_of(request.parts, SourcePart)
+        if part is None or part.length < 1:
+            raise InvalidRequest(
+                f"Request {request.req_id!r} has no input for the encoder. Give this model a prompt, or a dictionary "
+                "with encoder_prompt."
+            )
+        if part.length > self._longest:
+            raise ContextTooLong(
+                f"The encoder's input has {part.length:,} positions, but this model's encoder takes {self._longest:,}. "
+                "Shorten it."
+            )
+
+    def begin_admission(self, running: Sequence[Request]) -> None:
+        self._running = frozenset(request.req_id for request in running)
+
+    def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
+        """Whether the step's encoder has room for the request's source."""
+        begun = sum(one.source_length for one in in_step if one.req_id not in self._running)
+        budget = self._services.config.scheduler.max_num_batched_tokens
+        return not begun or begun + request.source_length <= budget

@@ -1,0 +1,165 @@
+"""Encoder-decoder models: tokens and log-probabilities of Transformers in float32, however work is cut into steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.plugins import assert_equal
+from penstock.contract import CrossAttentionSpec, Parts, RpcCall
+from penstock.engine.core.engine_core import EngineCore
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.features.encoder_decoder.messages import SourcePart
+from penstock.features.encoder_decoder.worker import SourceEncoder
+from support.checkpoints import save_checkpoint
+from support.disturbed_workers import FailingWorker
+from support.encoder_decoders import (
+    ASKED,
+    FAMILIES,
+    START,
+    Asked,
+    assert_as_the_oracle,
+    run,
+    tiny_encoder_decoder,
+    write_encoder_decoder,
+)
+from support.engines import Result, add, greedy, make_core
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4}
+# Requests in chunks, preempted, and in steps that are scheduled before their tokens are known.
+CIRCUMSTANCES: list[dict[str, Any]] = [
+    {},
+    {"async_scheduling": False},
+    {"max_num_batched_tokens": 7, "max_num_seqs": 4},
+    {"num_blocks": 27, "max_model_len": 32},
+]
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder_decoder(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture(scope="module")
+def alone(bart: Path) -> list[Result]:
+    """Each request by itself, layer by layer."""
+    core = make_core(bart, **OPTIONS, fast_paths="off")
+    try:
+        return [run(core, [asked])[0] for asked in ASKED]
+    finally:
+        core.close()
+
+
+def encoder_of(core: EngineCore) -> SourceEncoder:
+    def owner(worker: Any) -> Any:
+        return worker.runner.owners.of_type(SourceEncoder)
+
+    (found,) = core.collective_rpc(RpcCall(owner))
+    assert isinstance(found, SourceEncoder)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_log_probabilities_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    oracle = tiny_encoder_decoder(family)
+    save_checkpoint(oracle, tmp_path)
+    core = make_core(tmp_path, **OPTIONS)
+    for asked, result in zip(ASKED, run(core, ASKED), strict=True):
+        assert_as_the_oracle(oracle, asked, result)
+    core.close()
+
+
+@pytest.mark.parametrize("options", CIRCUMSTANCES, ids=str)
+def test_mixed_batches_have_the_bits_of_requests_alone(
+    bart: Path, alone: list[Result], options: dict[str, Any]
+) -> None:
+    core = make_core(bart, **OPTIONS, **options)
+    results = run(core, ASKED)
+    assert_equal(results, alone)
+    num_preemptions = core.scheduler.num_preemptions
+    assert (num_preemptions > 0) is ("num_blocks" in options)
+    # A preempted request's source is encoded again.
+    assert encoder_of(core).num_encoded == len(ASKED) + num_preemptions
+    assert core.scheduler.kv_cache.num_used_blocks == 0
+    core.scheduler.kv_cache.check_integrity()
+    core.close()
+
+
+def test_a_request_holds_the_blocks_of_its_own_source(bart: Path) -> None:
+    core = make_core(bart, **OPTIONS)
+    (group,) = [one for one in core.scheduler.kv_cache.groups if isinstance(one.spec, CrossAttentionSpec)]
+    for number, asked in enumerate(ASKED[:2]):
+        add(core, f"r{number}", asked.decoder, greedy(3), parts=Parts.of([asked.part()]))
+    core.step()
+    held = [core.scheduler.kv_cache.get_block_ids(f"r{number}")[group.group_id] for number in range(2)]
+    assert [len(blocks) for blocks in held] == [2, 5]
+    core.close()
+
+
+def test_a_step_encodes_no_more_than_it_has_tokens(bart: Path) -> None:
+    core = make_core(bart, **OPTIONS, max_num_batched_tokens=64)
+    for number, asked in enumerate([ASKED[4], *ASKED[:2]]):
+        add(core, f"r{number}", asked.decoder, greedy(3), parts=Parts.of([asked.part()]))
+    admitted = [[new.req_id for new in core.scheduler.schedule().scheduled_new_reqs]]
+    assert admitted == [["r0"]]
+    core.close()
+
+
+def test_another_source_changes_what_is_generated(bart: Path, alone: list[Result]) -> None:
+    core = make_core(bart, **OPTIONS)
+    (other,) = run(core, [Asked(ASKED[1].source[::-1], ASKED[1].decoder)])
+    assert other.logprobs != alone[1].logprobs
+    # Equal decoder tokens share no prefix.
+    long = [Asked(ASKED[number].source, [START, *range(5, 45)]) for number in (0, 1)]
+    assert [one.num_cached_tokens for one in (*run(core, long[:1]), *run(core, long[1:]))] == [0, 0]
+    core.close()
+
+
+class FailingInADecode(FailingWorker):
+    """Fails in a step, once."""
+
+
+def test_requests_go_on_in_a_worker_that_replaces_a_failed_one(bart: Path, alone: list[Result]) -> None:
+    FailingInADecode.fails_at = {("execute", 5)}
+    core = make_core(bart, **OPTIONS, worker_cls=f"{__name__}.FailingInADecode")
+    assert_equal(run(core, ASKED), alone)
+    assert not FailingInADecode.fails_at
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        (None, InvalidRequest, "has no input for the encoder"),
+        (Parts.of([SourcePart(length=65, token_ids=[5] * 65)]), ContextTooLong, "has 65 positions.* takes 64"),
+    ],
+)
+def test_requests_that_no_encoder_takes_are_refused(
+    bart: Path, parts: Parts | None, error: type[Exception], message: str
+) -> None:
+    core = make_core(bart, **OPTIONS)
+    with pytest.raises(error, match=message):
+        add(core, "a", [START], greedy(3), parts=parts)
+    assert not core.has_unfinished_requests()
+    core.close()
+
+
+def test_a_wrong_source_ends_its_own_request_only(bart: Path, alone: list[Result]) -> None:
+    core = make_core(bart, **OPTIONS)
+    wrong = Asked([5, 2000], [START])
+    results = run(core, [ASKED[0], wrong, ASKED[1]])
+    assert_equal([results[0], results[2]], alone[:2])
+    assert "beyond the vocabulary" in str(results[1].error)
+    core.close()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_tensor_parallel_group_give_the_tokens_of_transformers(tmp_path: Path) -> None:
+    oracle = tiny_encoder_decoder("bart")
+    save_checkpoint(oracle, tmp_path)
+    core = make_core(tmp_path, **OPTIONS, tensor_parallel_size=2)
+    for asked, result in zip(ASKED, run(core, ASKED), strict=True):
+        assert_as_the_oracle(oracle, asked, result)
+    core.close()

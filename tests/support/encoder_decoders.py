@@ -1,0 +1,123 @@
+"""Small random encoder-decoder models, and their requests: the oracle is Transformers' own model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.contract import Parts
+from penstock.engine.core.engine_core import EngineCore
+from penstock.features.encoder_decoder.messages import SourcePart
+from support.checkpoints import VOCAB_SIZE, save_checkpoint
+from support.engines import TOLERANCE, Result, add, finish, greedy, random_prompts
+from support.transformers_models import randomise
+
+START = 2
+_BART = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 112,
+    "decoder_ffn_dim": 80,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": START,
+    "forced_eos_token_id": None,
+}
+# Classes and configurations by family.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
+    "mbart": ("MBartConfig", "MBartForConditionalGeneration", {**_BART, "scale_embedding": True}),
+    "marian": (
+        "MarianConfig",
+        "MarianMTModel",
+        {**_BART, "activation_function": "swish", "scale_embedding": True},
+    ),
+    "m2m_100": ("M2M100Config", "M2M100ForConditionalGeneration", _BART),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: the encoder's tokens, and those that the decoder's text begins with."""
+
+    source: list[int]
+    decoder: list[int] = field(default_factory=lambda: [START])
+
+    def part(self) -> SourcePart:
+        return SourcePart(length=len(self.source), token_ids=self.source)
+
+    def oracle_inputs(self) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([self.source])}
+
+
+SOURCES = random_prompts((5, 17, 40, 1, 64, 33, 16, 24), VOCAB_SIZE, seed=1)
+DECODERS = [
+    [START],
+    [START, 5],
+    [START, 5, 6, 7, 8, 9, 10, 11, 12, 13],
+    [START],
+    [START],
+    [START, 20],
+    [START],
+    [START],
+]
+ASKED = [Asked(source, decoder) for source, decoder in zip(SOURCES, DECODERS, strict=True)]
+
+
+def tiny_encoder_decoder(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Transformers' model in float32 with eager attention; all weights random, so that each of them matters."""
+    config_class, architecture, fields = FAMILIES[family]
+    config = getattr(transformers, config_class)(**{**fields, **overrides})
+    config._attn_implementation = "eager"
+    model = randomise(getattr(transformers, architecture)(config), seed)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name == "final_logits_bias":
+                buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
+        for module in model.modules():
+            if hasattr(module, "create_weight"):  # a table that is computed
+                module.weight.copy_(module.create_weight())
+    return model.eval()
+
+
+def write_encoder_decoder(folder: Path, family: str = "bart", **overrides: Any) -> Path:
+    """A saved `tiny_encoder_decoder`."""
+    return save_checkpoint(tiny_encoder_decoder(family, **overrides), folder).folder
+
+
+def run(core: EngineCore, asked: Sequence[Any], max_tokens: int = 12, **fields: Any) -> list[Result]:
+    """Run all requests at once; results in order."""
+    for index, one in enumerate(asked):
+        params = greedy(max_tokens, **{"logprobs": 3, **fields})
+        add(core, f"r{index}", one.decoder, params, parts=Parts.of([one.part()]))
+    results: dict[str, Result] = {}
+    finish(core, results)
+    return [results[f"r{index}"] for index in range(len(asked))]
+
+
+def assert_as_the_oracle(oracle: PreTrainedModel, asked: Any, result: Result) -> None:
+    """Every token is the oracle's best after the ones before it, and its log-probabilities are the oracle's."""
+    assert result.error is None, result.error
+    inputs: Mapping[str, Tensor] = asked.oracle_inputs()
+    with torch.no_grad():
+        decoder = torch.tensor([[*asked.decoder, *result.tokens]])
+        logits = oracle(**inputs, decoder_input_ids=decoder).logits[0].float()
+    logits = logits[len(asked.decoder) - 1 : -1]
+    for row, token in zip(logits, result.tokens, strict=True):
+        assert float(row.max() - row[token]) <= TOLERANCE
+    for row, logprobs in zip(torch.log_softmax(logits, dim=-1), result.logprobs, strict=True):
+        for token, value in logprobs.items():
+            assert abs(float(row[token]) - value) <= TOLERANCE
