@@ -76,6 +76,8 @@ REFUSED = {
     "from vllm.distributed.kv_events import KVEventBatch": "KV transfer",
     "from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator": "weight transfer",
     "from vllm.distributed.utils import StatelessProcessGroup": "weight transfer",
+    "from vllm.reasoning import ReasoningParser": "reasoning parsers of plugins",
+    "from vllm.benchmarks.datasets import RandomDataset": "benchmarks on datasets",
     "from vllm.envs import VLLM_ATTENTION_BACKEND": "nothing reads here. Use attention_backend",
     "from vllm.envs import VLLM_RINGBUFFER_WARNING_INTERVAL": "docs/options.md explains all options",
 }
