@@ -107,6 +107,15 @@ def test_broken_lines_fail_the_batch_by_their_numbers(batch_client: OpenAI) -> N
     assert ended(batch_client, begin(batch_client, "").id).errors.data[0].message == "The file has no requests."
 
 
+def test_requests_of_a_batch_may_call_tools(batch_client: OpenAI) -> None:
+    fixed = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": fixed}}]
+    batch = ended(batch_client, begin(batch_client, chat("a", tools=tools, tool_choice="required", max_tokens=60)).id)
+    (choice,) = answers(batch_client, batch.output_file_id)["a"]["response"]["body"]["choices"]
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert (function["name"], json.loads(function["arguments"])) == ("f", {"a": 1})
+
+
 def test_completions_and_responses_can_be_batches(batch_client: OpenAI) -> None:
     given: dict[str, Any] = {"/v1/completions": {"prompt": "Once", "max_tokens": 2}}
     given["/v1/responses"] = {"input": "Hi", "max_output_tokens": 2, "store": False}

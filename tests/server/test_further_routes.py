@@ -102,6 +102,22 @@ def test_a_batch_has_the_answer_of_each_conversation(server: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    "choice", [{"type": "function", "function": {"name": "f"}}, "required", "auto"], ids=["named", "required", "auto"]
+)
+def test_each_conversation_of_a_batch_may_call_tools(server: Served, choice: Any) -> None:
+    fixed = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": fixed}}]
+    # Where the model decides, this is all that it may write.
+    form = {"structured_outputs": {"choice": ['[{"name": "f", "parameters": {"a": 1}}]']}} if choice == "auto" else {}
+    body = {**CHAT, "messages": [MESSAGES, OTHERS], "tools": tools, "tool_choice": choice, "max_tokens": 60, **form}
+    batch = server.post("/v1/chat/completions/batch", {**body, "parallel_tool_calls": False}).json
+    for one in batch["choices"]:
+        (call,) = one["message"]["tool_calls"]
+        assert (one["finish_reason"], call["function"]["name"]) == ("tool_calls", "f")
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"messages": [MESSAGES, [{"role": "tool", "content": "x"}]]}, "messages[1]: messages[0].tool_call_id"),

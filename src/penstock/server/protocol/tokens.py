@@ -56,8 +56,6 @@ class BatchChatRequest(ChatCompletionRequest):
             )
         if self.n not in (None, 1):
             raise field_error("n", f"n={self.n} is not available. Allowed: 1: each conversation has one choice.")
-        if self.tools:
-            raise field_error("tools", "tools are not available for several conversations. Send them one by one.")
         return self
 
     @property

@@ -38,7 +38,7 @@ async def create_chat_completions(request: BatchChatRequest, http: Request) -> R
         await ChatChoices(model, chat, task.form, task.submission.params, id).whole([output])
         for chat, task, output in zip(chats, tasks, outputs, strict=True)
     ]
-    return json_response(_together(answers))
+    return json_response(_together(answers), headers=tasks[0].headers)
 
 
 async def _prepare(model: ServedModel, chat: ChatCompletionRequest, id: str, index: int) -> ChatTask:
