@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.cli.batch_results import BatchFormat
+from penstock.cli.requests import server_options
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from penstock.server.chat_model import ChatModel
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.completion import CompletionRequest
 from penstock.text.tokenizer import load_tokenizer
@@ -27,6 +29,7 @@ from support.servers import serving
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 COMMAND_LINE = CliRunner(env={"COLUMNS": "100"})
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 ECHO = {"echo": True, "logprobs": None}
 
 
@@ -143,7 +146,7 @@ def test_parameters_have_the_names_of_openai(answer: Answer, cores: list[FakeCor
             "c", messages=MESSAGES, logprobs=True, top_logprobs=3, max_tokens=None, stream=False, metadata={"a": "b"}
         ),
         batch("d", messages=MESSAGES, logprobs=True, response_format={"type": "text"}, top_k=7, cache_salt="s"),
-        batch("e", messages=MESSAGES, logprobs=False, tools=[{"type": "function"}], tool_choice="auto"),
+        batch("e", messages=MESSAGES, logprobs=False, tools=[TOOL], tool_choice="none"),
         batch("f", COMPLETION, prompt="a", logprobs=2, echo=False),
     )
     a, b, c, d, e, f = (request.sampling_params for request in cores[0].added)
@@ -152,7 +155,6 @@ def test_parameters_have_the_names_of_openai(answer: Answer, cores: list[FakeCor
     assert [one.logprobs for one in (a, b, c, d, e, f)] == [None, None, 3, 0, None, 2]
     assert (c.max_tokens, d.top_k) == (4, 7)
     assert [request.cache_salt for request in cores[0].added] == [None, None, None, "s", None, None]
-    assert len(cores[0].added[4].prompt_token_ids) > len(cores[0].added[3].prompt_token_ids)
 
 
 def test_log_probabilities_are_those_of_the_tokens(answer: Answer, cores: list[FakeCore], model: Path) -> None:
@@ -227,11 +229,32 @@ def test_a_token_that_cannot_come_has_a_finite_log_probability(model: Path) -> N
         ChatCompletionRequest.model_validate({"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}),
         CompletionRequest.model_validate({"prompt": "x", "logprobs": 2}),
     )
+    tokenizer = load_tokenizer(model)
+    served = ChatModel(tokenizer, server_options("demo", {}), SamplingParams())
     for request in requests:
-        form = BatchFormat("x", CHAT, "demo", request, SamplingParams(logprobs=2))
-        (line,) = form.lines(0, output, request_hash=None, tokenizer=load_tokenizer(model))
+        form = BatchFormat("x", CHAT, lambda _: served, request, SamplingParams(logprobs=2))
+        (line,) = form.lines(0, output, request_hash=None, tokenizer=tokenizer)
         assert "Infinity" not in json.dumps(line)
         assert "-9999.0" in json.dumps(line)
+
+
+def test_tools_are_in_the_prompt_and_restrict_the_answer(answer: Answer, cores: list[FakeCore]) -> None:
+    asked: dict[str, Any] = {"messages": MESSAGES, "tools": [TOOL]}
+    lines, _ = answer(
+        *(batch(choice, **asked, tool_choice=choice) for choice in ("none", "required")),
+        batch("auto", **asked),
+        batch("other", **{**asked, "tools": [{"type": "function"}]}),
+        exit_code=1,
+    )
+    none, required = cores[0].added
+    assert len(required.prompt_token_ids) > len(none.prompt_token_ids)
+    assert (none.sampling_params.structured_outputs, required.sampling_params.structured_outputs is None) == (
+        None,
+        False,
+    )
+    # The template shows tools, and no form of calls that a parser reads.
+    assert "--tool-call-parser" in lines[2]["error"]["message"]
+    assert "tools[0].name=None" in lines[3]["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.cli.batch_requests import read_batch_lines
+from penstock.cli.requests import server_options
 from penstock.contract import SamplingParams, StructuredOutputsParams
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -65,7 +66,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def read(url: str, body: dict[str, Any], defaults: SamplingParams | None = None) -> Any:
     line = {"custom_id": "one", "method": "POST", "url": url, "body": {**PROMPTS[url], **body}}
     params = defaults or SamplingParams()
-    return read_batch_lines([("line 1", line)], {}, params, params, "demo")["line 1"]
+    return read_batch_lines([("line 1", line)], {}, params, params, server_options("demo", {}))["line 1"]
 
 
 @pytest.mark.parametrize("url", PROMPTS)

@@ -44,6 +44,34 @@ def test_answers_are_those_of_a_server_with_its_limits(tmp_path: Path) -> None:
     assert third["error"]["message"].endswith("prompt is missing.")
 
 
+def test_calls_and_reasoning_are_read_as_by_a_server(tmp_path: Path) -> None:
+    fixed = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f", "parameters": fixed}}]}
+    asked |= {"messages": CHAT["messages"], "max_tokens": 60, "parallel_tool_calls": False}
+    # All that the model may write, so that it decides so.
+    calls = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    choices: dict[str, dict[str, Any]] = {
+        "named": {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "required": {"tool_choice": "required"},
+        "auto": {"structured_outputs": {"choice": [calls]}},
+        "reasoned": {"tools": None, "structured_outputs": {"choice": ["<think>Why</think>yes"]}},
+    }
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [line(name, "/v1/chat/completions", **{**asked, **more}) for name, more in choices.items()]
+    given.write_text("\n".join(lines))
+    parsers = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--option", "reasoning_parser=qwen3")
+    flags = ("--option", "enable_in_reasoning=true", "--option", "kv_cache_memory_bytes=33554432", "--num-threads", "1")
+    result = run("-i", str(given), "-o", str(out), *parsers, *flags)
+    assert result.exit_code == 0, result.output
+    answers = {one["custom_id"]: one["response"]["body"]["choices"][0] for one in map(json.loads, out.open())}
+    reasoned = answers.pop("reasoned")["message"]
+    assert (reasoned["reasoning"], reasoned["content"]) == ("Why", "yes")
+    for choice in answers.values():
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "f")
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
 class Files(BaseHTTPRequestHandler):
     """Handler that serves and stores files by their paths, of which /full cannot be written."""
 

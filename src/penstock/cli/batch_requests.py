@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,19 +10,22 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.cli.batch_results import BatchFormat
-from penstock.cli.work import Messages, Work
+from penstock.cli.work import Work
 from penstock.config import vllm
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
-from penstock.engine.inputs.prompts import Prompt
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.server.batches.lines import BATCH_FIELDS, LineChecks
+from penstock.server.chat_model import ChatModel
 from penstock.server.http.errors import ApiError
 from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
+from penstock.server.options import ServerOptions
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.completion import CompletionRequest
-from penstock.server.requests.sampling import sampling_params
+from penstock.server.requests.answer import PlainAnswer
+from penstock.server.requests.chat_task import chat_params
+from penstock.server.requests.sampling import structured_outputs
 from penstock.server.routes.completions import completion_params, prompt_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ _REQUESTS: dict[str, type[ChatCompletionRequest | CompletionRequest]] = {
     "/v1/completions": CompletionRequest,
 }
 # Fields of which a server can do more, and the values that a file may have.
-_ONLY: dict[str, tuple[Any, ...]] = {"stream": (False,), "timeout": (), "tool_choice": ("auto", "none")}
+_ONLY: dict[str, tuple[Any, ...]] = {"stream": (False,), "timeout": ()}
 _ONLY_OF_CHATS: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,), "return_hidden_states": (False,)}
 
 
@@ -43,17 +47,18 @@ def read_batch_lines(
     names: Mapping[str, str],
     defaults: SamplingParams,
     chat_defaults: SamplingParams,
-    model: str,
+    options: ServerOptions,
 ) -> dict[str, Work]:
     """Read the requests of lines in this format, and of broken lines beside them.
 
     lines: place of each line, for errors, and its fields, or why it has none. names: custom_id of lines without fields,
-    if it could be read. defaults, chat_defaults: of parameters that a body does not have. model: the running model.
-    A file for one other model is answered by it, with a warning; among several names only its own is accepted.
+    if it could be read. defaults, chat_defaults: of parameters that a body does not have. options: of the server that
+    would answer, which is named as the running model. A file for one other model is answered by it, with a warning;
+    among several names only its own is accepted.
 
     Returns the requests by place; errors are in their `Work.error`.
     """
-    reader = _Reader(defaults, chat_defaults, names, model, {_model_of(fields) for _, fields in lines} - {None})
+    reader = _Reader(defaults, chat_defaults, names, options, {_model_of(fields) for _, fields in lines} - {None})
     return {where: reader.read(where, fields) for where, fields in lines if _is_ours(fields)}
 
 
@@ -65,13 +70,15 @@ class _Reader:
         defaults: SamplingParams,
         chat_defaults: SamplingParams,
         names: Mapping[str, str],
-        model: str,
+        options: ServerOptions,
         named: set[Any],
     ) -> None:
         self._defaults = defaults
         self._chat_defaults = chat_defaults
         self._names = names
-        self._model = model
+        self._model = model = options.served_model_name[0]
+        self._options = options
+        self._chat_model = functools.cache(lambda tokenizer: ChatModel(tokenizer, options, chat_defaults))
         self._answers_any = len(named) <= 1
         self._unknown = UnknownFields("refuse")
         self._checks = LineChecks(_REQUESTS)
@@ -88,8 +95,8 @@ class _Reader:
                 self._checks.check(where, fields)
                 request, prompt, params = self._read_body(_REQUESTS[url], fields["body"])
         except InvalidRequest as error:
-            return Work(None, self._defaults, where, BatchFormat(name, url, self._model), error)
-        form = BatchFormat(name, url, self._model, request, params)
+            return Work(None, self._defaults, where, BatchFormat(name, url, self._chat_model), error)
+        form = BatchFormat(name, url, self._chat_model, request, params)
         return Work(prompt, params, where, form, priority=request.priority)
 
     def _read_body(
@@ -105,24 +112,26 @@ class _Reader:
         try:
             request = kind.model_validate(body)
             self._check_model(request.model)
-            defaults = self._chat_defaults if kind is ChatCompletionRequest else self._defaults
             if isinstance(request, ChatCompletionRequest):
-                prompt: Messages | Prompt = _messages(request)
-                params = _chat_params(request, defaults)
-            else:
-                if len(request.prompt) > 1:
-                    raise InvalidRequest(
-                        f"prompt has {len(request.prompt)} prompts. Allowed: one prompt per line, text or token ids."
-                    )
-                prompt, params = prompt_of(request.prompt[0], request), completion_params(request, defaults)
+                return self._chat(request)
+            if len(request.prompt) > 1:
+                raise InvalidRequest(
+                    f"prompt has {len(request.prompt)} prompts. Allowed: one prompt per line, text or token ids."
+                )
+            return request, prompt_of(request.prompt[0], request), completion_params(request, self._defaults)
         except ValidationError as error:
             errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
             raise InvalidParameter(validation_error(errors, body, kind.model_fields).message) from error
         except ApiError as error:
             raise InvalidParameter(error.message) from error
-        if request.response_format is None and request.structured_outputs is None:
-            params = params.clone(structured_outputs=defaults.structured_outputs)
-        return request, prompt, params
+
+    def _chat(self, request: ChatCompletionRequest) -> tuple[ChatCompletionRequest, Any, SamplingParams]:
+        """A chat, what tells its prompt from others, and its parameters, but for what tools and reasoning change."""
+        if request.max_tokens is None and request.max_completion_tokens is None:
+            request = request.model_copy(update={"max_tokens": self._chat_defaults.max_tokens})
+        identity = [request.model_dump(exclude_none=True), self._options.tool_call_parser]
+        content = structured_outputs(request, self._chat_defaults.structured_outputs)
+        return request, identity, chat_params(request, self._chat_defaults, PlainAnswer(content))
 
     def _check_model(self, named: str | None) -> None:
         if named is not None and named != self._model and not self._answers_any:
@@ -158,25 +167,3 @@ def _whole_body(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise InvalidParameter(f"extra_body={extra!r} is not valid. Allowed: an object with fields of the body.")
     return {**{key: value for key, value in body.items() if key != "extra_body"}, **extra}
-
-
-def _messages(request: ChatCompletionRequest) -> Messages:
-    variables = {"reasoning_effort": request.reasoning_effort, "documents": request.documents}
-    given = {name: value for name, value in variables.items() if value is not None}
-    options = {
-        "tools": None if request.tool_choice == "none" else request.tools or None,
-        "chat_template": request.chat_template,
-        "chat_template_kwargs": {**given, **(request.chat_template_kwargs or {})},
-        "add_generation_prompt": request.begins_message,
-        "continue_final_message": request.continue_final_message,
-    }
-    messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    return Messages(messages, options, request.cache_salt)
-
-
-def _chat_params(request: ChatCompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return sampling_params(
-        request, defaults, max_tokens=defaults.max_tokens if asked is None else asked, logprobs=logprobs
-    )

@@ -1,46 +1,51 @@
-"""Writer of OpenAI's batch format: answers as the server writes them."""
+"""Requests of OpenAI's batch format and their answers, as the server makes them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from penstock.contract import SamplingParams
 from penstock.engine.output.outputs import RequestOutput
+from penstock.errors import InvalidParameter
 from penstock.server.batches.lines import answer_line
+from penstock.server.chat_model import ChatModel
 from penstock.server.http.errors import ApiError
-from penstock.server.options import ServerOptions
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.completion import CompletionRequest
-from penstock.server.requests.answer import PlainAnswer
+from penstock.server.requests.answer import AnswerFormat, PlainAnswer
+from penstock.server.requests.chat_task import chat_task
 from penstock.server.routes.chat import ChatChoices
 from penstock.server.routes.completions import CompletionChoices
 from penstock.text.tokenizer import Tokenizer
 
 
-@dataclass
-class _Model:
-    """The model of an answer, served with default options."""
-
-    name: str
-    tokenizer: Tokenizer
-    options: ServerOptions
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BatchFormat:
     """Format of batch results: a line per request, with all its outputs as choices.
 
-    custom_id: name of the request. url: of its endpoint. model: that answered. request, params: None for one that is
-    refused.
+    custom_id: name of the request. url: of its endpoint. model: that answers, by its tokenizer. request, params: None
+    for one that is refused. form: of a chat's answers, known with the tokenizer.
     """
 
     custom_id: Any
     url: str
-    model: str
+    model: Callable[[Tokenizer], ChatModel]
     request: ChatCompletionRequest | CompletionRequest | None = None
     params: SamplingParams | None = None
+    form: AnswerFormat = field(default_factory=PlainAnswer)
+
+    def task(self, prompt: Any, params: SamplingParams, tokenizer: Tokenizer) -> tuple[Any, SamplingParams]:
+        if not isinstance(self.request, ChatCompletionRequest):
+            return prompt, params
+        try:
+            task = chat_task(self.model(tokenizer), self.request, "")
+        except ApiError as error:
+            raise InvalidParameter(error.message) from error
+        self.form, self.params = task.form, task.submission.params
+        return task.submission.prompt, task.submission.params
 
     def lines(
         self, index: int, output: RequestOutput, *, request_hash: str | None, tokenizer: Tokenizer | None
@@ -60,10 +65,9 @@ class BatchFormat:
         return [self.custom_id, self.url]
 
     def _body(self, name: str, output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-        model = _Model(self.model, tokenizer, ServerOptions(served_model_name=(self.model,)))
+        model = self.model(tokenizer)
         assert self.params is not None, "a request that is answered was read"
         if isinstance(self.request, ChatCompletionRequest):
-            # Answers are not parsed for tool calls and reasoning.
-            return ChatChoices(model, self.request, PlainAnswer(), self.params, f"chatcmpl-{name}").body(output)
+            return ChatChoices(model, self.request, self.form, self.params, f"chatcmpl-{name}").body(output)
         assert self.request is not None, "a request that is answered was read"
         return CompletionChoices(model, self.request, self.params, f"cmpl-{name}").body([output])

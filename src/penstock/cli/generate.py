@@ -78,7 +78,7 @@ def generate(
         "structured_outputs": _structured_outputs(json_schema, regex, choice, grammar),
     }
     sampling = options.with_defaults(sampling, model, engine, max_tokens=128)
-    work = _read_work(prompt, input, output, sampling, model)
+    work = _read_work(prompt, input, output, sampling, model, engine)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     if resume and output is None:
         raise ConfigError("--resume has no meaning without --output. Give the output file of the run to go on with.")
@@ -115,10 +115,15 @@ def _structured_outputs(
 
 
 def _read_work(
-    prompt: str | None, input: Path | None, output: Path | None, sampling: dict[str, Any], model: str
+    prompt: str | None,
+    input: Path | None,
+    output: Path | None,
+    sampling: dict[str, Any],
+    model: str,
+    engine: dict[str, Any],
 ) -> list[Work]:
     from penstock.cli.output_file import refuse_same_file
-    from penstock.cli.requests import STANDARD_INPUT, read_jsonl, read_prompt
+    from penstock.cli.requests import STANDARD_INPUT, read_jsonl, read_prompt, server_options
     from penstock.cli.work import Work
     from penstock.contract import SamplingParams
 
@@ -131,7 +136,7 @@ def _read_work(
         )
     if output is not None:
         refuse_same_file(input, output, is_standard_input=str(input) == STANDARD_INPUT)
-    return read_jsonl(input, params, model)
+    return read_jsonl(input, params, server_options(model, engine))
 
 
 def run_requests(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.prompts import PROMPT_KEYS
 from penstock.errors import InvalidRequest
 from penstock.server.batches.lines import BATCH_FIELDS
+from penstock.server.options import REASONING_OPTIONS, ServerOptions
 
 STANDARD_INPUT = "-"
 _LONGEST_LINE_BYTES = 32 << 20
@@ -25,6 +27,12 @@ _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 # Files are not streamed.
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "output_kind")
 _ALL_FIELDS = (*PROMPT_KEYS, "messages", *TEMPLATE_FIELDS, "id", "priority", *_SAMPLING_FIELDS)
+
+
+def server_options(model: str, engine: Mapping[str, Any], **given: Any) -> ServerOptions:
+    """Options of a server that answers as a command with these options of the engine does."""
+    reasoning = {name: engine[name] for name in REASONING_OPTIONS if name in engine}
+    return ServerOptions(served_model_name=(model,), trust_request_chat_template=True, **reasoning, **given)
 
 
 def read_prompt(argument: str | None) -> str:
@@ -43,13 +51,13 @@ def read_prompt(argument: str | None) -> str:
 
 
 def read_jsonl(
-    path: Path, defaults: SamplingParams, model: str, chat_defaults: SamplingParams | None = None
+    path: Path, defaults: SamplingParams, options: ServerOptions, chat_defaults: SamplingParams | None = None
 ) -> list[Work]:
     """Read one request per line, in Penstock's format or OpenAI's (`batch_requests`); empty lines are skipped.
 
     Penstock's format has `prompt`, `prompt_token_ids` or `messages`; optionally `cache_salt`, `id`, sampling
     parameters, and with messages template options. defaults: of sampling parameters that a line does not have.
-    model: the running model, as on the command line. chat_defaults: of chats in OpenAI's format, None for `defaults`.
+    options: of a server that would answer OpenAI's format. chat_defaults: of its chats, None for `defaults`.
 
     Errors of a line are in its `Work.error`. Raises ConfigError if the file cannot be opened, or for OpenAI's format
     without the packages of the server.
@@ -70,7 +78,7 @@ def read_jsonl(
         check_server_packages("A file of requests in OpenAI's batch format")
         from penstock.cli.batch_requests import read_batch_lines
 
-        works = read_batch_lines(lines, names, defaults, chat_defaults or defaults, model)
+        works = read_batch_lines(lines, names, defaults, chat_defaults or defaults, options)
     return [works.get(where) or _read_line(where, fields, defaults) for where, fields in lines]
 
 

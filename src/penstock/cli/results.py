@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.cli.output import standard_output, write
 from penstock.cli.output_file import PartialFile, output_file, partial_files
+from penstock.contract import SamplingParams
 from penstock.engine.output.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from penstock.errors import InvalidRequest
 from penstock.text.tokenizer import Tokenizer
@@ -22,6 +23,10 @@ from penstock.text.tokenizer import Tokenizer
 
 class ResultFormat(Protocol):
     """Format of one request's results."""
+
+    def task(self, prompt: Any, params: SamplingParams, tokenizer: Tokenizer) -> tuple[Any, SamplingParams]:
+        """Prompt and parameters for the engine, which make results of this format. Raises InvalidRequest."""
+        ...
 
     def lines(
         self, index: int, output: RequestOutput, *, request_hash: str | None, tokenizer: Tokenizer | None
@@ -72,6 +77,9 @@ class OwnFormat:
     """Penstock's format: a line per output. id: of the input line, if any."""
 
     id: Any = None
+
+    def task(self, prompt: Any, params: SamplingParams, tokenizer: Tokenizer) -> tuple[Any, SamplingParams]:
+        return prompt, params
 
     def lines(
         self, index: int, output: RequestOutput, *, request_hash: str | None, tokenizer: Tokenizer | None

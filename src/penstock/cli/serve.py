@@ -11,11 +11,9 @@ from penstock.cli.failures import check_server_packages
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.queue import QueueLimits
 from penstock.config.recording import RecordingConfig
-from penstock.server.options import ServerOptions
+from penstock.server.options import REASONING_OPTIONS, ServerOptions
 from penstock.server.processes.network import NetworkOptions
 from penstock.system import env
-
-_REASONING = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
 
 
 @options.engine_command(without=(), lists=(RecordingConfig, ExpertStatsConfig))
@@ -34,7 +32,7 @@ def serve(
     """
     keys = (*server.pop("api_keys", ()), *env.api_keys())
     # The engine's constraints begin after the reasoning, and the server's parser splits it off.
-    engine.update({name: server[name] for name in _REASONING if name in server})
+    engine.update({name: server[name] for name in REASONING_OPTIONS if name in server})
     server_options = ServerOptions(**{"served_model_name": (model,), **server}, api_keys=keys)
     check_server_packages("penstock serve")
     if server_options.otlp_traces_endpoint is not None:

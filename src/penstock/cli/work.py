@@ -53,13 +53,14 @@ class Work(NamedTuple):
         """Let the engine check the request. Raises InvalidRequest. number: index of the request. parts: its parts."""
         if self.error is not None:
             raise self.error
+        prompt, params = self.prompt, self.sampling_params
         with located(self.where):
-            prompt = self.prompt
             if isinstance(prompt, Messages):
                 rendered = render_prompt(session.tokenizer, prompt.messages, **prompt.options)
                 prompt = {**rendered, "cache_salt": prompt.cache_salt}
+            prompt, params = self.format.task(prompt, params, session.tokenizer)
         prompt = with_parts(prompt, parts)
-        return session.accept(prompt, self.sampling_params, self.where, priority=self.priority, number=number)
+        return session.accept(prompt, params, self.where, priority=self.priority, number=number)
 
 
 def accept_all(

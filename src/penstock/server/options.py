@@ -14,6 +14,9 @@ from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 if TYPE_CHECKING:
     from penstock.features.lora.request import LoRARequest
 
+# Options that an engine has too: its constraints begin after the reasoning, which answers have apart.
+REASONING_OPTIONS = ("reasoning_parser", "reasoning_start_str", "reasoning_end_str")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:

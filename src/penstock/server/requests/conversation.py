@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.engine.inputs.prompts import PromptDict
+from penstock.server.chat_model import ChatModel
 from penstock.server.protocol.chat import ChatCompletionRequest, ChatMessage, TemplateFields
 from penstock.server.requests.formats import template_messages
-from penstock.server.served_model import ServedModel
 
 
-async def render_request(model: ServedModel, request: ChatCompletionRequest) -> PromptDict:
-    """Prompt of a chat request. Raises InvalidRequest."""
+def render_request(model: ChatModel, request: ChatCompletionRequest) -> PromptDict:
+    """Prompt of a chat request. It takes some milliseconds. Raises InvalidRequest."""
     tools = None if request.tool_choice == "none" else request.tools
     variables = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    prompt = await render(model, request.messages, request, tools, variables)
+    prompt = render(model, request.messages, request, tools, variables)
     if request.add_special_tokens:
         prompt["prompt"] = str(prompt["prompt"])
     if request.cache_salt is not None:
@@ -22,8 +22,8 @@ async def render_request(model: ServedModel, request: ChatCompletionRequest) -> 
     return prompt
 
 
-async def render(
-    model: ServedModel,
+def render(
+    model: ChatModel,
     messages: list[ChatMessage],
     fields: TemplateFields,
     tools: list[dict[str, Any]] | None,
@@ -32,8 +32,8 @@ async def render(
     """Prompt of a conversation. variables: of the template, which `chat_template_kwargs` may override."""
     if fields.documents is not None:
         variables = variables | {"documents": fields.documents}
-    return await model.render(
-        lambda: template_messages([message.model_dump(exclude_none=True) for message in messages]),
+    return model.render(
+        template_messages([message.model_dump(exclude_none=True) for message in messages]),
         chat_template=fields.chat_template,
         add_generation_prompt=fields.begins_message,
         continue_final_message=fields.continue_final_message,

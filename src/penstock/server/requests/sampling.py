@@ -40,12 +40,19 @@ def sampling_params(request: SamplingFields, defaults: SamplingParams, **changes
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.vllm_xargs is not None:
         given["extra_args"] = request.vllm_xargs
-    given["structured_outputs"] = structured_outputs(request)
+    given["structured_outputs"] = structured_outputs(request, defaults.structured_outputs)
     return msgspec.structs.replace(defaults, **(given | changes))
 
 
-def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | None:
-    """Constraint of a request's fields `response_format` or `structured_outputs`. Raises InvalidParameter."""
+def structured_outputs(
+    request: SamplingFields, default: StructuredOutputsParams | None = None
+) -> StructuredOutputsParams | None:
+    """Constraint of a request's fields `response_format` or `structured_outputs`, or the default without either.
+
+    Raises InvalidParameter.
+    """
+    if request.response_format is None and request.structured_outputs is None:
+        return default
     match request.response_format:
         case JsonObjectFormat():
             return StructuredOutputsParams(json_object=True)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from penstock.contract import SamplingParams
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.server.chat_model import ChatModel
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import refusals
@@ -29,7 +30,6 @@ from penstock.server.requests.hidden_states import beside_the_loop
 from penstock.server.requests.logprobs import prompt_logprobs
 from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
-from penstock.server.served_model import AnsweringModel
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -59,7 +59,7 @@ class ChatChoices:
 
     def __init__(
         self,
-        model: AnsweringModel,
+        model: ChatModel,
         request: ChatCompletionRequest,
         form: AnswerFormat,
         params: SamplingParams,

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from penstock.contract import Part, RequestOutputKind
 from penstock.engine.output.outputs import RequestOutput
+from penstock.server.chat_model import ChatModel
 from penstock.server.http.connection import EventStream, StreamForm, while_connected
 from penstock.server.http.context import request_id_of
 from penstock.server.http.errors import ApiError, json_response
@@ -22,7 +23,7 @@ from penstock.server.protocol.pooling import PoolingFields
 from penstock.server.requests.generation import Generation, PoolingSubmission, Submission
 from penstock.server.requests.logprobs import LogprobsFormat
 from penstock.server.requests.output_log import OutputLog
-from penstock.server.served_model import AnsweringModel, ServedModel
+from penstock.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 # Prompts of one request that are submitted together, so that a large one does not fill the queue by itself.
@@ -40,7 +41,7 @@ def response_id(prefix: str, request: SamplingFields | PoolingFields) -> str:
     return f"{prefix}-{request.request_id or uuid.uuid4().hex}"
 
 
-def response_base(id: str, kind: str, model: AnsweringModel) -> dict[str, Any]:
+def response_base(id: str, kind: str, model: ChatModel) -> dict[str, Any]:
     """First fields of a response or of its chunks. kind: its `object`."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model.name}
 
@@ -66,7 +67,7 @@ def list_page(items: list[dict[str, Any]], limit: int, after: str | None, of: st
     return json_response(body)
 
 
-def logprobs_format(model: AnsweringModel, request: SamplingFields, most: int | None) -> LogprobsFormat | None:
+def logprobs_format(model: ChatModel, request: SamplingFields, most: int | None) -> LogprobsFormat | None:
     """Format of a request's log-probabilities. most: top ones per token; None if they are not requested."""
     if most is None:
         return None

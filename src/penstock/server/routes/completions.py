@@ -13,6 +13,7 @@ from penstock.contract import SamplingParams
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.inputs.prompts import Prompt, PromptDict, RenderedText, with_parts
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.server.chat_model import ChatModel
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import refusals
@@ -24,7 +25,6 @@ from penstock.server.requests.logprobs import CompletionLogprobs, Row, prompt_lo
 from penstock.server.requests.samples import Usage, end_fields
 from penstock.server.requests.sampling import client_names, sampling_params
 from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
-from penstock.server.served_model import AnsweringModel
 from penstock.text.detokenizer import SpecialTokens
 
 router = APIRouter(route_class=BodyRoute)
@@ -93,7 +93,7 @@ def prompt_of(given: str | list[int], request: CompletionRequest) -> Prompt:
 class CompletionChoices:
     """Choices of one request, as a whole or in chunks. A prompt's choices have the indices from prompt * n on."""
 
-    def __init__(self, model: AnsweringModel, request: CompletionRequest, params: SamplingParams, id: str) -> None:
+    def __init__(self, model: ChatModel, request: CompletionRequest, params: SamplingParams, id: str) -> None:
         self._model = model
         self._request = request
         self._n = params.n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 from fastapi import APIRouter, Request
@@ -49,6 +50,6 @@ async def count_tokens(request: CountTokensRequest, http: Request) -> Response:
     model = await served_model(http).named(request.model)
     chat, names = chat_request(request, has_reasoning=model.options.reasoning_parser is not None)
     with refusals(type(request).model_fields, names):
-        prompt = await render_request(model, chat)
+        prompt = await asyncio.to_thread(render_request, model, chat)
         token_ids = await model.engine.tokenize(str(prompt["prompt"]), add_special_tokens=False)
     return json_response({"input_tokens": len(token_ids)})

@@ -32,7 +32,7 @@ async def tokenize(request: TokenizeRequest, http: Request) -> Response:
     with refusals(request.model_fields_set):
         text, adds_special = request.prompt, True
         if request.messages is not None:
-            prompt = await render(model, request.messages, request, request.tools, {})
+            prompt = await asyncio.to_thread(render, model, request.messages, request, request.tools, {})
             text, adds_special = str(prompt["prompt"]), False
         if request.add_special_tokens is not None:
             adds_special = request.add_special_tokens
