@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
 
-from support.servers import Served
+from support.servers import Served, events_of
 
 # Two of four items are the same.
 SCHEMA = {
@@ -22,6 +23,16 @@ MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 ERROR = "has non-unique elements"
 
 
+def at(event: Any, place: list[Any]) -> Any:
+    """Part of an event, also as text; nothing of one that has none there."""
+    if isinstance(event, str):
+        event = {} if event == "[DONE]" else json.loads(event)
+    for key in place:
+        is_there = (isinstance(event, dict) and key in event) or (isinstance(event, list) and len(event) > key)
+        event = event[key] if is_there else {}
+    return event
+
+
 def test_a_chat_completion_and_its_stream_say_it(client: OpenAI) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "unenforced": "check"}}
     fields: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "response_format": format, "temperature": 0}
@@ -33,23 +44,42 @@ def test_a_chat_completion_and_its_stream_say_it(client: OpenAI) -> None:
     assert [chunk.model_extra["schema_errors"] for chunk in chunks if "schema_errors" in chunk.model_extra] == [[error]]
 
 
-def test_a_completion_says_it(client: OpenAI) -> None:
-    response = client.completions.create(
-        model="demo", prompt="x", max_tokens=40, extra_body={"structured_outputs": TIGHT}
-    )
-    assert ERROR in response.choices[0].model_extra["schema_errors"][0]
-
-
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "place"),
     [
-        ("/v1/responses", {"input": "Hello", "max_output_tokens": 40}),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 40}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 40}, ["choices", 0]),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 40}, ["response"]),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 40}, ["delta"]),
     ],
 )
-def test_other_apis_say_it_of_the_whole_answer(server: Served, path: str, body: dict[str, Any]) -> None:
-    answer = server.post(path, {"model": "demo", "structured_outputs": TIGHT, **body}).json
-    assert ERROR in answer["schema_errors"][0]
+def test_other_apis_say_it_in_whole_answers_and_in_the_end_of_streams(
+    server: Served, path: str, body: dict[str, Any], place: list[Any]
+) -> None:
+    asked = {"model": "demo", "structured_outputs": TIGHT, "temperature": 0, **body}
+    whole = server.post(path, asked).json
+    (error,) = (whole["choices"][0] if "choices" in whole else whole)["schema_errors"]
+    assert ERROR in error
+    events = events_of(server.post(path, {**asked, "stream": True}).body)
+    said = [part["schema_errors"] for event in events if "schema_errors" in (part := at(event, place))]
+    assert said == [[error]]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_rendered_requests_say_it(server: Served, stream: bool) -> None:
+    asked = {"model": "demo", "prompt": "x", "max_tokens": 40, "structured_outputs": TIGHT, "stream": stream}
+    (rendered,) = server.post("/v1/completions/render", asked).json
+    reply = server.post("/inference/v1/generate", rendered)
+    last = events_of(reply.body)[-2] if stream else reply.json
+    assert ERROR in at(last, ["choices", 0])["schema_errors"][0]
+
+
+def test_it_is_refused_where_the_model_may_call_tools_instead(server: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "unenforced": "check"}}
+    asked = {"model": "demo", "messages": MESSAGES, "response_format": format, "tools": tools, "max_tokens": 1}
+    error = server.post("/v1/chat/completions", asked).error
+    assert error["message"].startswith('response_format.json_schema.unenforced="check" cannot be combined with')
+    assert server.post("/v1/chat/completions", {**asked, "tool_choice": "none"}).status == 200
 
 
 def test_it_is_refused_unless_it_is_asked_for(client: OpenAI) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.config.reasoning import REASONING_PARSERS
 from penstock.contract import StructuredOutputsParams
+from penstock.engine.async_engine import AsyncEngine
+from penstock.engine.output.outputs import RequestOutput
 from penstock.errors import InvalidParameter
 from penstock.structured.final_check import FinalCheck, schema_errors
 from support.constraints import allows, demo_tokenizer, schema_matcher
@@ -89,6 +93,35 @@ def test_reasoning_is_not_checked() -> None:
     token_ids = tokenizer.encode('Well, [1] or {</think>\n["a"]', add_special_tokens=False)
     assert FinalCheck(tokenizer, REASONING_PARSERS["qwen3"]).errors(params, token_ids) == []
     assert FinalCheck(tokenizer).errors(params, token_ids) == ["/: this is no complete JSON"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_check_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    checks, may_end = threading.Semaphore(0), threading.Event()
+
+    def errors(*_: Any) -> list[str]:
+        checks.release()
+        assert may_end.wait(30)
+        return ["/: no"]
+
+    monkeypatch.setattr(FinalCheck, "errors", errors)
+    constraint = StructuredOutputsParams(json={"const": 1}, unenforced="check")
+
+    async def generate() -> list[str] | None:
+        async with AsyncEngine("demo", enable_multiprocessing=False, kv_cache_memory_bytes=32 << 20) as engine:
+
+            async def last(params: SamplingParams) -> RequestOutput:
+                return [output async for output in engine.generate("Who?", params)][-1]
+
+            checked = asyncio.create_task(last(SamplingParams(structured_outputs=constraint, n=n)))
+            assert await asyncio.to_thread(checks.acquire, timeout=30)
+            other = await last(SamplingParams(max_tokens=2))
+            assert other.outputs[0].schema_errors is None
+            assert not checked.done()
+            may_end.set()
+            return (await checked).outputs[n - 1].schema_errors
+
+    assert asyncio.run(generate()) == ["/: no"]
 
 
 def test_the_result_says_what_does_not_hold() -> None:

@@ -44,6 +44,14 @@ class FanOut:
     def error(self) -> str | None:
         return next((sample.error for sample in self.samples if sample.error is not None), None)
 
+    @property
+    def awaits_check(self) -> bool:
+        return any(sample.awaits_check for sample in self.samples)
+
+    def check(self) -> None:
+        for sample in self.samples:
+            sample.check()
+
     def output(self) -> RequestOutput:
         """Snapshot of all samples so far."""
         return self._merged([sample.output() for sample in self.samples])

@@ -122,9 +122,14 @@ class OutputStream:
             self.wake.clear()
             with self._lock:
                 self._has_news = False
-                if self._has_output or self._error is not None:
+                if not self._has_output and self._error is None:
+                    continue
+                progress = self.progress
+                if progress is None or not progress.awaits_check:
                     self._has_output = False
                     return self._take()
+            await asyncio.to_thread(progress.check)
+            self.wake.set()
 
     async def admission(self) -> None:
         """Wait until the core has admitted the request. Raises the error of a refusal, or of the engine."""

@@ -48,6 +48,13 @@ class Progress(Protocol):
     @property
     def error(self) -> str | None: ...
 
+    @property
+    def awaits_check(self) -> bool:
+        """Whether an output would wait for the check of a whole one by its schema, which takes up to a second."""
+
+    def check(self) -> None:
+        """Check the whole outputs that are there, without a lock: they do not change any more."""
+
     def output(self) -> RequestOutput:
         """Snapshot of everything so far."""
 
@@ -96,7 +103,8 @@ class RequestProgress:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.schema_errors: list[str] | None = None
+        self.awaits_check = False
+        self._schema_errors: list[str] | None = None
         self._final_check = final_check
         self.error: str | None = None
         self.num_cached_tokens = 0
@@ -162,6 +170,7 @@ class RequestProgress:
 
     def _completion(self, text: str, first_token: int) -> CompletionOutput:
         has_logprobs = self.num_logprobs is not None
+        self.check()
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -171,8 +180,14 @@ class RequestProgress:
             finish_reason=None if self.finish_reason is None else self.finish_reason.shown,
             stop_reason=self.stop_reason,
             parts=self._take_results(),
-            schema_errors=self.schema_errors,
+            schema_errors=self._schema_errors,
         )
+
+    def check(self) -> None:
+        constraint = self.request.sampling_params.structured_outputs
+        if self.awaits_check and self._final_check is not None and constraint is not None:
+            self._schema_errors = self._final_check.errors(constraint, self.token_ids)
+        self.awaits_check = False
 
     def _take_results(self) -> dict[str, Any]:
         """Results of features by name, once the request has ended."""
@@ -304,9 +319,7 @@ class RequestProgress:
             piece = self._scan_last(piece, self._scanner)
         if piece:
             self._pieces.append(piece)
-        constraint = self.request.sampling_params.structured_outputs
-        if self._final_check is not None and constraint is not None and output.error is None:
-            self.schema_errors = self._final_check.errors(constraint, self.token_ids)
+        self.awaits_check = self._final_check is not None and output.error is None
 
     def fail(self, error: Exception, now: float) -> None:
         """End a request whose output processing raised an error; it keeps its output so far."""

@@ -53,6 +53,11 @@ def _tag(format: dict[str, Any], content: StructuredOutputsParams | None = None)
 
 
 def _content_format(content: StructuredOutputsParams) -> dict[str, Any]:
+    if content.unenforced == "check":
+        raise InvalidParameter(
+            'structured_outputs.unenforced="check" cannot be combined with tool_choice "auto". Allowed: "refuse", or '
+            'tool_choice "none".'
+        )
     if content.json is not None:
         return {"type": "json_schema", "json_schema": json.loads(content.json)}
     if content.json_object:

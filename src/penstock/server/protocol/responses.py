@@ -87,6 +87,7 @@ class CompletionChoice(BaseModel):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     hidden_states: HiddenStatesBody | None = None
+    schema_errors: list[str] | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -141,6 +142,7 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     hidden_states: HiddenStatesBody | None = None
+    schema_errors: list[str] | None = None
 
 
 class ChatCompletionResponse(BaseModel):
