@@ -118,6 +118,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     class Recorder:
         def __init__(self, config: EngineConfig, options: ServerOptions, *others: Any, **times: Any) -> None:
+            given["engine_reasoning_parser"] = config.structured.reasoning_parser
             given.update({"model": config.model.model, **config.options(), **vars(options)})
 
         def run(self) -> None:
@@ -152,6 +153,14 @@ def test_a_command_line_of_a_server_is_taken(line: str, server: dict[str, Any], 
     assert server["runs"]
     asked = placed(SERVE[line], files)
     assert {name: json.loads(json.dumps(server[name])) for name in asked} == asked
+
+
+def test_gpt_oss_has_the_parser_of_its_reasoning_unless_it_is_named(server: dict[str, Any]) -> None:
+    line = ["serve", "demo", "--hf-overrides", '{"model_type": "gpt_oss"}']
+    for more, parser in (([], "openai_gptoss"), (["--reasoning-parser", "qwen3"], "qwen3")):
+        result = CliRunner().invoke(app, [*line, *more])
+        assert result.exit_code == 0, result.output
+        assert server["reasoning_parser"] == server["engine_reasoning_parser"] == parser
 
 
 @pytest.mark.parametrize("line", REFUSED)

@@ -130,13 +130,13 @@ CALL_ENDS = "<end>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistan
     ],
 )
 def test_the_parser_is_that_which_reads_what_the_template_writes(name: str | None, reasoning: str) -> None:
-    format = tool_call_format(name, demo_tokenizer())
-    written = format.written([("look_up", '{"word": "fox"}')])
+    call = ("look_up", '{"word": "fox"}')
+    written = tool_call_format(name, demo_tokenizer()).written([call])
     begin = CALL_BEGINS + reasoning
     end = CALL_ENDS.replace("<assistant>", "<assistant><think>") if reasoning else CALL_ENDS
     shown = template_tools(demo_tokenizer(), f"{begin}{{% raw %}}{written}{{% endraw %}}{end}")
     assert (shown.are_told, shown.has_known_calls) == (False, True)
-    assert tool_call_format(shown.parser, demo_tokenizer()) == format
+    assert tool_call_format(shown.parser, demo_tokenizer()).written([call]) == written
 
 
 @pytest.mark.parametrize(

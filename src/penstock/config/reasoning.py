@@ -46,6 +46,9 @@ REASONING_PARSERS = {
     ),
 }
 
+# Parsers of models, by their type, whose every answer is in that form.
+PARSERS_OF_MODELS = {"gpt_oss": HARMONY}
+
 
 def reasoning_markers(parser: str | None, start: str, end: str) -> ReasoningMarkers:
     """Markers of a parser. start, end: markers of a model without one of these parsers."""

@@ -55,6 +55,9 @@ class ChatModel:
     ) -> PromptDict:
         """Prompt of a conversation. It takes some milliseconds. Raises InvalidRequest as `render_prompt`."""
         template = self._trusted(chat_template)
+        parser = self.options.tool_call_parser
+        if parser is None and tools:
+            parser = self.template_tools(chat_template).parser
         if not self._knows_developer and chat_template is None:
             messages = [_as_system(message) for message in messages]
         return render_prompt(
@@ -64,7 +67,7 @@ class ChatModel:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            write_calls=tool_call_format(self.options.tool_call_parser, self.tokenizer).written,
+            write_calls=tool_call_format(parser, self.tokenizer).written,
             chat_template_kwargs={**self.options.default_chat_template_kwargs, **variables},
             chat_template_content_format=self.options.chat_template_content_format,
         )
@@ -73,7 +76,7 @@ class ChatModel:
         """Knowledge of tools that the template of a request has. It takes some milliseconds. Raises as `render`."""
         if chat_template is None:
             return self._own_template_tools
-        return template_tools(self.tokenizer, self._trusted(chat_template))
+        return self._tools_of(self._trusted(chat_template))
 
     def takes_tools(self) -> bool:
         """Whether the model itself may decide on calls of tools. It takes some milliseconds."""
@@ -87,7 +90,10 @@ class ChatModel:
 
     @cached_property
     def _own_template_tools(self) -> TemplateTools:
-        return template_tools(self.tokenizer, self._template)
+        return self._tools_of(self._template)
+
+    def _tools_of(self, template: str | None) -> TemplateTools:
+        return template_tools(self.tokenizer, template, self.options.reasoning_parser)
 
     def _trusted(self, chat_template: str | None) -> str | None:
         """Template of a request, which may bring one if the server allows that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -125,6 +126,19 @@ def render_chat(
     described = None if tools is None else [_described(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
     def render(plain: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return render_once(plain)
+        except ChatTemplateError as error:
+            # Some templates write arguments as they come, and so need JSON text.
+            texts = [_with_arguments_as_text(message) for message in plain]
+            if texts == plain:
+                raise
+            try:
+                return render_once(texts)
+            except ChatTemplateError:
+                raise error from None
+
+    def render_once(plain: Sequence[Mapping[str, Any]]) -> str:
         chat = [_with_reasoning(in_content_format(message, template.source, content_format)) for message in plain]
         if _TAKES_ONE_TEXT in template.source:
             chat = [_with_one_text(message) for message in chat]
@@ -223,6 +237,18 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     if not (message.get("tool_calls") and isinstance(content, str) and content and isinstance(reasoning, str)):
         return message
     return {**message, "content": "", "thinking": f"{reasoning}\n\n{content}" if reasoning else content}
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have arguments as JSON text, if it calls functions in OpenAI's form."""
+    calls = message.get("tool_calls") or []
+    if not all(isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) for call in calls):
+        return message
+    texts = [json.dumps(call["function"].get("arguments", {}), ensure_ascii=False) for call in calls]
+    with_texts = [
+        {**call, "function": {**call["function"], "arguments": text}} for call, text in zip(calls, texts, strict=True)
+    ]
+    return {**message, "tool_calls": with_texts} if calls else message
 
 
 def _mark_end(chat: list[dict[str, Any]], template: ChatTemplate) -> str:

@@ -6,11 +6,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.reasoning import HARMONY as REASONING_IN_HARMONY
 from penstock.errors import ChatTemplateError
-from penstock.server.answers.harmony import HARMONY
+from penstock.server.answers.harmony import HARMONY, HarmonyParser
 from penstock.server.answers.tool_format import CallableTool, ToolCallFormat
 from penstock.server.answers.tool_parsers import tool_call_format, tool_parser_names
+from penstock.server.requests.answer import AnswerParser, PlainAnswer
 from penstock.server.requests.samples import Answer
+from penstock.structured.harmony_messages import ROLE, START
 from penstock.text.tokenizer import Tokenizer
 
 _NAME, _ARGUMENTS = "look_up", {"word": "fox"}
@@ -34,19 +37,27 @@ class TemplateTools:
     parser: str | None = None
 
 
-def template_tools(tokenizer: Tokenizer, chat_template: str | None) -> TemplateTools:
-    """Knowledge of the model's chat template, or of another one. Raises InvalidRequest without a template."""
-    if not tokenizer.knows_tools(chat_template):
-        return TemplateTools(are_told=True, has_known_calls=True)
+def template_tools(
+    tokenizer: Tokenizer, chat_template: str | None, reasoning_parser: str | None = None
+) -> TemplateTools:
+    """Knowledge of the model's chat template, or of another one. Raises InvalidRequest without a template.
+
+    reasoning_parser: of the server. Calls in harmony messages are known where it reads those.
+    """
+    are_told = not tokenizer.knows_tools(chat_template)
     text = _written_call(tokenizer, chat_template)
-    # Harmony has reasoning too, which needs options of its own.
-    names = [None, *(name for name in tool_parser_names() if tool_call_format(name, tokenizer) is not HARMONY)]
-    formats = [(name, tool_call_format(name, tokenizer)) for name in names]
-    read = [(name, format) for name, format in formats if _reads(format, text)]
-    written = [one for one in read if one[1].written([(_NAME, json.dumps(_ARGUMENTS))]) in text]
-    for name, _ in written or read:
-        return TemplateTools(are_told=False, has_known_calls=True, parser=name)
-    return TemplateTools(are_told=False, has_known_calls=False)
+    formats = [(name, tool_call_format(name, tokenizer)) for name in (None, *tool_parser_names())]
+    read = [
+        (name, format)
+        for name, format in formats
+        if (format is not HARMONY or reasoning_parser == REASONING_IN_HARMONY) and _reads(format, text)
+    ]
+    # Of parsers that write it so, too, that of the longest text.
+    written = {name: format.written([(_NAME, json.dumps(_ARGUMENTS))]) for name, format in read}
+    read.sort(key=lambda one: len(written[one[0]]) if written[one[0]] in text else 0, reverse=True)
+    if read:
+        return TemplateTools(are_told, has_known_calls=True, parser=read[0][0])
+    return TemplateTools(are_told, has_known_calls=are_told)
 
 
 def _written_call(tokenizer: Tokenizer, chat_template: str | None) -> str:
@@ -70,7 +81,12 @@ def _written_call(tokenizer: Tokenizer, chat_template: str | None) -> str:
 
 def _reads(format: ToolCallFormat, text: str) -> bool:
     """Whether a parser finds the call."""
-    parser = format.parser([CallableTool(_NAME, _SCHEMA)], parallel=True)
+    if format is HARMONY:
+        parser: AnswerParser = HarmonyParser(
+            PlainAnswer().parser([]), takes_calls=True, parallel=True, opened=f"{START}{ROLE}"
+        )
+    else:
+        parser = format.parser([CallableTool(_NAME, _SCHEMA)], parallel=True)
     calls = Answer.of([*parser.push(text), *parser.finish()]).tool_calls
     try:
         return [(call.name, json.loads(call.arguments)) for call in calls] == [(_NAME, _ARGUMENTS)]

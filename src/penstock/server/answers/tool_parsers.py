@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ConfigError, InvalidParameter
@@ -23,6 +24,8 @@ HERMES = ToolFormat(
 LLAMA3_JSON = ToolFormat(
     head='{"name": "{name}", "parameters": ', tail="}", separator="; ", openers=("<|python_tag|>",), starts="{"
 )
+# Llama 4 writes text between its markers, or calls, or calls behind them.
+LLAMA4_JSON = replace(LLAMA3_JSON, openers=("<|python_tag|>", "<|python_start|>"), skipped=("<|python_end|>",))
 # Lists of calls, before version 11 of Mistral's tokenizers.
 MISTRAL_LIST = ToolFormat(
     begin="[TOOL_CALLS] [",
@@ -74,6 +77,10 @@ JSON_LIST = ToolFormat(
     begin="[", head='{"name": "{name}", "parameters": ', tail="}", separator=", ", end="]", starts="[{"
 )
 
+XLAM = replace(JSON_LIST, head=_HEAD)
+GRANITE = replace(XLAM, begin="<|tool_call|>[", starts="", openers=("<|tool_call|>", "<tool_call>"))
+PHI4_MINI = replace(GRANITE, end="]<|/tool_call|>", openers=("<|tool_call|>", "functools"), closers=("<|/tool_call|>",))
+
 ToolParserFactory = Callable[[Tokenizer], ToolCallFormat]
 
 
@@ -104,7 +111,7 @@ def _pythonic(_tokenizer: Tokenizer) -> ToolCallFormat:
 _FACTORIES: dict[str, ToolParserFactory] = {
     "hermes": _always(HERMES),
     "llama3_json": _always(LLAMA3_JSON),
-    "llama4_json": _always(LLAMA3_JSON),
+    "llama4_json": _always(LLAMA4_JSON),
     "mistral": _mistral,
     "pythonic": _pythonic,
     "llama4_pythonic": _pythonic,
@@ -112,6 +119,9 @@ _FACTORIES: dict[str, ToolParserFactory] = {
     "qwen3_xml": _xml,
     "deepseek_v3": _always(DEEPSEEK_V3),
     "deepseek_v31": _always(DEEPSEEK_V31),
+    "granite": _always(GRANITE),
+    "phi4_mini_json": _always(PHI4_MINI),
+    "xlam": _always(XLAM),
     "openai": _always(HARMONY),
 }
 
