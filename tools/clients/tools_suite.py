@@ -3,8 +3,9 @@
     python -m tools.clients.tools_suite
 
 Structured answers of the first two are tool calls. The server has no option for tools. Each client runs with the demo
-model's template and with one that shows no tools, and those that embed run with a server of embeddings. The exit status
-is 1 after a client that fails, or an answer that does not follow its schema.
+model's template and with one that shows no tools, those that call tools run with smollm2 too, which is fetched, and those
+that embed with a server of embeddings. The exit status is 1 after a client that fails, or an answer that does not follow
+its schema.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ _PACKAGES = {
     "litellm": ("litellm==1.110.2",),
     "ollama": ("ollama==0.6.3",),
 }
-_ENGINE = ("--threads", "1", "--kv-cache-memory-bytes", "32MiB")
+_ENGINE = ("--threads", "1", "--kv-cache-memory-bytes", "64MiB")
 # As templates of many small models: neither tools nor messages of the role "tool".
 _WITHOUT_TOOLS = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no ' + m.role) }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_TEMPLATES = {"the demo model's template": (), "a template without tools": ("--chat-template", _WITHOUT_TOOLS)}
+_SERVERS = {
+    "the demo model's template": ("demo",),
+    "a template without tools": ("demo", "--chat-template", _WITHOUT_TOOLS),
+}
+_SMOLLM2 = ("smollm2", "--yes", "--served-model-name", "demo")
 _SCHEMAS = """
 import sys
 from typing import Literal
@@ -213,18 +218,21 @@ assert client.show("demo").capabilities == ["embedding"]
 def main() -> int:
     pythons = {name: client_python(name, packages) for name, packages in _PACKAGES.items()}
     has_failed = False
-    for template, options in _TEMPLATES.items():
-        has_failed |= _run(pythons, _PROGRAMS, template, *options)
-    has_failed |= _run(pythons, _EMBEDDING_PROGRAMS, "embeddings", "--runner", "pooling", "--convert", "embed")
+    for what, command_line in _SERVERS.items():
+        has_failed |= _run(pythons, _PROGRAMS, what, *command_line)
+    calling = {name: _PROGRAMS[name] for name in ("instructor", "langchain")}
+    has_failed |= _run(pythons, calling, "smollm2", *_SMOLLM2)
+    embedding = ("demo", "--runner", "pooling", "--convert", "embed")
+    has_failed |= _run(pythons, _EMBEDDING_PROGRAMS, "embeddings", *embedding)
     return int(has_failed)
 
 
-def _run(pythons: dict[str, Path], programs: dict[str, str], what: str, *options: str) -> bool:
-    """Run the programs against a server with these options. Returns whether anything failed."""
+def _run(pythons: dict[str, Path], programs: dict[str, str], what: str, *command_line: str) -> bool:
+    """Run the programs against a server of this command line. Returns whether anything failed."""
     has_failed = False
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with ServerProcess(serve_command("demo", *_ENGINE, *options), log) as server:
+        with ServerProcess(serve_command(*command_line, *_ENGINE), log) as server:
             for name, program in programs.items():
                 command = [pythons[name], "-c", _SCHEMAS + program, f"{server.url}/v1"]
                 is_wrong = subprocess.run(command, cwd=folder, timeout=300).returncode != 0
