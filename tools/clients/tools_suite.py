@@ -3,9 +3,9 @@
     python -m tools.clients.tools_suite
 
 Structured answers of the first two are tool calls. The server has no option for tools. Each client runs with the demo
-model's template and with one that shows no tools, those that call tools run with smollm2 too, which is fetched, and those
-that embed with a server of embeddings. The exit status is 1 after a client that fails, or an answer that does not follow
-its schema.
+model's template and with one that shows no tools; the first two with smollm2 too, which is fetched; those that embed
+with a server of embeddings. The exit status is 1 after a client that fails, or an answer that does not follow its
+schema.
 """
 
 from __future__ import annotations

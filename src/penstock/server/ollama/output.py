@@ -136,7 +136,7 @@ class OllamaWriter:
             "prompt_eval_duration": int((metrics.prefill_time_s or 0) * _NS),
             "eval_count": usage.completion_tokens,
             "eval_duration": int((metrics.decode_time_s or 0) * _NS),
-            **self._samples.samples[0].schema_errors,
+            **self._samples.samples[0].end_fields,
         }
 
 

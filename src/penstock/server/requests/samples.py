@@ -59,13 +59,13 @@ class Usage:
 
 
 def end_fields(completion: CompletionOutput, request: GenerationFields) -> dict[str, Any]:
-    """Fields of an output that has ended.
+    """Fields of an output that has ended: of its schema, and hidden_states if the request asks for them."""
+    return schema_errors(completion) | hidden_states_field(completion, request)
 
-    hidden_states: if the request asks for them. schema_errors: what does not hold by the output's JSON schema, where
-    that is checked at the end.
-    """
-    checked = {} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}
-    return checked | hidden_states_field(completion, request)
+
+def schema_errors(completion: CompletionOutput) -> dict[str, Any]:
+    """Field with what does not hold by the output's JSON schema, where that is checked at its end; else none."""
+    return {} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}
 
 
 class AnswerSample:
