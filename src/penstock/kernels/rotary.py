@@ -58,6 +58,14 @@ def gather_rotation_reference(table_PR: Tensor, positions_T: Tensor, dtype: torc
     return GatheredRotation(cos=cos[:, None, None, :], sin=torch.stack((-sin, sin), dim=1)[:, None])
 
 
+def no_rotation(table_P0: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
+    """Rotation of no dimension, for fused kernels that look up rows of a table; None without one.
+
+    table_P0: an empty table, on the device.
+    """
+    return TableRotation(table_P0, positions_T) if _native_rotates(table_P0, dtype) else None
+
+
 def apply_rotary(heads_THD: Tensor, rotation: Rotation) -> None:
     """Rotate the first R dimensions of every head in place: (a, b) becomes (a cos - b sin, b cos + a sin).
 

@@ -51,7 +51,12 @@ class CrossAttention(nn.Module):
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
         """[T, D], of all tokens also where the context is narrowed to last ones."""
         context = context.of_all_tokens()
-        return self.o_proj(context.read_cache(self.layer, self.q_proj(hidden_TD, context)), context)  # type: ignore[no-any-return]
+        query_TX = self.q_proj(hidden_TD, context)
+        (mixed_TX,) = context.opaque(self._read, query_TX, widths=[self.layer.num_heads * self.layer.head_size])
+        return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
+
+    def _read(self, context: ForwardContext, query_TX: Tensor) -> list[Tensor]:
+        return [context.read_cache(self.layer, query_TX)]
 
     def keys_and_values(self, source_SD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Keys and values of an encoder's output, [S, K, D] each."""
