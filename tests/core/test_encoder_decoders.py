@@ -20,6 +20,7 @@ from support.encoder_decoders import (
     FAMILIES,
     START,
     Asked,
+    asked_of,
     assert_as_the_oracle,
     run,
     tiny_encoder_decoder,
@@ -66,7 +67,7 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(family: str, tmp
     oracle = tiny_encoder_decoder(family)
     save_checkpoint(oracle, tmp_path)
     core = make_core(tmp_path, **OPTIONS)
-    for asked, result in zip(ASKED, run(core, ASKED), strict=True):
+    for asked, result in zip(asked_of(family), run(core, asked_of(family)), strict=True):
         assert_as_the_oracle(oracle, asked, result)
     core.close()
 

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.contract import Parts
+from penstock.contract import ArrayBytes, Parts
 from penstock.engine.core.engine_core import EngineCore
 from penstock.features.encoder_decoder.messages import SourcePart
 from support.checkpoints import VOCAB_SIZE, save_checkpoint
@@ -45,6 +45,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MarianMTModel",
         {**_BART, "activation_function": "swish", "scale_embedding": True},
     ),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {
+            **{name: value for name, value in _BART.items() if name != "max_position_embeddings"},
+            "num_mel_bins": 20,
+            "max_source_positions": 30,
+            "max_target_positions": 64,
+            "begin_suppress_tokens": None,
+        },
+    ),
     "m2m_100": ("M2M100Config", "M2M100ForConditionalGeneration", _BART),
 }
 
@@ -63,6 +74,21 @@ class Asked:
         return {"input_ids": torch.tensor([self.source])}
 
 
+@dataclass(frozen=True)
+class AskedOfAudio:
+    """A request about a spectrogram, [bins, frames], with two frames for each position."""
+
+    features: Tensor
+    decoder: list[int] = field(default_factory=lambda: [START])
+
+    def part(self) -> SourcePart:
+        length = self.features.shape[1] // 2
+        return SourcePart(length=length, features=ArrayBytes.of(self.features.numpy()))
+
+    def oracle_inputs(self) -> dict[str, Tensor]:
+        return {"input_features": self.features.unsqueeze(0)}
+
+
 SOURCES = random_prompts((5, 17, 40, 1, 64, 33, 16, 24), VOCAB_SIZE, seed=1)
 DECODERS = [
     [START],
@@ -75,6 +101,15 @@ DECODERS = [
     [START],
 ]
 ASKED = [Asked(source, decoder) for source, decoder in zip(SOURCES, DECODERS, strict=True)]
+ASKED_OF_AUDIO = [
+    AskedOfAudio(torch.randn(20, 60, generator=torch.Generator().manual_seed(seed)), decoder)
+    for seed, decoder in enumerate(DECODERS[:4])
+]
+
+
+def asked_of(family: str) -> list[Any]:
+    """Requests for a family's model."""
+    return list(ASKED_OF_AUDIO if family == "whisper" else ASKED)
 
 
 def tiny_encoder_decoder(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -48,6 +48,7 @@ _MODELS = {
     "Qwen2MoeForCausalLM": "penstock.models.qwen_moe",
     "Qwen3ForCausalLM": "penstock.models.qwen",
     "Qwen3MoeForCausalLM": "penstock.models.qwen_moe",
+    "WhisperForConditionalGeneration": "penstock.models.whisper",
 }
 # Those with latent attention (MLA).
 LATENT_ATTENTION = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})

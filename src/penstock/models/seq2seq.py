@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext, LayerAttention, SourceLengths
 from penstock.kernels.embedding import embedding
+from penstock.kernels.rotary import Rotation, no_rotation
 from penstock.kernels.rows import sum_rows
 from penstock.kernels.sampling import ChosenTokens
 from penstock.layers.attention import Attention
@@ -24,14 +25,14 @@ from penstock.layers.embedding import LMHead, ScaledVocabEmbedding, VocabEmbeddi
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm, norm_of_stream
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
-from penstock.layers.weights import WeightSlot, weight_slots
+from penstock.layers.weights import Shard, WeightSlot, weight_slots
 from penstock.models.causal_lm import CausalLM
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelState
 
 # Step input: the row of the decoder's position table, int32 per token.
 POSITION_IDS = "decoder_position_ids"
-_ENCODER, _DECODER = "model.encoder.", "model.decoder."
+ENCODER, _DECODER = "model.encoder.", "model.decoder."
 _LAYER_WEIGHTS: WeightTable = {
     "layers.*.self_attn.q_proj": Into("layers.*.self_attn.qkv_proj", shard="q"),
     "layers.*.self_attn.k_proj": Into("layers.*.self_attn.qkv_proj", shard="k"),
@@ -112,6 +113,30 @@ class SinusoidalPositions(nn.Module):
         return embedding(rows_T, self.weight, self.weight.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _BeforeZeros(WeightSlot):
+    """Slot of a tensor that is followed by zeros."""
+
+    def fill(self, part: Tensor) -> None:
+        with torch.no_grad():
+            self.target[: len(part)].copy_(part)
+            self.target[len(part) :].zero_()
+
+
+class QKVWithoutKeyBias(QKVParallelLinear):
+    """Fused projections whose keys have no bias: it is zero."""
+
+    def fused_slots(self, shard: Shard) -> dict[str, WeightSlot]:
+        slots = super().fused_slots(shard)
+        if shard == "k":
+            del slots["bias"]
+        elif shard == "q":
+            assert self.bias is not None, "of queries and values"
+            bias = slots["bias"]
+            slots["bias"] = _BeforeZeros(bias.shape, self.bias[: self.rows_of("k").stop], bias.part)
+        return slots
+
+
 class SelfAttention(nn.Module):
     """Self attention without rotary embedding. is_causal: of the decoder, over its KV cache."""
 
@@ -121,7 +146,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         size = config.hidden_size
         head_size = size // num_heads
-        self.qkv_proj = QKVParallelLinear(
+        make = QKVParallelLinear if config.has_key_bias else QKVWithoutKeyBias
+        self.qkv_proj = make(
             size, num_heads=num_heads, num_kv_heads=num_heads, head_size=head_size, bias=True, parallel=parallel
         )
         self.attn = Attention(
@@ -136,8 +162,8 @@ class SelfAttention(nn.Module):
         )
         self.o_proj = RowParallelLinear(size, size, bias=True, parallel=parallel)
 
-    def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
-        mixed_TX = self.attn.from_projection(self.qkv_proj(hidden_TD, context), None, None, context)
+    def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
+        mixed_TX = self.attn.from_projection(self.qkv_proj(hidden_TD, context), None, rotation, context)
         return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
 
 
@@ -176,15 +202,18 @@ class Seq2SeqLayer(nn.Module):
         self.norms = nn.ModuleList(LayerNorm(size, config.norm_eps) for _ in range(2 if sources is None else 3))
 
     def forward(
-        self, hidden_TD: Tensor, residual_TD: Tensor | None, context: ForwardContext
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and what is to be added to it, which only a layer with norms before its parts leaves."""
+        """Return the output, and what is to be added to it, which only a layer with norms before its parts leaves.
+
+        rotation: of no dimension, where the decoder's attention is fused with one.
+        """
         of_all, norms = context.of_all_tokens(), list(self.norms)
         if self.is_pre_norm:
             hidden_TD, residual_TD = norm_of_stream(norms.pop(0), hidden_TD, residual_TD)  # type: ignore[arg-type]
         else:
             residual_TD = hidden_TD
-        mixed_TD = self.self_attn(hidden_TD, of_all)
+        mixed_TD = self.self_attn(hidden_TD, rotation, of_all)
         if self.encoder_attn is not None:
             hidden_TD, residual_TD = self._add(norms.pop(0), mixed_TD, residual_TD)
             mixed_TD = self.encoder_attn(hidden_TD, of_all)
@@ -220,7 +249,9 @@ class Stack(nn.Module):
         )
         self.layer_norm = LayerNorm(config.hidden_size, config.norm_eps) if config.has_final_norm else None
 
-    def forward(self, embedded_TD: Tensor, rows_T: Tensor, context: ForwardContext) -> Tensor:
+    def forward(
+        self, embedded_TD: Tensor, rows_T: Tensor, context: ForwardContext, rotation: Rotation | None = None
+    ) -> Tensor:
         """Hidden states of embedded tokens at these rows of the position table; of last tokens where it is narrowed."""
         of_all = context.of_all_tokens()
         hidden_TD = sum_rows(embedded_TD, self.embed_positions(rows_T, of_all))
@@ -228,7 +259,7 @@ class Stack(nn.Module):
             hidden_TD = self.layernorm_embedding(hidden_TD)
         residual_TD = None
         for layer, of_layer in zip(self.layers, context.by_layer(len(self.layers)), strict=True):
-            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, of_layer)
+            hidden_TD, residual_TD = layer(hidden_TD, residual_TD, rotation, of_layer)
         if residual_TD is not None and self.layer_norm is not None:
             return self.layer_norm.add_and_norm(hidden_TD, residual_TD)[0]
         return hidden_TD if self.layer_norm is None else self.layer_norm(hidden_TD)
@@ -245,8 +276,12 @@ class Seq2SeqModel(CausalLM):
     """Decoder with its LM head, and the encoder of texts beside it.
 
     sources: lengths of the requests' sources. cross_attentions: those of the decoder's layers.
+    embedding_name, head_name: of the shared embedding's weight, and of the LM head, in checkpoints.
     """
 
+    embedding_name: ClassVar[str] = "model.shared.weight"
+    head_name: ClassVar[str] = "lm_head"
+    unrotated: Tensor
     ignorable: ClassVar[tuple[str, ...]] = (
         # Other names of the shared embedding, and tables that are computed.
         r"model\.(encoder|decoder)\.embed_(tokens|positions)\.weights?",
@@ -264,6 +299,7 @@ class Seq2SeqModel(CausalLM):
         self.decoder = Stack(
             _DECODER, config, config.decoder, config.num_positions + num_more, parallel, sources=self.sources
         )
+        self.register_buffer("unrotated", torch.empty(1, 0, device="cpu"), persistent=False)
         self.lm_head = LMHead(
             config.vocab_size, size, bias=config.has_logits_bias, parallel=parallel, tied_to=self.shared
         )
@@ -283,7 +319,7 @@ class Seq2SeqModel(CausalLM):
     def _make_encoder(self, parallel: ParallelState) -> Stack:
         config = self.config
         num_rows = config.max_source_positions + config.first_position
-        return Stack(_ENCODER, config, config.encoder, num_rows, parallel)
+        return Stack(ENCODER, config, config.encoder, num_rows, parallel)
 
     def encode(self, token_ids_S: Tensor, context: ForwardContext) -> Tensor:
         """The encoder's output for one source, [S, D]. token_ids_S: int32."""
@@ -296,7 +332,9 @@ class Seq2SeqModel(CausalLM):
         rows_T = of_all.input(POSITION_IDS)
         if rows_T is None:
             rows_T = positions_T + self.first_position
-        return self.decoder(self.shared(input_ids_T, of_all), rows_T, context)  # type: ignore[no-any-return]
+        embedded_TD = self.shared(input_ids_T, of_all)
+        rotation = no_rotation(self.unrotated, positions_T, embedded_TD.dtype)
+        return self.decoder(embedded_TD, rows_T, context, rotation)  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         return self.lm_head(hidden_LD, context)  # type: ignore[no-any-return]
@@ -305,20 +343,20 @@ class Seq2SeqModel(CausalLM):
         return self.lm_head.compute_greedy(hidden_LD, context)
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        slots = {"model.shared.weight": weight_slots(self.shared, None)["weight"]}
+        slots = {self.embedding_name: weight_slots(self.shared, None)["weight"]}
         if self.lm_head.bias is not None:
-            slots["lm_head.bias"] = weight_slots(self.lm_head, None)["bias"]
+            slots[f"{self.head_name}.bias"] = weight_slots(self.lm_head, None)["bias"]
         for prefix, stack, table, sizes in self._stacks():
             found = expand_table(stack, table, sizes.num_layers)
             slots |= {prefix + name: slot for name, slot in found.items()}
         return slots
 
     def tied_weights(self) -> Mapping[str, str]:
-        return {"lm_head.weight": "model.shared.weight"}
+        return {f"{self.head_name}.weight": self.embedding_name}
 
     def _stacks(self) -> list[tuple[str, Stack, WeightTable, StackConfig]]:
         encoder, decoder = self.encoder, self.decoder
         return [
-            (_ENCODER, encoder, encoder.table(_ENCODER_WEIGHTS), self.config.encoder),
+            (ENCODER, encoder, encoder.table(_ENCODER_WEIGHTS), self.config.encoder),
             (_DECODER, decoder, decoder.table(_DECODER_WEIGHTS), self.config.decoder),
         ]
