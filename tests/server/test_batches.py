@@ -296,6 +296,21 @@ def test_a_request_is_sent_again_until_the_server_has_room(quick_store: BatchSto
     assert (batch["status"], num_sent) == ("completed", 4)
 
 
+def test_answers_count_as_bytes_of_the_folder(tmp_path: Path) -> None:
+    store = BatchStore(ServerOptions(served_model_name=("demo",), batch_dir=str(tmp_path), max_batch_dir_bytes=400))
+    store.add_answer("batch_" + "0" * 32, "output", {"custom_id": "a" * 380})
+    with pytest.raises(ApiError, match="files and answers would have") as caught:
+        store.add_file(b"x" * 20, "in.jsonl")
+    assert caught.value.status_code == 413
+
+
+def test_a_batch_whose_file_was_deleted_says_so(quick_store: BatchStore) -> None:
+    file = quick_store.add_file(b"{}", "in.jsonl")
+    quick_store.delete_file(file["id"])
+    requests, errors = quick_store.requests({"input_file_id": file["id"], "endpoint": CHAT})
+    assert (requests, errors[0]["message"]) == ([], f"The file {file['id']!r} was deleted.")
+
+
 @pytest.mark.parametrize("window", ["24", "0h", "1w", "", "99999d"])
 def test_a_window_has_hours_or_days(batch_client: OpenAI, window: Any) -> None:
     with pytest.raises(BadRequestError, match="Allowed: hours or days, such as '24h' or '7d'.") as caught:

@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class BatchStore:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self._folder = None if options.batch_dir is None else Path(options.batch_dir)
+        self._ended = set[str]()
         if self._folder is None:
             return
         try:
@@ -110,10 +111,12 @@ class BatchStore:
         return [self.batch(one["id"]) for one in _newest_first(self.folder / "batches")]
 
     def unfinished(self) -> list[str]:
-        """Ids of the batches that have not ended, the oldest first."""
+        """Ids of the batches that have not ended, the oldest first. Those that have are read once."""
         if self._folder is None:
             return []
-        return [one["id"] for one in reversed(_newest_first(self.folder / "batches")) if one["status"] in UNFINISHED]
+        found = _newest_first(self.folder / "batches", self._ended)
+        self._ended.update(one["id"] for one in found if one["status"] in FINAL)
+        return [one["id"] for one in reversed(found) if one["status"] in UNFINISHED]
 
     def save(self, batch: dict[str, Any]) -> None:
         """Write the description of a batch, of which readers see whole ones only. A new one waits for a front end."""
@@ -253,9 +256,12 @@ def _write(path: Path, data: bytes) -> None:
     Path(part).replace(path)
 
 
-def _newest_first(folder: Path) -> list[dict[str, Any]]:
+def _newest_first(folder: Path, without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Descriptions in a folder, but for those of these ids."""
     found: list[dict[str, Any]] = []
     for path in folder.glob("*.json"):
+        if path.stem in without:
+            continue
         # A file may be deleted meanwhile.
         with suppress(FileNotFoundError):
             found.append(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
