@@ -330,11 +330,12 @@ def test_a_coding_agents_request_is_served(server: Served, anthropic: Anthropic)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content[0].type"),
+    ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content[0].source.type"),
+    ({"messages": [user([{"type": "image", "source": {"type": "url", "url": "a"}}])]}, "is an image"),
     ({"messages": [user([{"type": "tool_result", "content": "x"}])]}, "messages[0].content[0].tool_use_id is missing"),
     (
         {"messages": [user([{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}])]},
-        "messages[0].content[0].content[0].type",
+        "messages[0].content[0].content[0].source",
     ),
     (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}]},

@@ -101,7 +101,10 @@ def test_a_request_without_a_text_says_that_the_model_is_loaded(
         ({"options": {"stop": 1}}, "options.stop=1 is not valid. Allowed: text, or a list of texts."),
         ({"format": "xml"}, "format='xml' is not valid."),
         ({"format": {"type": "nothing"}}, "format"),
-        ({"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages[0].images are not available"),
+        (
+            {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]},
+            "messages[0].content[0] of type",
+        ),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0] is the result of a tool"),
         ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "There is no field messages[0].colour"),
         ({"template": "{{ .Prompt }}"}, "template="),

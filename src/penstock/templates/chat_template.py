@@ -115,7 +115,7 @@ def render_chat(
 ) -> str:
     """Render a conversation.
 
-    messages: plain data, whose contents are texts or lists of text parts; content_format: see `in_content_format`.
+    messages: plain data, whose contents are texts or lists of parts; content_format: see `in_content_format`.
     special_tokens: variables such as `bos_token`. tools: descriptions, or functions to describe.
     write_calls: form of calls that a template without `tools` is told in messages (`told_tools`).
     variables: further template variables, which override special tokens.
@@ -255,7 +255,7 @@ def _mark_end(chat: list[dict[str, Any]], template: ChatTemplate) -> str:
     """Mark the end of the last message's text; return that text."""
     last = content = chat[-1].get("content")
     if isinstance(content, list) and content:
-        last = content[-1]["text"]
+        last = content[-1].get("text")
     if not isinstance(last, str) or "content" not in template.source:
         raise ChatTemplateError(
             f"continue_final_message=True goes on with the content of the last message, but "

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoints.json_file import check_regular_file
+from penstock.checkpoints.json_file import check_regular_file, read_json_object
 from penstock.checkpoints.shown_model import shown_model
 from penstock.errors import InvalidRequest, TokenizerError
 
 _FILE = "chat_template.jinja"
+# Older folders of multimodal models have the template of their processor in a file with one field.
+_PROCESSOR_FILE = "chat_template.json"
 # Templates besides the default one, each in a file with its name.
 _MORE_FILES = "additional_chat_templates"
 _MAX_BYTES = 16 * 2**20
@@ -47,7 +49,8 @@ class ModelTemplates:
         if list(own) == ["default"]:
             own = own["default"]
         elif not own:
-            own = tokenizer_config.get("chat_template")
+            processor = read_json_object(folder / _PROCESSOR_FILE, TokenizerError, is_optional=True)
+            own = processor.get("chat_template") or tokenizer_config.get("chat_template")
             if isinstance(own, list):
                 own = {one["name"]: one["template"] for one in own}
         return cls(own, special_tokens)

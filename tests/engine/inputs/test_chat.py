@@ -158,7 +158,7 @@ def test_a_message_without_content_is_empty(tokenizer: Tokenizer) -> None:
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             {},
             InvalidRequest,
-            r"messages\[0\].content\[0\] of type 'image_url' asks for images",
+            r"messages\[0\].content\[0\] of type 'image_url' is an image, which this model does not take",
         ),
         (UNFINISHED, {"continue_final_message": True}, InvalidParameter, "add_generation_prompt=True"),
         (

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from penstock.config import vllm
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
 from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.features.multimodal.inputs.content_parts import MessageMedia
+from penstock.features.multimodal.inputs.media import MODALITIES
 from penstock.templates.chat_template import plain_data
 from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 from penstock.templates.told_tools import WriteCalls, plain_calls
@@ -34,11 +36,12 @@ def render_prompt(
     write_calls: WriteCalls = plain_calls,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     chat_template_content_format: str = AUTO,
+    markers: Mapping[str, str] | None = None,
 ) -> PromptDict:
     """Render the conversation as a prompt, which the engine tokenises.
 
-    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text" or "refusal".
-        Arguments of tool calls may be objects, or JSON text.
+    messages: each with a `role` and, as a rule, `content`: text, or a list of parts of type "text" or "refusal", or
+        with images, audio or video (`content_parts`). Arguments of tool calls may be objects, or JSON text.
     chat_template: a Jinja template, instead of the model's own; or the path of a file with one, as a Path, or as text
         that ends with `.jinja`, `.jinja2` or `.j2`.
     add_generation_prompt: end with the beginning of an answer. continue_final_message: leave the last message open for
@@ -48,9 +51,10 @@ def render_prompt(
     chat_template_kwargs: other variables that the template may use, such as `documents` or `enable_thinking`.
     chat_template_content_format: "string" gives the template one text per message, "openai" a list of parts, "auto"
         what it reads.
+    markers: texts that stand for media, by modality that the model takes (`markers_of`).
 
-    Raises InvalidRequest: InvalidParameter for a bad option, ChatTemplateError when the template refuses the messages
-    or exceeds its limits of time, memory or output.
+    Raises InvalidRequest: UnsupportedParameter for media that the model does not take, InvalidParameter for a bad
+    option, ChatTemplateError when the template refuses the messages or exceeds its limits of time, memory or output.
     """
     if add_generation_prompt and continue_final_message:
         raise InvalidParameter(
@@ -64,8 +68,9 @@ def render_prompt(
             f"chat_template_content_format={shown(chat_template_content_format)} is not valid. "
             f"Allowed: {', '.join(CONTENT_FORMATS)}."
         )
+    media = MessageMedia(markers or {})
     text = tokenizer.apply_chat_template(
-        _plain_messages(messages),
+        _plain_messages(messages, media),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         chat_template=chat_template,
@@ -74,7 +79,8 @@ def render_prompt(
         variables=_variables(chat_template_kwargs),
         content_format=chat_template_content_format,
     )
-    return {"prompt": RenderedText(text)}
+    prompt: Any = {"prompt": RenderedText(text), **media.fields()}
+    return cast("PromptDict", prompt)
 
 
 def _variables(given: Any) -> dict[str, Any]:
@@ -100,22 +106,24 @@ def list_of_conversations(messages: Any) -> list[Any]:
     return conversations if has_several else [listed]
 
 
-def _plain_messages(messages: Any) -> list[dict[str, Any]]:
+def _plain_messages(messages: Any, media: MessageMedia) -> list[dict[str, Any]]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequest(f"The conversation {shown(messages)} has no messages. Give at least one.")
-    return [_plain_message(plain_data(name, message), name) for name, message in _named("messages", messages)]
+    return [_plain_message(message, name, media) for name, message in _named("messages", messages)]
 
 
-def _plain_message(message: Any, name: str) -> dict[str, Any]:
-    """Return the message with a content of text or text parts, and tool-call arguments as objects."""
+def _plain_message(message: Any, name: str, media: MessageMedia) -> dict[str, Any]:
+    """Return the message with a content of text or parts, and tool-call arguments as objects. media: gets its media."""
+    # Media are no plain data, which only objects of a client's library become before media are taken out of them.
+    message = message if isinstance(message, Mapping) else plain_data(name, message)
+    message = plain_data(name, media.without(message, name) if isinstance(message, Mapping) else message)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequest(
             f'{name} is {shown(message)}. Allowed: a dictionary such as {{"role": "user", "content": "Hi"}}.'
         )
     content = message.get("content")
     if isinstance(content, (list, tuple)):
-        texts = [_text_of_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)]
-        content = [{"type": "text", "text": text} for text in texts]
+        content = [_plain_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)]
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest(
             f"{name}.content={shown(content)} is a {type(content).__name__}. Allowed: text, or text parts."
@@ -150,13 +158,15 @@ def _named(name: str, items: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{name}[{index}]", item) for index, item in enumerate(items))
 
 
-def _text_of_part(part: Any, name: str) -> str:
+def _plain_part(part: Any, name: str) -> dict[str, Any]:
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
+    if isinstance(part, Mapping) and part.get("type") in MODALITIES:
+        return dict(part)
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in _KINDS_OF_TEXT or not isinstance(part.get(kind), str):
         vllm.check_kind_of_part(name, kind)
         raise InvalidRequest(
-            f'{name} is {shown(part)}. Allowed: {{"type": "text", "text": "..."}}; models here read text.'
+            f'{name} is {shown(part)}. Allowed: {{"type": "text", "text": "..."}}, or an image, audio or a video.'
         )
-    return str(part[kind])
+    return {"type": "text", "text": str(part[kind])}

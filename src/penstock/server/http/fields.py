@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.contract.param_checks import shown
@@ -36,16 +36,32 @@ def texts_of(value: Any, path: str, kinds: Mapping[str, str]) -> list[str]:
 
     kinds: types of parts, with the name of the field that has their text.
     """
+    return [part for part in parts_of(value, path, kinds, {}) if isinstance(part, str)]
+
+
+def parts_of(
+    value: Any,
+    path: str,
+    kinds: Mapping[str, str],
+    media: Mapping[str, Callable[[Mapping[str, Any], str], dict[str, Any]]],
+) -> list[str | dict[str, Any]]:
+    """Texts and media of a content: a string, or a list of parts. Raises ApiError for other parts.
+
+    kinds: as of `texts_of`. media: by type, the part of a chat message that a part at a path is.
+    """
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise not_valid(path, value, "a string, or a list of parts")
-    texts = []
+    parts: list[str | dict[str, Any]] = []
     for index, item in enumerate(value):
         at = f"{path}[{index}]"
         part = object_of(item, at)
         kind = part.get("type")
-        if not isinstance(kind, str) or kind not in kinds:
-            raise not_valid(f"{at}.type", kind, f"{', '.join(kinds)}, since models here read text")
-        texts.append(string_of(part, kinds[kind], at))
-    return texts
+        if isinstance(kind, str) and kind in media:
+            parts.append(media[kind](part, at))
+        elif isinstance(kind, str) and kind in kinds:
+            parts.append(string_of(part, kinds[kind], at))
+        else:
+            raise not_valid(f"{at}.type", kind, ", ".join([*kinds, *media]))
+    return parts

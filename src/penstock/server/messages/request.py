@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.server.http.fields import not_valid, object_of, string_of, texts_of
+from penstock.server.http.fields import not_valid, object_of, parts_of, string_of, texts_of
 from penstock.server.protocol.base import GenerationFields
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.messages_request import InputMessage, InputTool, MessagesFields, MessagesRequest
-from penstock.server.requests.chat_messages import ChatMessages, content_of
+from penstock.server.requests.chat_messages import ChatMessages, content_of, image_part
 from penstock.server.requests.chat_task import chat_client_names
 
 # Fields of chat requests by their names.
@@ -64,28 +64,47 @@ def _blocks(message: InputMessage, path: str) -> list[tuple[Mapping[str, Any], s
 
 
 def _add_input(chat: ChatMessages, message: InputMessage, path: str) -> None:
-    """Add the results of tools, and the texts, of a user's message."""
-    texts: list[str] = []
+    """Add the results of tools, and the texts and images, of a user's message."""
+    parts: list[str | dict[str, Any]] = []
     has_results = False
     for block, at in _blocks(message, path):
         match block.get("type"):
             case "text":
-                texts.append(string_of(block, "text", at))
+                parts.append(string_of(block, "text", at))
+            case "image":
+                parts.append(_image(block, at))
             case "tool_result" if message.role == "user":
-                if texts:
-                    chat.add({"role": "user", "content": content_of(texts)}, path)
-                texts, has_results = [], True
+                if parts:
+                    chat.add({"role": "user", "content": content_of(parts)}, path)
+                parts, has_results = [], True
                 chat.add_result(string_of(block, "tool_use_id", at), _result(block, at), at)
             case kind:
-                raise not_valid(f"{at}.type", kind, "text, tool_result, since models here read text")
-    if texts or not has_results:
-        chat.add({"role": message.role, "content": content_of(texts)}, path)
+                raise not_valid(f"{at}.type", kind, "text, image, tool_result")
+    if parts or not has_results:
+        chat.add({"role": message.role, "content": content_of(parts)}, path)
 
 
-def _result(block: Mapping[str, Any], path: str) -> list[str]:
-    """Texts of a tool's result. Chat messages cannot say that it is an error, so that its text does."""
-    texts = texts_of(block.get("content") or "", f"{path}.content", _TEXTS)
-    return [_ERROR + "".join(texts[:1]), *texts[1:]] if block.get("is_error") else texts
+def _image(block: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Part of a chat message with the image of a block."""
+    at = f"{path}.source"
+    source = object_of(block.get("source"), at)
+    match source.get("type"):
+        case "base64":
+            url = f"data:{string_of(source, 'media_type', at)};base64,{string_of(source, 'data', at)}"
+        case "url":
+            url = string_of(source, "url", at)
+        case kind:
+            raise not_valid(f"{at}.type", kind, "base64, url")
+    return image_part(url)
+
+
+def _result(block: Mapping[str, Any], path: str) -> list[str | dict[str, Any]]:
+    """Texts and images of a tool's result. Chat messages cannot say that it is an error, so that its text does."""
+    parts = parts_of(block.get("content") or "", f"{path}.content", _TEXTS, {"image": _image})
+    if not block.get("is_error"):
+        return parts
+    first = parts[0] if parts and isinstance(parts[0], str) else ""
+    return [_ERROR + first, *parts[bool(first) :]]
 
 
 def _add_answer(chat: ChatMessages, message: InputMessage, path: str) -> None:

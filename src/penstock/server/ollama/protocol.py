@@ -10,12 +10,10 @@ from pydantic import Field, model_validator
 from penstock.server.protocol.base import Objects, RequestModel, StrictModel, Texts, field_error
 from penstock.server.protocol.other_fields import OtherField
 
-_ONLY_TEXT = OtherField(([],), "models here read and write text")
 _OTHERS: dict[str, OtherField] = {
     "suffix": OtherField(("",), "models here continue a text, and fill no gap in one"),
     "template": OtherField(("",), "the model's own chat template, or raw=true, is used"),
     "context": OtherField(([],), "conversations are not kept between requests; use /api/chat with all messages"),
-    "images": _ONLY_TEXT,
     "truncate": OtherField((True, False), "it is true or false"),
     "shift": OtherField((False,), "an answer that reaches the end of the context ends"),
 }
@@ -66,12 +64,12 @@ class OllamaCall(StrictModel):
 
 
 class OllamaMessage(StrictModel):
-    """Message of a conversation. tool_name: function whose result it is, with the role "tool"."""
+    """Message of a conversation. images: as base64. tool_name: function whose result it is, with the role "tool"."""
 
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: Texts | None = None
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -87,10 +85,11 @@ class OllamaChatRequest(OllamaGeneration):
 class OllamaGenerateRequest(OllamaGeneration):
     """Request of `/api/generate`. Without a prompt it asks whether the model is loaded.
 
-    raw: continue the prompt as it is, without the chat template.
+    raw: continue the prompt as it is, without the chat template. images: as base64.
     """
 
     prompt: str = ""
+    images: Texts | None = None
     system: str | None = None
     raw: bool = False
 

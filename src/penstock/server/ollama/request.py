@@ -15,7 +15,7 @@ from penstock.server.ollama.protocol import (
 )
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.other_fields import HARMLESS_FIELDS
-from penstock.server.requests.chat_messages import ChatMessages
+from penstock.server.requests.chat_messages import ChatMessages, content_of, image_part
 from penstock.server.requests.chat_task import chat_client_names
 
 # Parameters by the names of Ollama's options.
@@ -83,7 +83,8 @@ def chat_request(
         conversation = ChatMessages()
         if request.system:
             conversation.add_system("system", [request.system], "system")
-        conversation.add({"role": "user", "content": request.prompt}, "prompt")
+        content = _content(request.images, request.prompt)
+        conversation.add({"role": "user", "content": content}, "prompt")
         tools = None
     else:
         conversation, tools = _conversation(request.messages), request.tools
@@ -118,12 +119,10 @@ def _conversation(messages: list[OllamaMessage]) -> ChatMessages:
     num_calls = 0
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        if message.images:
-            raise ApiError(400, f"{path}.images are not available: models here read text.", param=f"{path}.images")
         if message.role == "tool":
             chat.add_result(_answered(waiting, message, path), [message.content or ""], path)
             continue
-        plain: dict[str, Any] = {"role": message.role, "content": message.content}
+        plain: dict[str, Any] = {"role": message.role, "content": _content(message.images, message.content)}
         if message.thinking:
             plain["reasoning"] = message.thinking
         calls = []
@@ -136,6 +135,13 @@ def _conversation(messages: list[OllamaMessage]) -> ChatMessages:
             plain["tool_calls"] = calls
         chat.add(plain, path)
     return chat
+
+
+def _content(images: list[str] | None, text: str | None) -> str | list[dict[str, Any]] | None:
+    """Content of a message with images before its text. images: as base64."""
+    if not images:
+        return text
+    return content_of([*(image_part(f"data:;base64,{image}") for image in images), text or ""])
 
 
 def _answered(waiting: list[tuple[str, str]], message: OllamaMessage, path: str) -> str:

@@ -15,7 +15,7 @@ from penstock.engine.inputs.prompts import PromptDict
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import pooled_array
 from penstock.server.http.body import BodyRoute
-from penstock.server.http.errors import json_response, refusals
+from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.ollama.models import details, family, model_cards, modified_at, running_cards
 from penstock.server.ollama.output import LINES, OllamaWriter, base, line
 from penstock.server.ollama.protocol import (
@@ -181,6 +181,8 @@ async def _generate(request: OllamaChatRequest | OllamaGenerateRequest, http: Re
 
 def _raw_task(model: ServedModel, request: OllamaGenerateRequest, chat: ChatCompletionRequest, id: str) -> ChatTask:
     """Task that continues a prompt as it is. A system prompt is put before it, as Ollama's plain template does."""
+    if request.images:
+        raise ApiError(400, "images are not available with raw=true, or without a chat template.", param="images")
     text = request.prompt if request.raw or not request.system else f"{request.system} {request.prompt}"
     defaults = model.default_params
     params = sampling_params(

@@ -9,11 +9,19 @@ from typing import Any
 SYSTEM_ROLES = ("system", "developer")
 
 
-def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
-    """Content of a message: a text, or several as its parts."""
-    if len(texts) < 2:
-        return "".join(texts)
-    return [{"type": "text", "text": text} for text in texts]
+def content_of(parts: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Content of a message: a text, or its parts. parts: texts, and media as parts of chat messages."""
+    if not parts:
+        return ""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
+    """Part of a content with an image. url: also of data. detail: as OpenAI's."""
+    image = {"url": url} if detail is None else {"url": url, "detail": detail}
+    return {"type": "image_url", "image_url": image}
 
 
 @dataclass(slots=True)
@@ -40,9 +48,9 @@ class ChatMessages:
             self._system_texts = list(texts)
         self.add({"role": role, "content": content_of(texts)}, path)
 
-    def add_result(self, call_id: str, texts: Sequence[str], path: str) -> None:
+    def add_result(self, call_id: str, parts: Sequence[str | dict[str, Any]], path: str) -> None:
         """Add the result of a tool."""
-        self.add({"role": "tool", "tool_call_id": call_id, "content": content_of(texts)}, path)
+        self.add({"role": "tool", "tool_call_id": call_id, "content": content_of(parts)}, path)
 
     def add_to_answer(self, name: str, text: str, path: str) -> None:
         """Add the content or reasoning of an answer to its message, or begin the next one; reasoning comes first."""

@@ -7,13 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.server.http.errors import ApiError
-from penstock.server.http.fields import not_valid, object_of, string_of, texts_of
-from penstock.server.requests.chat_messages import SYSTEM_ROLES, ChatMessages, content_of
+from penstock.server.http.fields import not_valid, object_of, parts_of, string_of, texts_of
+from penstock.server.requests.chat_messages import SYSTEM_ROLES, ChatMessages, content_of, image_part
 
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _REASONING_TEXTS = {"reasoning_text": "text", "summary_text": "text"}
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _image(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        raise ApiError(400, f"{path}.file_id names a stored file. Give image_url.", param=f"{path}.file_id")
+    return image_part(string_of(part, "image_url", path), part.get("detail"))
+
+
+def _audio(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    audio = object_of(part.get("input_audio"), f"{path}.input_audio")
+    fields = {name: string_of(audio, name, f"{path}.input_audio") for name in ("data", "format")}
+    return {"type": "input_audio", "input_audio": fields}
+
+
+_MEDIA = {"input_image": _image, "input_audio": _audio}
 
 
 def new_id(kind: str) -> str:
@@ -39,11 +54,11 @@ def _add_item(chat: ChatMessages, item: Mapping[str, Any], path: str) -> None:
         case "message" if item["role"] == "assistant":
             chat.add_to_answer("content", "".join(texts_of(item.get("content"), f"{path}.content", _TEXTS)), path)
         case "message":
-            texts = texts_of(item.get("content"), f"{path}.content", _TEXTS)
             if item["role"] in SYSTEM_ROLES:
-                chat.add_system(item["role"], texts, path)
+                chat.add_system(item["role"], texts_of(item.get("content"), f"{path}.content", _TEXTS), path)
             else:
-                chat.add({"role": item["role"], "content": content_of(texts)}, path)
+                parts = parts_of(item.get("content"), f"{path}.content", _TEXTS, _MEDIA)
+                chat.add({"role": item["role"], "content": content_of(parts)}, path)
         case "reasoning":
             chat.add_to_answer("reasoning", _reasoning_text(item, path), path)
         case "function_call" if item.get("status") == "incomplete":
@@ -53,8 +68,8 @@ def _add_item(chat: ChatMessages, item: Mapping[str, Any], path: str) -> None:
             name, arguments = string_of(item, "name", path), string_of(item, "arguments", path)
             chat.add_call(string_of(item, "call_id", path), name, arguments, path)
         case "function_call_output":
-            texts = texts_of(item.get("output"), f"{path}.output", _TEXTS)
-            chat.add_result(string_of(item, "call_id", path), texts, path)
+            parts = parts_of(item.get("output"), f"{path}.output", _TEXTS, _MEDIA)
+            chat.add_result(string_of(item, "call_id", path), parts, path)
 
 
 def _item(given: Any, path: str) -> dict[str, Any]:

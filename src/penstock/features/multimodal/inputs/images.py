@@ -87,9 +87,10 @@ def _pixels(given: Any) -> NDArray[np.uint8]:
             return np.ascontiguousarray(values)
         if values.dtype.kind == "f" and bool(((values >= 0) & (values <= 1)).all()):
             return np.asarray(np.rint(values * 255), np.uint8)
-    shape = f"{type(given).__name__} of shape {list(values.shape)} and {values.dtype}"
+    is_array = bool(values.ndim and values.size)
+    shape = f"a {type(given).__name__} of shape {list(values.shape)} and {values.dtype}"
     raise InvalidMedia(
-        f"It is a {shape if values.size else shown(given)}. Allowed: an image of PIL, an array [H, W], [H, W, C] or "
+        f"It is {shape if is_array else shown(given)}. Allowed: an image of PIL, an array [H, W], [H, W, C] or "
         "[C, H, W] of uint8 or of floats from 0 to 1, bytes, a path or a URL."
     )
 

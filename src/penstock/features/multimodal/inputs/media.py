@@ -41,6 +41,12 @@ class Media:
     num_file_frames: int = 0
     detail: str = "auto"
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the content."""
+        size: int = 3 * self.value.width * self.value.height if self.modality == IMAGE else self.value.nbytes
+        return size
+
     def content_hash(self) -> str:
         """Digest of the decoded content, in hexadecimal; equal for equal content of any source."""
         is_image = self.modality == IMAGE

@@ -1,0 +1,173 @@
+"""Media intake: images, audio and video of prompts are counted, then loaded in threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, cast
+
+from penstock.contract.param_checks import shown
+from penstock.engine.inputs.prompts import Prompt, as_list
+from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.inputs.content_parts import GivenMedia
+from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.features.multimodal.inputs.media import AUDIO, IMAGE, VIDEO, Media
+
+_NUM_THREADS = 8
+# Decoded media of one prompt.
+_MAX_BYTES = 2 << 30
+
+
+class _Loading(NamedTuple):
+    """Items of a prompt that are being loaded, by modality."""
+
+    prompt: Mapping[str, Any]
+    futures: dict[str, list[Future[Media]]]
+
+    @property
+    def all(self) -> list[Future[Media]]:
+        return [future for futures in self.futures.values() for future in futures]
+
+    def cancel(self) -> None:
+        for future in self.all:
+            future.cancel()
+
+    def loaded(self) -> Prompt:
+        """The prompt with the items, when all are there."""
+        media = {modality: [future.result() for future in futures] for modality, futures in self.futures.items()}
+        return cast("Prompt", {**self.prompt, "multi_modal_data": media})
+
+
+class MediaIntake:
+    """Loader of the media of prompts. limits: most items of a prompt, by modality that the model takes."""
+
+    def __init__(self, loader: MediaLoader, limits: Mapping[str, int]) -> None:
+        self._loader = loader
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-media")
+
+    def load(self, prompt: Prompt) -> Prompt:
+        """The prompt with its media as lists of `Media`; one without media as it is.
+
+        Raises InvalidRequest: InvalidMedia for an item that cannot be loaded, UnsupportedParameter for media that the
+        model does not take.
+        """
+        loading = self._begin(prompt)
+        if loading is None:
+            return prompt
+        try:
+            return loading.loaded()
+        finally:
+            loading.cancel()
+
+    async def load_async(self, prompt: Prompt) -> Prompt:
+        """As `load`, beside the event loop."""
+        loading = self._begin(prompt)
+        if loading is None:
+            return prompt
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, loading.all))
+            return loading.loaded()
+        finally:
+            loading.cancel()
+
+    def shutdown(self) -> None:
+        """End the threads after their current work, without waiting."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, prompt: Prompt) -> _Loading | None:
+        """Begin to load the media of a prompt; None for one without. Raises InvalidRequest for a wrong number."""
+        fields: Any = prompt
+        if not isinstance(fields, Mapping) or not fields.get("multi_modal_data"):
+            return None
+        given = self._checked(fields["multi_modal_data"], fields.get("multi_modal_uuids"))
+        budget = _Budget()
+
+        def load(modality: str, item: GivenMedia) -> Media:
+            budget.check(item.name)
+            media = self._loader.load(modality, item.given, item.name, detail=item.detail)
+            budget.spend(media.num_bytes)
+            return media
+
+        futures = {name: [self._threads.submit(load, name, item) for item in items] for name, items in given.items()}
+        return _Loading(fields, futures)
+
+    def _checked(self, data: Any, uuids: Any) -> dict[str, list[GivenMedia]]:
+        if not isinstance(data, Mapping):
+            raise InvalidRequest(
+                f"multi_modal_data={shown(data)} is not valid. Allowed: a dictionary of lists by modality."
+            )
+        checked = {}
+        for modality, items in data.items():
+            if items is None:
+                continue
+            if modality not in self._limits:
+                taken = ", ".join(["text", *self._limits])
+                raise UnsupportedParameter(
+                    f"multi_modal_data has {shown(modality)}, which this model does not take. Allowed: {taken}."
+                )
+            listed = _listed(modality, items)
+            most = self._limits[modality]
+            if len(listed) > most:
+                raise InvalidRequest(
+                    f"The prompt has {len(listed)} items of {modality}. Allowed: {most} (limit_mm_per_prompt)."
+                )
+            checked[modality] = [
+                item if isinstance(item, GivenMedia) else GivenMedia(item, f"multi_modal_data.{modality}[{number}]")
+                for number, item in enumerate(listed)
+            ]
+        _check_uuids(uuids, {modality: len(items) for modality, items in checked.items()})
+        return checked
+
+
+class _Budget:
+    """Bytes that the media of one prompt may have, decoded. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spent = 0
+
+    def check(self, name: str) -> None:
+        if self._spent > _MAX_BYTES:
+            raise InvalidMedia(f"{name}: the media before it have more than {_MAX_BYTES:,} bytes. Give fewer of them.")
+
+    def spend(self, num_bytes: int) -> None:
+        with self._lock:
+            self._spent += num_bytes
+
+
+def _listed(modality: str, items: Any) -> list[Any]:
+    """Items of a modality, of which one may be given without a list."""
+    num_dimensions = getattr(items, "ndim", None)
+    if num_dimensions is not None:
+        # Arrays and tensors: of one item, or of several of one size.
+        of_one = {IMAGE: (2, 3), AUDIO: (1,), VIDEO: (4,)}[modality]
+        return [items] if num_dimensions in of_one else list(items)
+    if modality == VIDEO and isinstance(items, list) and items and all(map(_is_frame, items)):
+        return [items]
+    if modality == AUDIO and isinstance(items, list) and items and all(isinstance(one, (int, float)) for one in items):
+        return [items]
+    # (array, rate), or (frames, metadata).
+    is_pair = isinstance(items, tuple) and modality != IMAGE
+    listed = None if is_pair else as_list(items)
+    return [items] if listed is None else listed
+
+
+def _is_frame(item: Any) -> bool:
+    """Whether an item of a list is a frame of a video: an array of an image, or an image of PIL."""
+    return getattr(item, "ndim", None) in (2, 3) or callable(getattr(item, "getchannel", None))
+
+
+def _check_uuids(uuids: Any, counts: Mapping[str, int]) -> None:
+    if uuids is None:
+        return
+    for modality, given in uuids.items() if isinstance(uuids, Mapping) else [("", uuids)]:
+        listed = [given] if isinstance(given, str) else as_list(given)
+        count = counts.get(modality, 0)
+        if listed is None or len(listed) != count or not all(one is None or isinstance(one, str) for one in listed):
+            raise InvalidRequest(
+                f"multi_modal_uuids={shown(uuids)} is not valid. Allowed: a dictionary of lists by modality, with a "
+                f"text or None for each item: {dict(counts)}."
+            )

@@ -1,0 +1,114 @@
+"""Images, audio and video in messages: parts of OpenAI's and vLLM's APIs, and those that chat templates take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.contract.param_checks import shown
+from penstock.errors import InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.inputs.media import AUDIO, IMAGE, VIDEO
+from penstock.templates.content_format import MARKER
+
+# Modality, and an example, of each type of part. The content is under the name of the type, unless it is noted.
+_URL = '{{"type": "{0}_url", "{0}_url": {{"url": "..."}}}}'
+_KINDS = {f"{modality}{end}": modality for modality in (IMAGE, AUDIO, VIDEO) for end in ("", "_url")}
+_KINDS |= {"image_pil": IMAGE, "input_image": IMAGE, "input_audio": AUDIO}
+_FIELDS = {"input_image": ("image_url",), IMAGE: (IMAGE, "url", "path"), AUDIO: (AUDIO, "url", "path")}
+_FIELDS |= {VIDEO: (VIDEO, "url", "path")}
+_WORDS = {IMAGE: "an image", AUDIO: "audio", VIDEO: "a video"}
+# Fields of a model's configuration with the token that stands for an item, after the name of its modality.
+_TOKEN_FIELDS = ("_token_id", "_token_index")
+_AROUND = ("vision_start_token_id", "vision_end_token_id")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenMedia:
+    """An item as a caller gave it: see `MediaLoader.load`. name: in errors, such as "messages[0].content[1]"."""
+
+    given: Any
+    name: str
+    detail: str | None = None
+
+
+class MessageMedia:
+    """Images, audio and video of a conversation, collected from its messages in order.
+
+    markers: by modality of the model, the text that stands for an item in templates that take texts (`markers_of`).
+    data: items by modality. uuids: names that the caller gave them, None where it gave none.
+    """
+
+    def __init__(self, markers: Mapping[str, str]) -> None:
+        self._markers = markers
+        self.data: dict[str, list[GivenMedia]] = {}
+        self.uuids: dict[str, list[str | None]] = {}
+
+    def without(self, message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """The message with parts for a template in the place of media. Raises InvalidRequest for what is no media."""
+        content = message.get("content")
+        if not isinstance(content, (list, tuple)):
+            return message
+        parts = [self._template_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)]
+        return {**message, "content": parts}
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of the conversation's prompt."""
+        if not self.data:
+            return {}
+        has_uuids = any(uuid is not None for uuids in self.uuids.values() for uuid in uuids)
+        return {"multi_modal_data": self.data, **({"multi_modal_uuids": self.uuids} if has_uuids else {})}
+
+    def _template_part(self, part: Any, name: str) -> Any:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or kind not in _KINDS:
+            return part
+        modality = _KINDS[kind]
+        if modality not in self._markers:
+            taken = ", ".join(["text", *self._markers])
+            raise UnsupportedParameter(
+                f"{name} of type {kind!r} is {_WORDS[modality]}, which this model does not take. Allowed: {taken}."
+            )
+        given, detail = _content(part, kind, name)
+        uuid = part.get("uuid")
+        if uuid is not None and not isinstance(uuid, str):
+            raise InvalidRequest(f"{name}.uuid={shown(uuid)} is not valid. Allowed: text.")
+        self.data.setdefault(modality, []).append(GivenMedia(given, name, detail))
+        self.uuids.setdefault(modality, []).append(uuid)
+        return {"type": modality, MARKER: self._markers[modality]}
+
+
+def markers_of(
+    modalities: Iterable[str], config: Mapping[str, Any], token_text: Callable[[int], str]
+) -> dict[str, str]:
+    """Text that stands for an item, by modality that a model takes.
+
+    It is that of the tokens which the configuration names, "" where it names none. token_text: text of a token.
+    """
+    markers = {}
+    for modality in modalities:
+        token = next((config[modality + end] for end in _TOKEN_FIELDS if config.get(modality + end) is not None), None)
+        tokens = [] if token is None else [token]
+        if tokens and modality != AUDIO and all(config.get(name) is not None for name in _AROUND):
+            tokens = [config[_AROUND[0]], *tokens, config[_AROUND[1]]]
+        markers[modality] = "".join(map(token_text, tokens))
+    return markers
+
+
+def _content(part: Mapping[str, Any], kind: str, name: str) -> tuple[Any, str | None]:
+    """What a part gives of its item, and the detail that it asks for."""
+    fields = _FIELDS.get(kind, (kind,))
+    given = next((part[field] for field in fields if part.get(field) is not None), None)
+    detail = part.get("detail")
+    if kind == "input_audio":
+        data, form = (given.get("data"), given.get("format")) if isinstance(given, Mapping) else (None, None)
+        if isinstance(data, str) and isinstance(form, str):
+            return f"data:audio/{form};base64,{data}", None
+    elif isinstance(given, Mapping) and isinstance(given.get("url"), str):
+        return given["url"], given.get("detail", detail)
+    elif given is not None and not isinstance(given, Mapping) and (isinstance(given, str) or not kind.endswith("_url")):
+        return given, detail
+    allowed = '{"type": "input_audio", "input_audio": {"data": "<base64>", "format": "wav"}}'
+    if kind != "input_audio":
+        allowed = _URL.format(_KINDS[kind])
+    raise InvalidRequest(f"{name} is {shown(part)}. Allowed: {allowed}.")
