@@ -215,3 +215,10 @@ def test_bad_input_is_refused_by_name(
     result = CliRunner().invoke(app, [command, "-i", str(given), "-m", str(folders[model]), *options])
     assert result.exit_code != 0
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("arguments", [["generate", "x"], ["chat"]])
+def test_a_model_that_embeds_is_refused_where_text_is_generated(arguments: list[str], folders: dict[str, Path]) -> None:
+    result = CliRunner().invoke(app, [*arguments, "-m", str(folders["embed"])])
+    assert result.exit_code == 2
+    assert "embed pools here, and generates no text. Its tasks: embed" in " ".join(result.output.split())

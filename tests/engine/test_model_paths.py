@@ -49,7 +49,7 @@ def test_a_folder_that_is_not_there_is_named(start: Any, name: str, tmp_path: Pa
 def test_a_tokenizers_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"^tokenizer='.*/nowhere': there is no such folder"):
         LLM(write_model(tmp_path / "model"), tokenizer=tmp_path / "nowhere")
-    with pytest.raises(ModelNotFound, match=r"^tokenizer='/nowhere': there is no such folder"):
+    with pytest.raises(ModelNotFound, match=r"^tokenizer='/nowhere': there is no such folder or file"):
         LLM(write_model(tmp_path / "model"), tokenizer="/nowhere")
 
 

@@ -92,7 +92,7 @@ def _local_folder(model: Any, option: str) -> Path | None:
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") != 1
     if looks_like_path:
         raise ModelNotFound(
-            f"{option}={name!r}: there is no such folder, and it is no hub id ('organisation/name'). "
+            f"{option}={name!r}: there is no such folder or file, and it is no hub id ('organisation/name'). "
             f"Shipped models: {', '.join(SHIPPED_MODELS)}; fetched on demand: {', '.join(PUBLISHED)}."
         )
     return None

@@ -36,6 +36,7 @@ def chat(
     """
     from penstock.config import EngineConfig
     from penstock.contract import SamplingParams
+    from penstock.engine.inputs.pooling_prompts import refuse_generation
 
     flags = {
         "max_tokens": max_tokens,
@@ -48,6 +49,7 @@ def chat(
     params = SamplingParams(**options.with_defaults(flags, model, engine, max_tokens=512, temperature=0.7))
     template = None if chat_template is None else read_text_file("--chat-template", chat_template)
     config = EngineConfig.create(model, **{"max_num_seqs": 1, **engine})
+    refuse_generation(config.model)
     from penstock.cli.chat_terminal import ChatTerminal
     from penstock.cli.conversation import Conversation
     from penstock.engine.session import Session

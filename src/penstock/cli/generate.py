@@ -160,12 +160,14 @@ def run_requests(
     from penstock.cli.resume import request_hashes, take_answers
     from penstock.cli.work import accept_all, raise_refusals
     from penstock.config import EngineConfig
+    from penstock.engine.inputs.pooling_prompts import refuse_generation
     from penstock.features.lora.request import parts_of_adapter
 
     refused = {index: item.error for index, item in enumerate(work) if item.error is not None}
     if is_strict:
         raise_refusals(refused, len(work))
     config = EngineConfig.create(model, **engine)
+    refuse_generation(config.model)
     with ExitStack() as stack:
         writer, answered = None, set[int]()
         out = None if as_json else standard_output(as_json=False)

@@ -7,7 +7,6 @@ import msgspec
 from penstock.checkpoints.pooling import PoolingConfig
 from penstock.config.pooling import TOKEN_TASKS
 from penstock.contract import PoolingParams
-from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import RenderedText, TextPair
 from penstock.errors import ContextTooLong, InvalidParameter
 from penstock.text.tokenizer import TextToEncode
@@ -123,6 +122,6 @@ class PoolingInputs:
 def text_parameters_refused(pooling: PoolingConfig, given: object) -> InvalidParameter:
     """Error for sampling parameters, or anything else, where a model pools."""
     return InvalidParameter(
-        f"This engine pools, and generates no text: it takes PoolingParams, not {type(given).__name__} "
-        f"({shown(given)}). Its tasks: {', '.join(pooling.tasks)}."
+        f"This engine pools, and generates no text: it takes PoolingParams, not {type(given).__name__}. Its tasks: "
+        f"{', '.join(pooling.tasks)}."
     )
