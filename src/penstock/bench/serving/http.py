@@ -98,8 +98,8 @@ class HttpClient:
             return Message(h11.Request(method=method, target=target, headers=encoded), body)
         except (h11.LocalProtocolError, UnicodeError) as error:
             raise ConfigError(
-                f"The request {method} {target!r} with the headers {', '.join(lines)} is not valid HTTP: "
-                f"{error}. Change --base-url, --endpoint or --header."
+                f"The request {method} {target!r} with the headers {', '.join({**self._headers, **headers})} is not "
+                f"valid HTTP: {error}. Change --base-url, --endpoint or --header."
             ) from error
 
     async def exchange(self, message: Message, reader: ResponseReader) -> None:
