@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import WhisperFeatureExtractor
 
 from penstock import LLM, SamplingParams
 from penstock.contract.feature import register_built_in_features
@@ -16,8 +17,16 @@ from penstock.errors import ContextTooLong, InvalidRequest, ModelError
 from penstock.features.encoder_decoder.messages import SourcePart
 from penstock.text.tokenizer import load_tokenizer
 from support.checkpoints import edit_config
-from support.encoder_decoders import START, tiny_encoder_decoder, write_encoder_decoder
-from support.engines import SMALL
+from support.encoder_decoders import (
+    START,
+    AskedOfAudio,
+    assert_as_the_oracle,
+    tiny_encoder_decoder,
+    tone,
+    write_encoder_decoder,
+    write_whisper,
+)
+from support.engines import SMALL, Result
 from support.fake_engine import byte_level_tokenizer, write_tokenizer
 
 VOCAB_SIZE = 380
@@ -83,7 +92,7 @@ def test_a_forced_first_token_follows_the_start_token(tmp_path: Path) -> None:
         ({"encoder_prompt": [VOCAB_SIZE]}, InvalidRequest, "a token id that the model's vocabulary of 380"),
         ({"encoder_prompt": [5], "decoder_prompt": [-1]}, InvalidRequest, "The decoder's prompt has a token id"),
         ({"encoder_prompt": None}, InvalidRequest, "nothing for the encoder"),
-        ({"encoder_prompt": [5], "prompt": "a"}, InvalidRequest, "a field 'prompt' beside encoder_prompt"),
+        ({"encoder_prompt": [5], "prompt": "a"}, InvalidRequest, "a field 'prompt'. Allowed: encoder_prompt"),
         ({"encoder_prompt": [5], "decoder_prompt": [5] * 64}, ContextTooLong, "The prompt has 65 tokens"),
     ],
     ids=str,
@@ -124,3 +133,65 @@ def test_text_is_what_transformers_generates(folder: Path, llm: LLM) -> None:
 def test_a_model_with_a_decoder_only_takes_no_encoder_prompt() -> None:
     with LLM("demo", **SMALL) as llm, pytest.raises(InvalidRequest, match="It is for encoder-decoder models"):
         llm.generate({"encoder_prompt": "a", "decoder_prompt": "b"})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder, oracle = write_whisper(tmp_path_factory.mktemp("whisper"), vocab_size=VOCAB_SIZE)
+    write_tokenizer(folder, byte_level_tokenizer())
+    return folder, oracle
+
+
+@pytest.mark.one_path(reason="equal to Transformers in either case")
+def test_a_sound_is_what_transformers_hears(whisper: tuple[Path, Any]) -> None:
+    folder, oracle = whisper
+    sound = tone(0.8)
+    audio = {"audio": (sound, 16_000)}
+    prompts: list[Any] = [
+        {"prompt": "", "multi_modal_data": audio},
+        {"prompt_token_ids": [START, 80], "multi_modal_data": audio},
+        {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": [sound]}}, "decoder_prompt": [START, 80]},
+    ]
+    extractor = WhisperFeatureExtractor.from_pretrained(folder)
+    features = extractor(sound, sampling_rate=16_000, return_tensors="pt")["input_features"]
+    with LLM(str(folder), dtype="float32", **SMALL) as llm:
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    assert [one.prompt_token_ids for one in outputs] == [[START], [START, 80], [START, 80]]
+    for output in outputs:
+        asked = AskedOfAudio(features[0], output.prompt_token_ids)
+        assert_as_the_oracle(oracle, asked, Result(tokens=list(output.outputs[0].token_ids)))
+
+
+@pytest.mark.one_path(reason="requests are made before a step")
+def test_a_sound_of_another_rate_is_resampled(whisper: tuple[Path, Any]) -> None:
+    found = processor(whisper[0])
+    sources = [
+        found.process({"multi_modal_data": {"audio": (tone(0.8, rate), rate)}}, PARAMS).request.parts
+        for rate in (16_000, 48_000)
+    ]
+    features = [parts["source"].features.to_numpy() for parts in sources]  # type: ignore[index,attr-defined]
+    assert features[0].shape == features[1].shape == (20, 100)
+    assert abs(features[0][:10] - features[1][:10]).mean() < 0.2
+
+
+@pytest.mark.one_path(reason="requests are made before a step")
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("text", "takes one sound"),
+        ({"multi_modal_data": {"audio": [tone(0.1), tone(0.1)]}}, "takes one sound"),
+        ({"multi_modal_data": {"image": [tone(0.1)]}}, "takes one sound"),
+        ({"multi_modal_data": {"audio": (tone(1.1), 16_000)}}, r"\['audio'\]: It has 1.1 s, and the encoder takes 1 s"),
+        ({"multi_modal_data": {"audio": (tone(0.1), 10)}}, r"\['audio'\]: It has a rate of 10 Hz"),
+    ],
+    ids=str,
+)
+def test_sounds_that_the_model_cannot_take_are_refused(whisper: tuple[Path, Any], prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        processor(whisper[0]).process(prompt, PARAMS)
+
+
+@pytest.mark.one_path(reason="requests are made before a step")
+def test_a_model_of_texts_takes_no_sound(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="takes text"):
+        processor(folder).process({"prompt": "a", "multi_modal_data": {"audio": tone(0.1)}}, PARAMS)

@@ -196,6 +196,8 @@ class InputProcessor:
 
     def is_quick(self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams) -> bool:
         """Whether `process` takes no more than a few milliseconds."""
+        if self._sources is not None and isinstance(prompt, Mapping):
+            return False
         return _size_of(prompt) < self._tokenizer.quick_characters and _is_small(sampling_params)
 
     def _process(

@@ -2,34 +2,50 @@
 
     {"encoder_prompt": "A text", "decoder_prompt": None}
 
-A prompt of another form is the encoder's.
+A prompt of another form is the encoder's; beside audio, which an encoder of speech takes, a text is the decoder's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from penstock.checkpoints.context_length import source_positions
 from penstock.checkpoints.shown_model import shown_model
 from penstock.config import ModelConfig
 from penstock.config.request_limits import RequestLimits
+from penstock.contract import ArrayBytes
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.prompts import DECODER_PROMPT, ENCODER_PROMPT, Prompt, list_of_ids
-from penstock.errors import ContextTooLong, InvalidRequest, ModelError
+from penstock.errors import ContextTooLong, InvalidMedia, InvalidRequest, ModelError
 from penstock.features.encoder_decoder.messages import SourcePart
+from penstock.features.encoder_decoder.spectrograms import Spectrograms
+from penstock.features.multimodal.inputs.audio import resampled
+from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.features.multimodal.inputs.media import AUDIO
 from penstock.text.tokenizer import Tokenizer
+
+_MEDIA = "multi_modal_data"
+_OF_SOURCES = ("prompt", "prompt_token_ids", _MEDIA)
+_OF_REQUESTS = ("cache_salt", "parts")
 
 
 class SourcePrompts:
     """Separates prompts into the decoder's, and a part with the encoder's input.
 
-    max_model_len, vocab_size: limits of the core.
+    loader: of audio. max_model_len, vocab_size: limits of the core.
     """
 
     def __init__(
-        self, model: ModelConfig, tokenizer: Tokenizer, limits: RequestLimits, *, max_model_len: int, vocab_size: int
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        limits: RequestLimits,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        loader: MediaLoader | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -37,6 +53,9 @@ class SourcePrompts:
         self._vocab_size = vocab_size
         self._longest = source_positions(model.hf_config) or max_model_len
         self._start = self._first_tokens()
+        self._loader = loader or MediaLoader()
+        takes_audio = "num_mel_bins" in model.hf_config
+        self._spectrograms = Spectrograms(model.folder, model.hf_config) if takes_audio else None
 
     def decoder_prompt(self, prompt: Prompt) -> Prompt:
         """The decoder's prompt, with the encoder's input as a part.
@@ -47,23 +66,33 @@ class SourcePrompts:
         parts = fields.get("parts") or {}
         if SourcePart.feature in parts:
             return prompt
+        source, decoder = self._sides(fields)
+        prompt_token_ids, part = self._decoder_ids(decoder), self._source(source)
         kept = {key: value for key, value in fields.items() if key == "cache_salt"}
-        if ENCODER_PROMPT in fields:
-            unknown = fields.keys() - {ENCODER_PROMPT, DECODER_PROMPT, "cache_salt", "parts"}
-            if unknown:
-                raise InvalidRequest(
-                    f"The prompt has a field {shown(sorted(unknown)[0])} beside {ENCODER_PROMPT}. Allowed: "
-                    f"{DECODER_PROMPT}, cache_salt, parts."
-                )
-            source, decoder = fields[ENCODER_PROMPT], fields.get(DECODER_PROMPT)
-        else:
-            source, decoder = fields, None
-        kept["prompt_token_ids"] = self._decoder_ids(decoder)
-        kept["parts"] = {**parts, SourcePart.feature: self._source(source)}
-        return cast("Prompt", kept)
+        return cast(
+            "Prompt",
+            {**kept, "prompt_token_ids": prompt_token_ids, "parts": {**parts, SourcePart.feature: part}},
+        )
+
+    def _sides(self, fields: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The encoder's and the decoder's prompt. Raises InvalidRequest for a field that is neither's."""
+        is_explicit = ENCODER_PROMPT in fields
+        _check_keys(fields, (ENCODER_PROMPT, DECODER_PROMPT) if is_explicit else _OF_SOURCES, "The prompt")
+        if is_explicit:
+            return fields[ENCODER_PROMPT], fields.get(DECODER_PROMPT)
+        if self._spectrograms is None:
+            return fields, None
+        text = {key: value for key, value in fields.items() if key in _OF_SOURCES[:2] and value}
+        return {_MEDIA: fields.get(_MEDIA)}, text or None
 
     def _source(self, source: Any) -> SourcePart:
         if isinstance(source, Mapping):
+            _check_keys(source, _OF_SOURCES, "The encoder's prompt")
+        if self._spectrograms is not None:
+            return self._of_audio(self._spectrograms, source)
+        if isinstance(source, Mapping):
+            if source.get(_MEDIA):
+                raise InvalidRequest(f"The encoder of {shown_model(self._model.model)} takes text. Leave {_MEDIA} out.")
             text, ids = source.get("prompt"), source.get("prompt_token_ids")
             source = ids if ids is not None else text
         if isinstance(source, str):
@@ -83,6 +112,25 @@ class SourcePrompts:
             )
         self._check_ids(token_ids, "The encoder's prompt")
         return SourcePart(length=length, token_ids=token_ids)
+
+    def _of_audio(self, spectrograms: Spectrograms, source: Any) -> SourcePart:
+        """The spectrogram of a sound."""
+        media = source.get(_MEDIA) if isinstance(source, Mapping) else None
+        given = media.get(AUDIO) if isinstance(media, Mapping) and not media.keys() - {AUDIO} else None
+        items = given if isinstance(given, list) else [given]
+        if len(items) != 1 or items[0] is None:
+            raise InvalidRequest(
+                f"The encoder of {shown_model(self._model.model)} takes one sound. Give {_MEDIA}={{{AUDIO!r}: "
+                "(samples, rate)}} alone."
+            )
+        name = f"{_MEDIA}[{AUDIO!r}]"
+        sound = self._loader.load(AUDIO, items[0], name)
+        samples = resampled(sound.value, sound.rate or spectrograms.rate, spectrograms.rate)
+        try:
+            features_CP = spectrograms.of(samples)
+        except InvalidMedia as error:
+            raise InvalidMedia(f"{name}: {error}") from None
+        return SourcePart(length=features_CP.shape[1] // 2, features=ArrayBytes.of(features_CP))
 
     def _decoder_ids(self, decoder: Any) -> list[int]:
         """Tokens of the decoder's prompt, which begins with its start token."""
@@ -125,3 +173,11 @@ class SourcePrompts:
         found = self._model.hf_generation_config.get(name)
         found = self._model.hf_config.get(name) if found is None else found
         return found if type(found) is int and found >= 0 else None
+
+
+def _check_keys(fields: Mapping[str, Any], allowed: Sequence[str], what: str) -> None:
+    """Raise InvalidRequest for a field beside the allowed ones and those of every request."""
+    unknown = sorted(fields.keys() - {*allowed, *_OF_REQUESTS})
+    if unknown:
+        listed = ", ".join((*allowed, *_OF_REQUESTS))
+        raise InvalidRequest(f"{what} has a field {shown(unknown[0])}. Allowed: {listed}.")
