@@ -35,7 +35,7 @@ _SERVERS = {
     "the demo model's template": ("demo",),
     "a template without tools": ("demo", "--chat-template", _WITHOUT_TOOLS),
 }
-_SMOLLM2 = ("smollm2", "--yes", "--served-model-name", "demo")
+_SMOLLM2 = ("smollm2", "--yes", "--served-model-name", "demo", "--max-model-len", "1024")
 _SCHEMAS = """
 import sys
 from typing import Literal
