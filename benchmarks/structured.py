@@ -146,8 +146,7 @@ def measure(session: Session, num_requests: int, steps: int, turns: int) -> dict
             found = run(session, constrained, steps)
         whole = statistics.median(step[_WHOLE] for step in found)
         parts = {part: statistics.median(step.get(part, 0.0) for step in found) for part in _PARTS}
-        on_the_host = sum(parts[part] for part in _ON_THE_HOST)
-        values = (on_the_host / whole, sum(parts.values()) / whole, whole / without)
+        values = (parts[_ON_THE_HOST] / whole, sum(parts.values()) / whole, whole / without)
         for name, value in zip(_SHARES, values, strict=True):
             shares[name].append(value)
         medians.append({"without": without, _WHOLE: whole, **parts})
