@@ -76,6 +76,9 @@ def test_faces_of_other_servers_need_a_key_and_say_so_in_their_shapes(server: Se
 def test_probes_need_no_key(server: Served) -> None:
     assert server.request("GET", "/version").status == 200
     assert server.request("GET", "/health").status != 401
+    # The page's path takes requests of TEI's API too.
+    assert server.request("GET", "/").status == 200
+    assert server.post("/", {"inputs": "a"}).status == 401
 
 
 def test_admin_routes_need_the_admins_key(server: Served) -> None:

@@ -132,6 +132,26 @@ def test_rerank_takes_both_kinds_of_requests(reranker: Served) -> None:
     assert reranker.post("/rerank", {"query": QUERY}).error["message"] == "documents is empty. Give at least one text."
 
 
+def test_the_root_takes_the_requests_of_all_routes(
+    embedder: tuple[Served, Any], reranker: Served, labelled: Served, server: Served
+) -> None:
+    served, oracle = embedder
+    found = InferenceClient(model=served.url).feature_extraction(TEXTS[0])[0]
+    np.testing.assert_allclose(found, oracle.encode(TEXTS[0], normalize_embeddings=True), atol=1e-5)
+    compared: dict[str, Any] = {"inputs": {"source_sentence": QUERY, "sentences": TEXTS}}
+    ranked = {"query": QUERY, "texts": TEXTS}
+    for server_of, path, body in (
+        (served, "/similarity", compared),
+        (labelled, "/predict", {"inputs": TEXTS[0]}),
+        (reranker, "/rerank", ranked),
+    ):
+        assert server_of.post("/", body).json == server_of.post(path, body).json
+    refused = served.post("/", {"inputs": "a", "colour": 1})
+    assert (refused.status, refused.error["message"][:25]) == (400, "There is no field colour.")
+    assert served.post("/", {"inputs": LONG}).status == 413
+    assert server.post("/", {"inputs": "a"}).status == 424
+
+
 def test_info_names_the_task(embedder: tuple[Served, Any], reranker: Served, labelled: Served, server: Served) -> None:
     info = embedder[0].request("GET", "/info").json
     assert (info["model_id"], info["model_type"]) == ("demo", {"embedding": {"pooling": "mean"}})

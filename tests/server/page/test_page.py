@@ -96,4 +96,4 @@ def test_every_element_that_the_script_names_exists(page: Elements) -> None:
 
 def test_no_page_where_it_is_turned_off(server: Served) -> None:
     with serving(server.engine, page=False) as other:
-        assert other.request("GET", "/").status == 404
+        assert other.request("GET", "/").status == 405

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.http.errors import ApiError
-from penstock.server.http.guards import PUBLIC_PATHS
+from penstock.server.http.guards import is_public
 
 logger = logging.getLogger(__name__)
 _STATE_KEY = "penstock_connection"
@@ -244,7 +244,7 @@ class ConnectionLimits:
         self._why_full = why_full
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS else None
+        error = self._refusal(scope) if scope["type"] == "http" and not is_public(scope) else None
         await (self._app if error is None else error.response(scope))(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:

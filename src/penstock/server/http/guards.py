@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.server.http.errors import ApiError
 
 # Paths for probes, and the page, which asks for the key. It has no data of its own.
-PUBLIC_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/version", "/metrics"))
+_PAGE = "/"
+PUBLIC_PATHS = frozenset((_PAGE, "/health", "/ready", "/ping", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
 _RETRY_AFTER_S = 2
 # Largest body that is as small as what the server reads ahead of a connection.
@@ -30,6 +31,12 @@ ADMIN_PATHS = frozenset(
         "/v1/unload_lora_adapter",
     )
 )
+
+
+def is_public(scope: Scope) -> bool:
+    """Whether a request is a probe, or one for the page, whose path takes requests of TEI's API too."""
+    path = get_route_path(scope)
+    return path in PUBLIC_PATHS and (path != _PAGE or scope["method"] != "POST")
 
 
 class ApiKeys:
@@ -59,10 +66,9 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _lets_in(self, scope: Scope) -> bool:
-        path = get_route_path(scope)
-        if path in PUBLIC_PATHS:
+        if is_public(scope):
             return True
-        digests = self._admin_digests if path in ADMIN_PATHS else self._digests
+        digests = self._admin_digests if get_route_path(scope) in ADMIN_PATHS else self._digests
         if not digests:
             return True
         # All keys are compared, in constant time each.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, Request
-from starlette._utils import get_route_path
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,7 +12,7 @@ from penstock.engine.messages import BrokerStatus
 from penstock.engine.processes.broker_connection import BrokerState
 from penstock.engine.statistics.step_log import StepRecord
 from penstock.server.http.errors import ApiError
-from penstock.server.http.guards import PUBLIC_PATHS
+from penstock.server.http.guards import is_public
 
 _NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "No; the body has the reason."}}
 router = APIRouter(responses=_NOT_NOW)
@@ -81,7 +80,7 @@ class Drainage:
         self._health = health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._health.is_draining or get_route_path(scope) in PUBLIC_PATHS:
+        if scope["type"] != "http" or not self._health.is_draining or is_public(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(

@@ -7,9 +7,10 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from penstock.contract import Part, RequestOutputKind
@@ -18,6 +19,8 @@ from penstock.server.chat_model import ChatModel
 from penstock.server.http.connection import EventStream, StreamForm, while_connected
 from penstock.server.http.context import request_id_of
 from penstock.server.http.errors import ApiError, json_response
+from penstock.server.http.unknown_fields import UnknownFields
+from penstock.server.http.validation import validation_error
 from penstock.server.protocol.base import SamplingFields
 from penstock.server.protocol.pooling import PoolingFields
 from penstock.server.requests.generation import Generation, PoolingSubmission, Submission
@@ -29,12 +32,24 @@ logger = logging.getLogger(__name__)
 # Prompts of one request that are submitted together, so that a large one does not fill the queue by itself.
 _PROMPTS_AT_ONCE = 1024
 _EVENTS = StreamForm()
+_Request = TypeVar("_Request", bound=BaseModel)
 
 
 def served_model(request: Request) -> ServedModel:
     """The model that the app of this request serves."""
     model: ServedModel = request.app.state.served_model
     return model
+
+
+def checked_request(http: Request, kind: type[_Request], body: dict[str, Any]) -> _Request:
+    """Request of this kind, of a route that takes several. Raises ApiError for a body that is none."""
+    unknown: UnknownFields = http.app.state.unknown_fields
+    given = unknown.without(body, kind)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise validation_error(found, given, kind.model_fields) from error
 
 
 def response_id(prefix: str, request: SamplingFields | PoolingFields) -> str:

@@ -6,19 +6,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError
-from penstock.server.http.unknown_fields import UnknownFields
-from penstock.server.http.validation import validation_error
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.completion import CompletionRequest
 from penstock.server.protocol.pooling import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from penstock.server.protocol.responses import STREAMED, errors
 from penstock.server.routes import chat, completions, pooling
-from penstock.server.routes.common import served_model
+from penstock.server.routes.common import checked_request, served_model
 
 router = APIRouter(route_class=BodyRoute)
 # Routes by a field that only their requests have: the requests' model, and the function.
@@ -41,11 +39,4 @@ async def invoke(body: dict[str, Any], http: Request) -> Response:
     config = served_model(http).engine.model_config.pooling
     if name == "input" and ("task" in body or config is None or "embed" not in config.tasks):
         kind, function = PoolingRequest, pooling.create_pooling
-    unknown: UnknownFields = http.app.state.unknown_fields
-    given = unknown.without(body, kind)
-    try:
-        request = kind.model_validate(given)
-    except ValidationError as error:
-        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise validation_error(found, given, kind.model_fields) from error
-    return await function(request, http)
+    return await function(checked_request(http, kind, body), http)

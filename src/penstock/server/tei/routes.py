@@ -1,9 +1,9 @@
-"""Routes of TEI's API: `/embed`, `/embed_all`, `/similarity`, `/predict`, `/rerank` and `/info`."""
+"""Routes of TEI's API: `/embed`, `/embed_all`, `/similarity`, `/predict`, `/rerank`, `/` and `/info`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.pooling import EmbeddingRequest, PoolingFields, RerankRequest, RerankResponse
 from penstock.server.protocol.responses import ErrorResponse, TeiErrorResponse, TeiRank, errors
 from penstock.server.routes import pooling
-from penstock.server.routes.common import served_model
+from penstock.server.routes.common import checked_request, served_model
 from penstock.server.tei.errors import TeiRoute, tei_errors
 from penstock.server.tei.protocol import (
     AnyRerankRequest,
@@ -118,6 +118,23 @@ async def rerank(request: AnyRerankRequest, http: Request) -> Response:
             for index, score in ranks
         ]
     )
+
+
+@router.post("/", responses={200: {"description": "The route's answer."}, **_RERANK_ERRORS})
+async def root(body: dict[str, Any], http: Request) -> Response:
+    """Answer a request of `/embed`, `/predict`, `/similarity` or `/rerank`, which the body and the model tell."""
+    config = served_model(http).engine.model_config.pooling
+    kind: type[Any] = TeiEmbedRequest
+    function: Callable[[Any, Request], Awaitable[Response]] = embed
+    if "texts" in body:
+        kind, function = AnyRerankRequest, rerank
+    elif isinstance(body.get("inputs"), dict):
+        kind, function = TeiSimilarityRequest, similarity
+    elif config is not None and config.has_classes:
+        kind, function = TeiPredictRequest, predict
+    request = checked_request(http, kind, body)
+    with tei_errors(http, has_task=config is not None):
+        return await function(request, http)
 
 
 @router.get("/info", responses={200: {"description": "What is known of the model."}, **errors(400, 401)})
