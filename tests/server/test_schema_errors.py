@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
+from tests.server.conftest import DEMO
 
-from support.servers import Served, events_of
+from penstock.engine.async_engine import AsyncEngine
+from support.servers import Served, events_of, serving
 
 # Two of four items are the same.
 SCHEMA = {
@@ -80,6 +82,18 @@ def test_it_is_refused_where_the_model_may_call_tools_instead(server: Served) ->
     error = server.post("/v1/chat/completions", asked).error
     assert error["message"].startswith('response_format.json_schema.unenforced="check" cannot be combined with')
     assert server.post("/v1/chat/completions", {**asked, "tool_choice": "none"}).status == 200
+
+
+def test_a_server_may_check_all_answers_those_of_ollamas_clients_too() -> None:
+    engine = AsyncEngine("demo", enable_multiprocessing=False, structured_outputs_unenforced="check", **DEMO)
+    asked = {"model": "demo", "messages": MESSAGES, "format": SCHEMA, "options": {"temperature": 0}}
+    with serving(engine) as served:
+        whole = served.post("/api/chat", {**asked, "stream": False}).json
+        lines = [json.loads(line) for line in served.post("/api/chat", asked).body.splitlines()]
+    (error,) = whole["schema_errors"]
+    assert ERROR in error
+    assert [line["schema_errors"] for line in lines if "schema_errors" in line] == [[error]]
+    assert lines[-1]["done"]
 
 
 def test_it_is_refused_unless_it_is_asked_for(client: OpenAI) -> None:
