@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.engine.output.outputs import RequestOutput
 from penstock.server.http.connection import event
-from penstock.server.http.errors import ApiError, messages_error
+from penstock.server.http.errors import messages_error
 from penstock.server.requests.answer_parts import (
     AnswerParts,
     CallPart,
@@ -77,15 +77,13 @@ class MessageWriter:
 
     def _end(self) -> dict[str, Any]:
         """Fields of the message's end. Raises ApiError for an answer that was aborted."""
-        reason = self._samples.samples[0].finish_reason or ""
-        if reason == "abort":
-            message = "The request was aborted: its timeout passed, or the server shuts down."
-            raise ApiError(503, message, code="aborted")
+        sample = self._samples.ended
+        reason = sample.finish_reason or ""
         is_stopped = reason == "stop" and self._stop_sequence is not None
         return {
             "stop_reason": "stop_sequence" if is_stopped else _STOP_REASONS[reason],
             "stop_sequence": self._stop_sequence if is_stopped else None,
-            **self._samples.samples[0].end_fields,
+            **sample.end_fields,
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.connection import StreamForm
-from penstock.server.http.errors import ApiError, ollama_error
+from penstock.server.http.errors import ollama_error
 from penstock.server.messages.output import call_input
 from penstock.server.requests.answer_parts import (
     AnswerParts,
@@ -121,11 +121,7 @@ class OllamaWriter:
 
     def _end(self, output: RequestOutput) -> dict[str, Any]:
         """Fields of the answer's end. Raises ApiError for one that was aborted."""
-        reason = self._samples.samples[0].finish_reason
-        if reason == "abort":
-            raise ApiError(
-                503, "The request was aborted: its timeout passed, or the server shuts down.", code="aborted"
-            )
+        reason = self._samples.ended.finish_reason
         usage, metrics = self._samples.usage, output.metrics
         return {
             "done": True,

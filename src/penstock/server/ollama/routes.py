@@ -170,10 +170,9 @@ async def _generate(request: OllamaChatRequest | OllamaGenerateRequest, http: Re
             http,
             model,
             [task.submission],
+            writer,
             is_stream=request.stream,
             timeout_s=None,
-            whole=writer.whole,
-            events=writer.events,
             form=LINES,
             headers=task.headers,
         )

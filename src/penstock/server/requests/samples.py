@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.server.http.errors import ApiError
 from penstock.server.protocol.base import GenerationFields
 from penstock.server.requests.answer import (
     AnswerEvent,
@@ -150,6 +151,15 @@ class AnswerSamples:
             for completion in output.outputs
             if (sample := self.samples[completion.index]).finish_reason is None
         ]
+
+    @property
+    def ended(self) -> AnswerSample:
+        """The only sample, which has ended. Raises ApiError for one that was aborted."""
+        (sample,) = self.samples
+        if sample.finish_reason == "abort":
+            message = "The request was aborted: its timeout passed, or the server shuts down."
+            raise ApiError(503, message, code="aborted")
+        return sample
 
     def usage_data(self) -> dict[str, Any]:
         """OpenAI's `usage` of a chat completion."""

@@ -102,13 +102,7 @@ class ResponseWriter:
     @property
     def _status(self) -> str:
         """Status at the end. Raises ApiError for an answer that was aborted."""
-        match self._samples.samples[0].finish_reason:
-            case "abort":
-                message = "The request was aborted: its timeout passed, or the server shuts down."
-                raise ApiError(503, message, code="aborted")
-            case "length":
-                return "incomplete"
-        return "completed"
+        return "incomplete" if self._samples.ended.finish_reason == "length" else "completed"
 
     def _body(self, status: str) -> dict[str, Any]:
         has_begun = bool(self._samples.samples)

@@ -29,7 +29,7 @@ from penstock.server.requests.generation import Generation
 from penstock.server.requests.hidden_states import beside_the_loop
 from penstock.server.requests.logprobs import prompt_logprobs
 from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples, SamplePart
-from penstock.server.routes.common import answer, logprobs_format, response_base, response_id, served_model
+from penstock.server.routes.common import answer_chat, logprobs_format, response_base, response_id, served_model
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -42,16 +42,7 @@ async def create_chat_completion(request: ChatCompletionRequest, http: Request) 
     with refusals(type(request).model_fields, chat_client_names(request)):
         task = await prepare_chat(model, request, id)
         choices = ChatChoices(model, request, task.form, task.submission.params, id)
-        return await answer(
-            http,
-            model,
-            [task.submission],
-            is_stream=request.stream,
-            timeout_s=request.timeout,
-            whole=choices.whole,
-            events=choices.events,
-            headers=task.headers,
-        )
+        return await answer_chat(http, model, task, choices)
 
 
 class ChatChoices:

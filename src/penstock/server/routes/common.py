@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -23,6 +23,7 @@ from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
 from penstock.server.protocol.base import SamplingFields
 from penstock.server.protocol.pooling import PoolingFields
+from penstock.server.requests.chat_task import ChatTask
 from penstock.server.requests.generation import Generation, PoolingSubmission, Submission
 from penstock.server.requests.logprobs import LogprobsFormat
 from penstock.server.requests.output_log import OutputLog
@@ -91,22 +92,48 @@ def logprobs_format(model: ChatModel, request: SamplingFields, most: int | None)
     return LogprobsFormat(model.tokenizer, most, names_ids=names_ids)
 
 
+class AnswerWriter(Protocol):
+    """Writer of one response, as a whole or as a stream."""
+
+    async def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Body of a whole response, from the last outputs."""
+
+    def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """Events of a stream."""
+
+
+async def answer_chat(
+    http: Request, model: ServedModel, task: ChatTask, writer: AnswerWriter, form: StreamForm = _EVENTS
+) -> Response:
+    """Generate the answer of a chat request. See `answer`."""
+    request = task.request
+    return await answer(
+        http,
+        model,
+        [task.submission],
+        writer,
+        is_stream=request.stream,
+        timeout_s=request.timeout,
+        form=form,
+        headers=task.headers,
+    )
+
+
 async def answer(
     http: Request,
     model: ServedModel,
     submissions: Sequence[Submission],
+    writer: AnswerWriter,
     *,
     is_stream: bool,
     timeout_s: float | None,
-    whole: Callable[[list[RequestOutput]], Awaitable[dict[str, Any]]],
-    events: Callable[[Generation], AsyncGenerator[bytes, None]],
     form: StreamForm = _EVENTS,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Generate, and respond with a stream or a whole answer.
 
-    model: the one that the request names. timeout_s: as in `Generation`. whole: body of a whole answer, from the last
-    outputs. events: events of a stream. form: of the stream. headers: further ones of the response.
+    model: the one that the request names. timeout_s: as in `Generation`. form: of the stream. headers: further ones of
+    the response.
     Raises InvalidRequest, Overloaded and other refusals of the engine.
     """
     if model.options.log_prompts:
@@ -124,11 +151,11 @@ async def answer(
     )
     if not is_stream:
         async with generation:
-            body = await whole(await while_connected(http.receive, _finals(generation)))
+            body = await writer.whole(await while_connected(http.receive, _finals(generation)))
             return json_response(body, headers=headers)
     await while_connected(http.receive, generation.start())
     stream = EventStream(
-        events(generation),
+        writer.events(generation),
         backlog=generation,
         on_end=generation.close,
         request_id=request_id_of(http.scope),

@@ -43,10 +43,9 @@ async def create_completion(request: CompletionRequest, http: Request) -> Respon
             http,
             model,
             submissions,
+            choices,
             is_stream=request.stream,
             timeout_s=request.timeout,
-            whole=choices.whole,
-            events=choices.events,
         )
 
 

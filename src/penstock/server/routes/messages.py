@@ -17,7 +17,7 @@ from penstock.server.protocol.messages_request import CountTokensRequest, Messag
 from penstock.server.protocol.responses import COUNT_RESPONSES, MESSAGES_RESPONSES
 from penstock.server.requests.chat_task import prepare_chat
 from penstock.server.requests.conversation import render_request
-from penstock.server.routes.common import answer, served_model
+from penstock.server.routes.common import answer_chat, served_model
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -31,17 +31,7 @@ async def create_message(request: MessagesRequest, http: Request) -> Response:
     with refusals(type(request).model_fields, names):
         task = await prepare_chat(model, chat, id)
         writer = MessageWriter(task, id, model.name)
-        return await answer(
-            http,
-            model,
-            [task.submission],
-            is_stream=request.stream,
-            timeout_s=request.timeout,
-            whole=writer.whole,
-            events=writer.events,
-            form=StreamForm(error_event),
-            headers=task.headers,
-        )
+        return await answer_chat(http, model, task, writer, StreamForm(error_event))
 
 
 @router.post("/v1/messages/count_tokens", responses=COUNT_RESPONSES)

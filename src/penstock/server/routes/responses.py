@@ -22,7 +22,7 @@ from penstock.server.responses.items import input_items
 from penstock.server.responses.output import ResponseWriter, response_body
 from penstock.server.responses.request import chat_request
 from penstock.server.responses.store import ResponseStore, StoredResponse
-from penstock.server.routes.common import answer, list_page, logprobs_format, served_model
+from penstock.server.routes.common import answer_chat, list_page, logprobs_format, served_model
 from penstock.server.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -63,17 +63,7 @@ async def create_response(request: ResponsesRequest, http: Request) -> Response:
             stored = StoredResponse({}, [*history, *items])
             return await _in_background(http, model, task, ResponseWriter(task, base, form, _ignore), stored, request)
         writer = ResponseWriter(task, base, form, on_end)
-        return await answer(
-            http,
-            model,
-            [task.submission],
-            is_stream=request.stream,
-            timeout_s=request.timeout,
-            whole=writer.whole,
-            events=writer.events,
-            form=StreamForm(writer.error_event),
-            headers=task.headers,
-        )
+        return await answer_chat(http, model, task, writer, StreamForm(writer.error_event))
 
 
 @router.get("/v1/responses/{id}", responses={200: {"description": "The response."}, **_STORED_ERRORS})

@@ -50,10 +50,9 @@ async def generate(request: GenerateRequest, http: Request) -> Response:
             http,
             model,
             [Submission(prompt, params, id, request.priority)],
+            choices,
             is_stream=request.stream,
             timeout_s=None,
-            whole=choices.whole,
-            events=choices.events,
         )
 
 
