@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.server.conftest import DEMO
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import ConfigError
 from penstock.server.batches import runner
-from penstock.server.batches.multipart import form_parts
 from penstock.server.batches.runner import BatchRunner
 from penstock.server.batches.store import FINAL, BatchStore
 from penstock.server.http.errors import ApiError
@@ -225,7 +225,8 @@ async def run_alone(store: BatchStore, lines: list[dict[str, Any]], answer: Answ
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
-    file = store.add_file("\n".join(map(json.dumps, lines)).encode(), "in.jsonl")
+    data = "\n".join(map(json.dumps, lines)).encode()
+    file = store.add_file(BytesIO(data), len(data), "in.jsonl")
     id = "batch_" + "1" * 32
     batch = {"id": id, "status": "validating", "created_at": 1, "expires_at": time.time() + expires_s}
     counts = {"total": 0, "completed": 0, "failed": 0}
@@ -300,12 +301,12 @@ def test_answers_count_as_bytes_of_the_folder(tmp_path: Path) -> None:
     store = BatchStore(ServerOptions(served_model_name=("demo",), batch_dir=str(tmp_path), max_batch_dir_bytes=400))
     store.add_answer("batch_" + "0" * 32, "output", {"custom_id": "a" * 380})
     with pytest.raises(ApiError, match="files and answers would have") as caught:
-        store.add_file(b"x" * 20, "in.jsonl")
+        store.add_file(BytesIO(b"x" * 20), 20, "in.jsonl")
     assert caught.value.status_code == 413
 
 
 def test_a_batch_whose_file_was_deleted_says_so(quick_store: BatchStore) -> None:
-    file = quick_store.add_file(b"{}", "in.jsonl")
+    file = quick_store.add_file(BytesIO(b"{}"), 2, "in.jsonl")
     quick_store.delete_file(file["id"])
     requests, errors = quick_store.requests({"input_file_id": file["id"], "endpoint": CHAT})
     assert (requests, errors[0]["message"]) == ([], f"The file {file['id']!r} was deleted.")
@@ -318,21 +319,31 @@ def test_a_window_has_hours_or_days(batch_client: OpenAI, window: Any) -> None:
     assert caught.value.param == "completion_window"
 
 
+FORM = {"x_api_key": "secret", "Content_Type": "multipart/form-data; boundary=b"}
+PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa9.jsonl"\r\n\r\n'
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "why"),
     [
-        b"",
-        b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\nx',
-        b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n",
+        (b"", "file is missing."),
+        (FILE + b"cut off", "file is missing."),
+        (FILE + b"x\r\n--b--\r\n", "purpose=None is not available."),
+        (FILE + b"x\r\n" + PURPOSE + FILE + b"y\r\n--b--\r\n", "Too many files."),
+        (b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n", "The Content-Disposition header field"),
+        (b"no form", "Invalid multipart data."),
+        (PURPOSE.replace(b"purpose", b"colour") + b"--b--\r\n", "There is no field colour."),
     ],
 )
-def test_a_body_that_is_no_form_is_refused(body: bytes) -> None:
-    with pytest.raises(ApiError):
-        form_parts("multipart/form-data; boundary=b", body)
+def test_a_body_that_is_no_form_is_refused(batch_server: Served, body: bytes, why: str) -> None:
+    reply = batch_server.post("/v1/files", body, **FORM)
+    assert reply.status == 400
+    assert reply.error["message"].startswith(why)
 
 
-def test_a_form_has_any_bytes() -> None:
-    data = b"\x00\r\n--bx\r\n\r\n--\n"
-    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa9.jsonl"\r\n\r\n'
-    parts = form_parts('multipart/form-data; boundary="b"', head + data + b"\r\n--b--\r\n")
-    assert (parts["file"].data, parts["file"].filename) == (data, "é.jsonl")
+def test_a_form_has_any_bytes(batch_server: Served, batch_client: OpenAI) -> None:
+    data = b"\x00\r\n--bx\r\n\r\n--\n" * 100_000
+    file = batch_server.post("/v1/files", FILE + data + b"\r\n" + PURPOSE + b"--b--\r\n", **FORM).json
+    assert (file["filename"], file["bytes"]) == ("é.jsonl", len(data))
+    assert batch_client.files.content(file["id"]).content == data

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import field_validator
+from starlette.datastructures import UploadFile
 from starlette.responses import FileResponse, Response
 
-from penstock.server.batches.multipart import form_parts
 from penstock.server.batches.runner import BatchRunner
 from penstock.server.batches.store import FINAL, UNFINISHED, BatchStore
 from penstock.server.http.body import BodyRoute
@@ -44,6 +44,7 @@ _FORM = {
     }
 }
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
+_MOST_FIELDS = 16
 # Seconds of a window's units.
 _UNITS = {"h": 3600, "d": 86_400}
 
@@ -75,18 +76,20 @@ class CreateBatchRequest(RequestModel):
 @router.post("/v1/files", responses=_FILE, openapi_extra=_FORM)
 async def upload_file(http: Request) -> Response:
     """Store a file of requests, a line each, for a batch."""
-    body = await http.body()
-    parts = await asyncio.to_thread(form_parts, http.headers.get("Content-Type", ""), body)
-    for name in parts.keys() - {"file", "purpose"}:
-        raise ApiError(400, f"There is no field {name}. Allowed: file, purpose.", param=name)
-    for name in ("file", "purpose"):
-        if name not in parts:
-            raise ApiError(400, f"{name} is missing.", param=name)
-    purpose = parts["purpose"].data.decode("utf-8", "replace")
-    if purpose != "batch":
-        raise ApiError(400, f"purpose={purpose!r} is not available. Allowed: 'batch'.", param="purpose")
-    file = parts["file"]
-    return json_response(await asyncio.to_thread(_store(http).add_file, file.data, file.filename or "file"))
+    kind = http.headers.get("Content-Type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise ApiError(400, f"The Content-Type is {kind!r}. Allowed: multipart/form-data with a boundary.")
+    # The file is on the disk beyond 1 MiB.
+    async with http.form(max_files=1, max_fields=_MOST_FIELDS) as form:
+        for name in form.keys() - {"file", "purpose"}:
+            raise ApiError(400, f"There is no field {name}. Allowed: file, purpose.", param=name)
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise ApiError(400, "file is missing.", param="file")
+        if purpose != "batch":
+            raise ApiError(400, f"purpose={purpose!r} is not available. Allowed: 'batch'.", param="purpose")
+        add, name = _store(http).add_file, file.filename or "file"
+        return json_response(await asyncio.to_thread(add, file.file, file.size or 0, name))
 
 
 @router.get("/v1/files", responses=_LIST)

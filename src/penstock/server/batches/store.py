@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -63,9 +64,9 @@ class BatchStore:
             raise ApiError(400, "Files and batches need a folder. Start the server with --batch-dir FOLDER.")
         return self._folder
 
-    def add_file(self, data: bytes, filename: str) -> dict[str, Any]:
-        """Store a file. Returns its description. Raises ApiError if there is no room."""
-        num_bytes = self._num_bytes() + len(data)
+    def add_file(self, source: BinaryIO, size: int, filename: str) -> dict[str, Any]:
+        """Store a file of this size. Returns its description. Raises ApiError if there is no room."""
+        num_bytes = self._num_bytes() + size
         limit = self._options.max_batch_dir_bytes
         if num_bytes > limit:
             message = (
@@ -74,7 +75,8 @@ class BatchStore:
             )
             raise ApiError(413, message, param="file", code="storage_full")
         id = f"file-{uuid.uuid4().hex}"
-        self._content(id).write_bytes(data)
+        with self._content(id).open("wb") as file:
+            shutil.copyfileobj(source, file)
         return self._describe(id, filename, "batch")
 
     def file(self, id: str) -> dict[str, Any]:
