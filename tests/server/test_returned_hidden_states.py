@@ -122,6 +122,11 @@ def test_each_conversation_of_a_batch_has_them(server: Served) -> None:
     [
         ("/v1/responses", {"input": "a", "background": True, "return_hidden_states": True}, "without background=true"),
         ("/v1/responses", {"input": "a", "encoding_format": "float"}, "only with return_hidden_states"),
+        (
+            "/v1/completions/render",
+            {"prompt": "a", "return_hidden_states": True},
+            "/inference/v1/generate have no",
+        ),
         ("/pooling", {"input": "a", "return_hidden_states": True}, 'task="token_embed" returns a vector per token'),
         ("/v1/embeddings", {"input": "a", "hidden_states_layers": [1]}, 'task="token_embed" returns a vector'),
     ],

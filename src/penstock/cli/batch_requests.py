@@ -39,7 +39,7 @@ _REQUESTS: dict[str, type[ChatCompletionRequest | CompletionRequest]] = {
 }
 # Fields of which a server can do more, and the values that a file may have.
 _ONLY: dict[str, tuple[Any, ...]] = {"stream": (False,), "timeout": ()}
-_ONLY_OF_CHATS: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,), "return_hidden_states": (False,)}
+_ONLY_OF_CHATS: dict[str, tuple[Any, ...]] = {"add_special_tokens": (False,)}
 
 
 def read_batch_lines(

@@ -134,11 +134,16 @@ def test_rows_after_a_gap_of_steps_are_taken_once() -> None:
 @pytest.mark.slow
 def test_files_of_requests_have_them(tmp_path: Path) -> None:
     line = {"prompt": "ROMEO:", "max_tokens": 2, "parts": {"hidden_states": {"tokens": "all"}}}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    messages = [{"role": "user", "content": "Who are you?"}]
+    body = {"messages": messages, "max_tokens": 2, "return_hidden_states": "all"}
+    chat = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(chat)}\n")
     files = ["--input", f"{tmp_path}/in.jsonl", "--output", f"{tmp_path}/out.jsonl"]
     subprocess.run([sys.executable, "-m", "penstock", "generate", "--model", "demo", *files], check=True, timeout=120)
-    result = json.loads((tmp_path / "out.jsonl").read_text())
+    result, answered = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert len(result["hidden_states"]["-1"]) == result["num_prompt_tokens"] + 1
+    answer = answered["response"]["body"]
+    assert len(answer["choices"][0]["hidden_states"]) == answer["usage"]["prompt_tokens"] + 1
 
 
 def test_the_last_output_of_a_stream_has_them(llm: LLM) -> None:

@@ -15,7 +15,7 @@ from penstock.engine.inputs.prompts import PromptDict, RenderedText
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
-from penstock.server.http.errors import json_response, refusals
+from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.chat import ChatCompletionRequest
 from penstock.server.protocol.completion import CompletionRequest
 from penstock.server.protocol.responses import STREAMED_TOKENS, errors
@@ -79,7 +79,10 @@ async def render_completion(request: CompletionRequest, http: Request) -> Respon
 async def _rendered(
     model: ServedModel, submission: Submission, request: ChatCompletionRequest | CompletionRequest
 ) -> dict[str, Any]:
-    """Request of `/inference/v1/generate` that a submission is equal to."""
+    """Request of `/inference/v1/generate` that a submission is equal to. Raises ApiError for one that has none."""
+    if request.return_hidden_states:
+        message = "return_hidden_states is not available: the answers of /inference/v1/generate have no hidden states."
+        raise ApiError(400, message, param="return_hidden_states")
     prompt: Any = submission.prompt
     token_ids = prompt.get("prompt_token_ids")
     if token_ids is None:
