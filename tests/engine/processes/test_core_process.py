@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.contract import RpcCall, SamplingParams, SchedulerOutput
+from penstock.contract import ContractVersionError, RpcCall, SamplingParams, SchedulerOutput, codec
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.core.core_client import CoreClient
 from penstock.engine.messages import EngineRequest
@@ -53,6 +53,11 @@ def failing_step(step: int) -> None:
         raise EngineDead("workers failed four times") from WorkerError(
             "rank 1 is gone", method="execute_model", rank=1, cause_type="RuntimeError"
         )
+
+
+def of_another_version(config: EngineConfig) -> FakeCore:
+    codec.CONTRACT_VERSION += 1
+    return FakeCore(config)
 
 
 def dying(config: EngineConfig) -> FakeCore:
@@ -344,6 +349,8 @@ def test_what_keeps_a_core_from_starting_is_raised(config: EngineConfig) -> None
     assert str(raised.value.__cause__) == "ZeroDivisionError: of all things"
     with pytest.raises(EngineDead, match="ended with exit code 7 while it started"):
         CoreGroup(config, killed_while_starting)
+    with pytest.raises(ContractVersionError, match="Run the same version of Penstock on both sides"):
+        CoreGroup(config, of_another_version)
     with pytest.raises(WaitTimeout, match="waited 0.5 s in start for the core"):
         CoreGroup(config, never_starting, start_timeout_s=0.5)
     assert not [child for child in psutil.Process().children() if "core_server" in " ".join(child.cmdline())]

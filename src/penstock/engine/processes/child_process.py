@@ -14,12 +14,13 @@ from multiprocessing import Pipe
 from typing import Any, Protocol
 
 from penstock.config import EngineConfig
-from penstock.contract import decode
+from penstock.contract import ContractVersionError, decode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
-from penstock.engine.messages import CoreLog, CoreMessage, CoreStart, FromCore
+from penstock.engine.messages import CoreEnded, CoreLog, CoreMessage, CoreStart, FromCore
 from penstock.engine.processes.child_main import PROGRAM, ParentConnection
 from penstock.engine.processes.core_server import ServedCore, serve_core
+from penstock.errors import error_as_data
 from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.select import environment_of_core
 from penstock.executor.serialization import dumps
@@ -133,9 +134,14 @@ class ChildProcess:
                     write_sent(message.fields, self._who)
                 else:
                     self._deliver(self, message)
+        except ContractVersionError as error:
+            # The package was replaced while this process ran, and a new process has the other version.
+            self.kill()
+            self._deliver(self, CoreEnded(error=error_as_data(error)))
         except (EOFError, OSError):
-            self._has_ended.set()
-            self._deliver(self, None)
+            pass
+        self._has_ended.set()
+        self._deliver(self, None)
 
 
 def start_core(
