@@ -11,9 +11,9 @@ import pytest
 
 from penstock.config import StructuredOutputsConfig
 from penstock.contract import StructuredOutputsParams
-from penstock.errors import InvalidParameter, UnsupportedFeature
+from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedFeature
 from penstock.structured import llguidance_backend
-from penstock.structured.backend import MatcherError
+from penstock.structured.backend import ConstraintTooLarge
 from penstock.structured.constraint_check import check_constraint, check_read
 from penstock.structured.llguidance_backend import LLGuidanceBackend
 from support.constraints import (
@@ -246,8 +246,15 @@ def test_a_limit_that_the_first_tokens_meet_is_met_when_the_grammar_is_compiled(
 def test_a_limit_that_is_met_later_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_backend, "_MAX_ITEMS", 100)
     matcher = matcher_for(grammar='start: item start | item\nitem: "a" | "b"')
-    with pytest.raises(MatcherError, match=r"\* or \+, or with the recursion first"):
+    with pytest.raises(ConstraintTooLarge, match=r"\* or \+, or with the recursion first"):
         matcher.accept(encode("ab" * 100))
+
+
+def test_patterns_that_repeat_too_much_are_the_requests_own_error() -> None:
+    matcher = matcher_for(regex="((((a{1,100}){1,100}){1,100}){1,100})")
+    with pytest.raises(ConstraintTooLarge, match="its patterns repeat too much within each other"):
+        matcher.accept(encode("a" * 60))
+    assert issubclass(ConstraintTooLarge, InvalidRequest)
 
 
 @pytest.mark.parametrize("rule", ['a{}: "x" a{} | "y"', 'a{} ::= "x" a{} | "y"'])

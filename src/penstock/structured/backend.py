@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.contract import StructuredOutputsParams
+from penstock.errors import InvalidRequest
 
 
 class Matcher(Protocol):
@@ -53,4 +54,8 @@ class TextTokenizer(Protocol):
 
 
 class MatcherError(RuntimeError):
-    """Failure of a matcher, such as at a limit of its library."""
+    """Failure of a matcher."""
+
+
+class ConstraintTooLarge(MatcherError, InvalidRequest):
+    """A constraint that reaches a limit of the matcher's library at this output."""

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.contract.structured_outputs import CONSTRAINTS_BY_SCHEMA, StructuredOutputsParams
 from penstock.errors import InvalidParameter, UnsupportedFeature
-from penstock.structured.backend import MatcherError
+from penstock.structured.backend import ConstraintTooLarge, MatcherError
 from penstock.structured.constraint_check import format_of, schema_of, translated, whitespace_of
 from penstock.structured.grammar_text import as_lark
 from penstock.structured.pattern_names import without_empty_patterns
@@ -46,6 +46,7 @@ _ERRORS = {
         "with the recursion first (a: a b | b) rather than last"
     ),
     "initial lexer configuration": "its texts, names and patterns are too much together",
+    "too many expressions": "its patterns repeat too much within each other",
     "regex parse error": "it has a pattern that is not valid",
     "panic": "it is too large, or has something that llguidance cannot cope with",
     "NoExtension": "it leaves nothing that could come next",
@@ -225,7 +226,10 @@ class LLGuidanceMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise MatcherError(_reason(self._matcher))
+            reason = _reason(self._matcher)
+            if reason in _ERRORS.values():
+                raise ConstraintTooLarge(f"The output cannot follow its constraint any further: {reason}.")
+            raise MatcherError(reason)
 
 
 def _check_tokens(tokenizer: Mapping[str, Any]) -> None:
