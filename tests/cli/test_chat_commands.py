@@ -256,13 +256,30 @@ def test_help_lists_every_command(chat: Chat) -> None:
     err = chat("/help").stderr
     methods = {name.removeprefix("_") for name in vars(ChatTerminal)}
     listed = {line.split()[0].removeprefix("/") for line in err.splitlines() if line.lstrip().startswith("/")}
-    assert {"help", "reset", "system", "quit", "retry", "undo", "set", "history"} == listed
+    assert {"help", "reset", "system", "quit", "retry", "undo", "set", "history", "image", "audio", "video"} == listed
     assert listed <= methods
+
+
+def test_an_image_goes_with_the_next_message_which_a_model_of_text_refuses(
+    chat: Chat, cores: list[RememberedCore], tmp_path: Path
+) -> None:
+    image = tmp_path / "a.png"
+    image.write_bytes(b"pixels")
+    begins: list[tuple[tuple[str, ...], tuple[str, ...]]] = [((), ("--image", str(image))), ((f"/image {image}",), ())]
+    for begin, arguments in begins:
+        result = chat(*begin, "a dog", "a cat", arguments=arguments)
+        assert "messages[0].content[0] of type 'image_url' is an image, which this model does not take" in result.stderr
+        assert cores[-1].prompts() == ["[user] a cat\n[assistant] "]
+    assert "(attached to the next message: [image])" in result.stderr
+    missing = chat("/image /missing.png", "a dog")
+    assert "/image /missing.png cannot be opened" in missing.stderr
+    assert cores[-1].prompts() == ["[user] a dog\n[assistant] "]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--image", "/missing.png"), "--image /missing.png cannot be opened"),
         (("--temperature", "-1"), "InvalidParameter: --temperature -1.0"),
         (("--chat-template", "/missing"), "--chat-template /missing cannot be opened"),
         (("--max-model-len", "many"), "ConfigError: --max-model-len many"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import sys
@@ -206,6 +207,46 @@ def test_bad_input_is_one_readable_message(generate: Generate, arguments: list[s
     assert result.stdout == ""
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_media_are_parts_of_a_message_before_its_text(
+    generate: Generate, cores: list[FakeCore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    told: list[Any] = []
+
+    def render(_: Any, messages: Any, **options: Any) -> dict[str, Any]:
+        told.extend(messages)
+        return {"prompt": "What is it?"}
+
+    monkeypatch.setattr("penstock.cli.work.render_prompt", render)
+    media = ["--video", "https://a.example/v", "--image", str(tmp_path / "a.png"), "--image", "data:,x"]
+    assert generate("What is it?", *media).exit_code == 0
+    pixels = f"data:application/octet-stream;base64,{base64.b64encode(b'pixels').decode()}"
+    (message,) = told
+    assert message == {
+        "role": "user",
+        "content": [
+            {"type": "image_url", "image_url": {"url": pixels}},
+            {"type": "image_url", "image_url": {"url": "data:,x"}},
+            {"type": "video_url", "video_url": {"url": "https://a.example/v"}},
+            {"type": "text", "text": "What is it?"},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image", "data:,x", "Hi"], "content[0] of type 'image_url' is an image, which this model does not take"),
+        (["--image", "/missing.png", "Hi"], "--image /missing.png cannot be opened"),
+        (["--audio", "data:,x", "--input", "-"], "--image, --audio and --video are of one prompt"),
+    ],
+)
+def test_media_that_cannot_be_given_are_refused(generate: Generate, arguments: list[str], message: str) -> None:
+    result = generate(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_afterwards_ctrl_c_is_handled_as_before(generate: Generate) -> None:

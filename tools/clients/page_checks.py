@@ -6,6 +6,7 @@ Each function `check_...` gets a new tab of the browser, with the key given.
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import os
@@ -23,7 +24,7 @@ from typing import Any
 
 import psutil
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Route, sync_playwright
 
 _FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -213,6 +214,68 @@ def check_markdown(tab: Tab) -> None:
     assert page.locator(".assistant .text").inner_text() == answer
     page.check("#formatted")
     assert shown.locator("h3").inner_text() == "Sea"
+
+
+def check_images(tab: Tab) -> None:
+    """Images come by file, drop and paste, and go with the next message; the server is told to be one that sees."""
+    page = tab.open()
+    assert page.locator("#attach").is_hidden(), "the model reads text"
+    sent: list[dict[str, Any]] = []
+
+    def models(route: Route) -> None:
+        card = {"id": "demo", "tasks": ["generate"], "modalities": ["text", "image"]}
+        route.fulfill(json={"data": [card]})
+
+    def answer(route: Route) -> None:
+        sent.append(route.request.post_data_json)
+        chunk = {"choices": [{"delta": {"content": "A square."}, "finish_reason": "stop"}]}
+        route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    page.route("**/v1/models", models)
+    page.route("**/v1/chat/completions", answer)
+    page.evaluate("loadModels()")
+    page.wait_for_selector("#attach:visible")
+    pixel = base64.b64decode(
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGD4DwABBAEAX+XDSwAAAABJRU5ErkJggg=="
+    )
+    file = {"name": "a.png", "mimeType": "image/png", "buffer": pixel}
+    page.set_input_files("#files", [file, file, {**file, "name": "b.txt", "mimeType": "text/plain"}])
+    give = """([target, kind, field, bytes]) => {
+        const data = new DataTransfer();
+        data.items.add(new File([new Uint8Array(bytes)], "a.png", { type: "image/png" }));
+        const event = new Event(kind, { bubbles: true, cancelable: true });
+        event[field] = data;
+        return !document.querySelector(target).dispatchEvent(event);
+    }"""
+    assert page.evaluate(give, ["#composer", "drop", "dataTransfer", list(pixel)]), "the page takes it"
+    assert page.evaluate(give, ["#input", "paste", "clipboardData", list(pixel)]), "the page takes it"
+    wait(page, "document.querySelectorAll('#attached img').length === 4")
+    no_violations(page, "attached images")
+    tab.shoot(page, "images")
+    page.click("#attached button >> nth=0")
+    assert page.locator("#attached img").count() == 3
+    page.fill("#input", "What is it?")
+    page.click("#as-python")
+    shown = page.locator("#share-code").inner_text()
+    assert shown.count('"url": "data:image/png;base64,..."') == 3, shown
+    page.keyboard.press("Escape")
+    page.click("#send")
+    page.wait_for_selector(".turn.assistant:not(.busy)")
+    assert page.locator(".turn.assistant .text").inner_text() == "A square."
+    assert page.locator(".turn.user .images img").count() == 3
+    assert page.locator("#attached").is_hidden()
+    (message,) = sent[0]["messages"]
+    url = f"data:image/png;base64,{base64.b64encode(pixel).decode()}"
+    images = [{"type": "image_url", "image_url": {"url": url}}] * 3
+    assert message["content"] == [*images, {"type": "text", "text": "What is it?"}], message
+    page.click("#again")
+    page.wait_for_selector(".turn.assistant:not(.busy)")
+    assert sent[1]["messages"] == sent[0]["messages"]
+    page.set_input_files("#files", [file])
+    wait(page, "document.querySelectorAll('#attached img').length === 1")
+    page.click("text=Completion")
+    assert page.locator("#attach").is_hidden(), "completions have no images"
+    assert page.locator("#attached").is_hidden()
 
 
 def check_similarity(tab: Tab) -> None:

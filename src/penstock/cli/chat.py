@@ -25,6 +25,9 @@ def chat(
     top_k: options.TopK = None,
     min_p: options.MinP = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every answer")] = None,
+    image: options.Images = None,
+    audio: options.Audios = None,
+    video: options.Videos = None,
     *,
     model: options.Model,
     engine: dict[str, Any],
@@ -32,7 +35,8 @@ def chat(
     """Chat with a model.
 
     Answers are streamed; Ctrl-C stops one, Ctrl-D leaves, and /help lists the commands. Lines from a file or a pipe are
-    messages, one per line. Sampling defaults are the model's (generation_config.json), if it has any.
+    messages, one per line. Images, audio and video are of the first message. Sampling defaults are the model's
+    (generation_config.json), if it has any.
     """
     from penstock.config import EngineConfig
     from penstock.contract import SamplingParams
@@ -48,6 +52,7 @@ def chat(
     }
     params = SamplingParams(**options.with_defaults(flags, model, engine, max_tokens=512, temperature=0.7))
     template = None if chat_template is None else read_text_file("--chat-template", chat_template)
+    attached = options.media_parts(image, audio, video)
     config = EngineConfig.create(model, **{"max_num_seqs": 1, **engine})
     refuse_generation(config.model)
     from penstock.cli.chat_terminal import ChatTerminal
@@ -57,4 +62,4 @@ def chat(
     with closing(Session(config)) as session:
         begin_collection()
         conversation = Conversation(session, params, system=system, chat_template=template)
-        ChatTerminal(conversation, model).run()
+        ChatTerminal(conversation, model, attached).run()

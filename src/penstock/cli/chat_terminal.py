@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from penstock.cli.conversation import Conversation
+from penstock.cli.media import Content, media_part, shown_content, with_media
 from penstock.cli.output import standard_output, write
 from penstock.cli.sections import parse_value
 from penstock.contract import SamplingParams
-from penstock.errors import InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest
 from penstock.observability.printable import without_controls
 from penstock.version import __version__
 
@@ -27,10 +29,11 @@ EXAMPLES = {"demo": ("What is 47 + 38?", "Reverse this list: apple, river, stone
 
 
 class ChatTerminal:
-    """Loop over messages and commands."""
+    """Loop over messages and commands. attached: images and other media of the first message."""
 
-    def __init__(self, conversation: Conversation, model: str) -> None:
+    def __init__(self, conversation: Conversation, model: str, attached: Sequence[dict[str, Any]] = ()) -> None:
         self._conversation = conversation
+        self._attached = list(attached)
         self._model = model
         self._is_interactive = sys.stdin.isatty()
         # Only answers go to standard output.
@@ -41,6 +44,9 @@ class ChatTerminal:
             "/system": ("[TEXT]", "show or set the system message; - removes it", self._system),
             "/retry": ("", "another answer to the last message", self._retry),
             "/undo": ("", "take back the last message and its answer", self._undo),
+            "/image": ("FILE", "attach an image to the next message", self._image),
+            "/audio": ("FILE", "attach audio to the next message", self._audio),
+            "/video": ("FILE", "attach a video to the next message", self._video),
             "/history": ("", "show the conversation", self._history),
             "/set": (
                 "[NAME VALUE]",
@@ -107,7 +113,8 @@ class ChatTerminal:
         if not text.strip():
             return
         if not text.startswith("/"):
-            self._say(text)
+            attached, self._attached = self._attached, []
+            self._say(with_media(text, attached))
             return
         name, _, rest = text.partition(" ")
         if name not in self._commands:
@@ -115,13 +122,30 @@ class ChatTerminal:
             return
         self._commands[name][2](rest.strip())
 
-    def _say(self, text: str) -> None:
+    def _image(self, place: str) -> None:
+        self._attach("image", place)
+
+    def _audio(self, place: str) -> None:
+        self._attach("audio", place)
+
+    def _video(self, place: str) -> None:
+        self._attach("video", place)
+
+    def _attach(self, modality: str, place: str) -> None:
+        try:
+            self._attached.append(media_part(modality, place, f"/{modality}"))
+        except ConfigError as error:
+            self._note(str(error))
+            return
+        self._note(f"(attached to the next message: {shown_content(self._attached)})")
+
+    def _say(self, content: Content) -> None:
         """Print the answer as it comes, up to its end or Ctrl-C."""
         conversation = self._conversation
         num_forgotten = conversation.num_forgotten
         ends_line = True
         try:
-            with closing(conversation.say(text)) as pieces:
+            with closing(conversation.say(content)) as pieces:
                 for piece in pieces:
                     ends_line = piece.endswith("\n")
                     write(self._out, without_controls(piece))
@@ -162,19 +186,19 @@ class ChatTerminal:
         self._note(f"system: {self._conversation.system or '(nothing)'}")
 
     def _retry(self, _rest: str) -> None:
-        text = self._conversation.undo()
-        if text is None:
+        content = self._conversation.undo()
+        if content is None:
             self._note("(nothing was said)")
         else:
-            self._say(text)
+            self._say(content)
 
     def _undo(self, _rest: str) -> None:
-        text = self._conversation.undo()
-        self._note("(nothing was said)" if text is None else f"(taken back: {text})")
+        content = self._conversation.undo()
+        self._note("(nothing was said)" if content is None else f"(taken back: {shown_content(content)})")
 
     def _history(self, _rest: str) -> None:
         for message in self._conversation.messages:
-            self._note(f"{message['role']}: {message['content']}")
+            self._note(f"{message['role']}: {shown_content(message['content'])}")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")

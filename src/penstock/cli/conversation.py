@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 
+from penstock.cli.media import Content
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.conversation import render_prompt
 from penstock.engine.inputs.input_processor import AcceptedRequest
 from penstock.engine.inputs.prompts import PromptDict
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.session import Session
-from penstock.errors import InvalidParameter, InvalidRequest
+from penstock.errors import ContextTooLong, InvalidParameter, InvalidRequest
 
 # Sampling parameters that a chat refuses, with the reason.
 _MEANINGLESS = {
@@ -48,7 +49,7 @@ class Conversation:
     ) -> None:
         self.params = params
         self._first_params = params
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
         self.num_forgotten = 0
         self.last_output: RequestOutput | None = None
         self.max_model_len = session.max_model_len
@@ -60,7 +61,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        return self.messages[0]["content"] if self._has_system() else None
+        return str(self.messages[0]["content"]) if self._has_system() else None
 
     @system.setter
     def system(self, text: str | None) -> None:
@@ -72,12 +73,12 @@ class Conversation:
         """Forget all messages except the system message."""
         self.messages = self.messages[: self._has_system()]
 
-    def say(self, text: str) -> Generator[str, None, None]:
+    def say(self, content: Content) -> Generator[str, None, None]:
         """Add a message and stream the answer. Closing the generator stops the answer.
 
         Raises InvalidRequest, and drops the message, if it cannot be answered.
         """
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": content})
         try:
             request = self._accept()
         except InvalidRequest:
@@ -85,12 +86,13 @@ class Conversation:
             raise
         yield from self._answer(request)
 
-    def undo(self) -> str | None:
-        """Remove the last message and its answer; return the message."""
+    def undo(self) -> Content | None:
+        """Remove the last message and its answer; return the message's content."""
         if not self._is_answered():
             return None
         self.messages.pop()
-        return self.messages.pop()["content"]
+        content: Content = self.messages.pop()["content"]
+        return content
 
     def set_parameter(self, name: str, value: Any) -> None:
         """Change a sampling parameter. Raises InvalidParameter if it is invalid, also together with the others."""
@@ -123,6 +125,14 @@ class Conversation:
         room = min(self.params.max_tokens or 1, _ROOM_FOR_ANSWER)
         while True:
             prompt = self._render(self.messages)
+            if "multi_modal_data" in prompt:
+                # How many tokens an image has is known when it is processed.
+                try:
+                    return self._session.accept(prompt, self.params)
+                except ContextTooLong:
+                    if self._forget_oldest():
+                        continue
+                    raise
             token_ids = self._session.tokenizer.encode(prompt["prompt"], add_special_tokens=False)
             is_too_long = len(token_ids) + room > self.max_model_len
             if not (is_too_long and self._forget_oldest()):
@@ -137,7 +147,7 @@ class Conversation:
         self.num_forgotten += 2
         return True
 
-    def _render(self, messages: list[dict[str, str]]) -> PromptDict:
+    def _render(self, messages: list[dict[str, Any]]) -> PromptDict:
         return render_prompt(self._session.tokenizer, messages, chat_template=self._template)
 
     def _has_system(self) -> int:

@@ -53,6 +53,9 @@ def generate(
     grammar: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Constrain to this grammar: Lark or GBNF")
     ] = None,
+    image: options.Images = None,
+    audio: options.Audios = None,
+    video: options.Videos = None,
     lora_modules: Annotated[
         list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA adapter of all requests; needs --enable-lora")
     ] = None,
@@ -62,7 +65,8 @@ def generate(
 ) -> None:
     """Generate text that continues a prompt.
 
-    A JSONL line is a request in Penstock's or OpenAI's format. OUTPUT.partial has partial results.
+    With images, audio or video the prompt is a message of a chat. A JSONL line is a request in Penstock's or OpenAI's
+    format. OUTPUT.partial has partial results.
     """
     sampling = {
         "max_tokens": max_tokens,
@@ -78,7 +82,8 @@ def generate(
         "structured_outputs": _structured_outputs(json_schema, regex, choice, grammar),
     }
     sampling = options.with_defaults(sampling, model, engine, max_tokens=128)
-    work = _read_work(prompt, input, output, sampling, model, engine)
+    parts = options.media_parts(image, audio, video)
+    work = _read_work(prompt, input, output, parts, sampling, model, engine)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1
     if resume and output is None:
         raise ConfigError("--resume has no meaning without --output. Give the output file of the run to go on with.")
@@ -118,18 +123,25 @@ def _read_work(
     prompt: str | None,
     input: Path | None,
     output: Path | None,
+    parts: list[dict[str, Any]],
     sampling: dict[str, Any],
     model: str,
     engine: dict[str, Any],
 ) -> list[Work]:
+    from penstock.cli.media import with_media
     from penstock.cli.output_file import refuse_same_file
     from penstock.cli.requests import STANDARD_INPUT, read_jsonl, read_prompt, server_options
-    from penstock.cli.work import Work
+    from penstock.cli.work import Messages, Work
     from penstock.contract import SamplingParams
 
     params = SamplingParams(**sampling)
     if input is None:
-        return [Work(read_prompt(prompt), params)]
+        text = read_prompt(prompt)
+        if not parts:
+            return [Work(text, params)]
+        return [Work(Messages([{"role": "user", "content": with_media(text, parts)}], {}), params)]
+    if parts:
+        raise ConfigError("--image, --audio and --video are of one prompt. Name them in the messages of --input.")
     if prompt is not None:
         raise ConfigError(
             f"There are a prompt ({prompt!r}) and --input {input}. Give one of them; a model as --model {prompt!r}."

@@ -29,7 +29,18 @@ _ModelWord = Annotated[str | None, typer.Argument(metavar="MODEL", help="The mod
 TopP = Annotated[float | None, typer.Option(help="Nucleus sampling  [default: 1.0]")]
 TopK = Annotated[int | None, typer.Option(help="Top-k sampling; 0: all  [default: 0]")]
 MinP = Annotated[float | None, typer.Option(help="Min-p sampling  [default: 0.0]")]
+Images = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image, a file or URL; repeatable")]
+Audios = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio, a file or URL; repeatable")]
+Videos = Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video, a file or URL; repeatable")]
 _COMMON = ("option", "yes", "debug", "config")
+
+
+def media_parts(image: list[str] | None, audio: list[str] | None, video: list[str] | None) -> list[dict[str, Any]]:
+    """Parts of a message with the items that the options name. Raises ConfigError for a file that cannot be read."""
+    from penstock.cli.media import media_part
+
+    given = {"image": image, "audio": audio, "video": video}
+    return [media_part(name, place, f"--{name}") for name, places in given.items() for place in places or ()]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from penstock.engine.inputs import media_intake
 from penstock.engine.inputs.conversation import render_prompt
 from penstock.engine.inputs.media_intake import MediaIntake
 from penstock.errors import ChatTemplateError, InvalidMedia, InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.content_parts import markers_of
 from penstock.features.multimodal.inputs.decode import MediaLoader
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from support.fake_engine import write_model
@@ -44,7 +43,12 @@ PICTURE = Image.fromarray(PIXELS)
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = write_model(tmp_path_factory.mktemp("model"), longest_context=512)
     (folder / "chat_template.jinja").write_text(PARTS)
-    return load_tokenizer(folder)
+    return with_markers(load_tokenizer(folder))
+
+
+def with_markers(tokenizer: Tokenizer, markers: dict[str, str] = MARKERS) -> Tokenizer:
+    tokenizer.media_markers = markers
+    return tokenizer
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -74,12 +78,12 @@ def test_the_prompt_is_what_transformers_renders_of_parts(tokenizer: Tokenizer, 
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         message["content"] = [p if p["type"] == "text" else {"type": kinds[p["type"]]} for p in parts]
-    prompt = render_prompt(tokenizer, CHAT, chat_template=template, markers=MARKERS)
+    prompt = render_prompt(tokenizer, CHAT, chat_template=template)
     assert prompt["prompt"] == oracle.apply_chat_template(plain, chat_template=template, tokenize=False)
 
 
 def test_items_are_in_order_with_their_place_and_detail(tokenizer: Tokenizer) -> None:
-    prompt: Any = render_prompt(tokenizer, CHAT, markers=MARKERS)
+    prompt: Any = render_prompt(tokenizer, CHAT)
     data = prompt["multi_modal_data"]
     images = [(item.given, item.name, item.detail) for item in data["image"]]
     assert images == [
@@ -92,11 +96,11 @@ def test_items_are_in_order_with_their_place_and_detail(tokenizer: Tokenizer) ->
 
 
 def test_a_conversation_of_text_has_no_media(tokenizer: Tokenizer) -> None:
-    assert render_prompt(tokenizer, [user("hi")], markers=MARKERS).keys() == {"prompt"}
+    assert render_prompt(tokenizer, [user("hi")]).keys() == {"prompt"}
 
 
 def test_a_template_of_texts_gets_markers_in_their_place(tokenizer: Tokenizer) -> None:
-    prompt = render_prompt(tokenizer, [user("See", url("a"), "now")], chat_template=TEXTS, markers=MARKERS)
+    prompt = render_prompt(tokenizer, [user("See", url("a"), "now")], chat_template=TEXTS)
     assert prompt["prompt"] == "user: See\n<image>\nnow;"
 
 
@@ -127,7 +131,7 @@ class Message(BaseModel):
     ],
 )  # fmt: skip
 def test_parts_of_all_usual_forms_are_read(tokenizer: Tokenizer, part: Any, modality: str, given: str) -> None:
-    prompt: Any = render_prompt(tokenizer, [user(part)], markers=MARKERS)
+    prompt: Any = render_prompt(tokenizer, [user(part)])
     assert prompt["prompt"] == f"user: [{modality}];"
     ((found, (item,)),) = prompt["multi_modal_data"].items()
     assert (found, item.given, item.name) == (modality, given, "messages[0].content[0]")
@@ -135,7 +139,7 @@ def test_parts_of_all_usual_forms_are_read(tokenizer: Tokenizer, part: Any, moda
 
 def test_objects_of_the_program_and_of_a_client_are_parts(tokenizer: Tokenizer) -> None:
     objects = [{"type": "image_pil", "image_pil": PICTURE}, {"type": "image", "image": PIXELS}]
-    prompt: Any = render_prompt(tokenizer, [user(*objects), Message()], markers=MARKERS)
+    prompt: Any = render_prompt(tokenizer, [user(*objects), Message()])
     given = [item.given for item in prompt["multi_modal_data"]["image"]]
     assert given[0] is PICTURE
     assert given[1] is PIXELS
@@ -143,10 +147,10 @@ def test_objects_of_the_program_and_of_a_client_are_parts(tokenizer: Tokenizer) 
 
 
 def test_uuids_name_items(tokenizer: Tokenizer) -> None:
-    prompt: Any = render_prompt(tokenizer, [user({**url("a"), "uuid": "x"}, url("b"))], markers=MARKERS)
+    prompt: Any = render_prompt(tokenizer, [user({**url("a"), "uuid": "x"}, url("b"))])
     assert prompt["multi_modal_uuids"] == {"image": ["x", None]}
     with pytest.raises(InvalidRequest, match=r"content\[0\].uuid=7 is not valid"):
-        render_prompt(tokenizer, [user({**url("a"), "uuid": 7})], markers=MARKERS)
+        render_prompt(tokenizer, [user({**url("a"), "uuid": 7})])
 
 
 @pytest.mark.parametrize(
@@ -161,50 +165,29 @@ def test_uuids_name_items(tokenizer: Tokenizer) -> None:
 )  # fmt: skip
 def test_a_part_without_content_is_refused_with_its_place(tokenizer: Tokenizer, part: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^messages\[0\]\.content\[1\] "):
-        render_prompt(tokenizer, [user("a", part)], markers=MARKERS)
+        render_prompt(tokenizer, [user("a", part)])
 
 
 @pytest.mark.parametrize(("markers", "taken"), [({}, "text"), ({"audio": "x"}, "text, audio")])
 def test_media_that_the_model_does_not_take_are_refused(
-    tokenizer: Tokenizer, markers: dict[str, str], taken: str
+    tokenizer: Tokenizer, markers: dict[str, str], taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tokenizer, "media_markers", markers)
     said = rf"messages\[0\]\.content\[0\] of type 'image_url' is an image, .*Allowed: {taken}\.$"
     with pytest.raises(UnsupportedParameter, match=said):
-        render_prompt(tokenizer, [user(url("a"))], markers=markers)
+        render_prompt(tokenizer, [user(url("a"))])
 
 
 def test_a_message_that_ends_with_an_image_cannot_be_continued(tokenizer: Tokenizer) -> None:
     with pytest.raises(ChatTemplateError, match="last message"):
-        render_prompt(
-            tokenizer, [user(url("a"))], markers=MARKERS, add_generation_prompt=False, continue_final_message=True
-        )
+        render_prompt(tokenizer, [user(url("a"))], add_generation_prompt=False, continue_final_message=True)
 
 
 def test_a_processors_template_in_its_own_file_is_found(tmp_path: Path) -> None:
     folder = write_model(tmp_path, longest_context=512)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
-    prompt = render_prompt(load_tokenizer(folder), [user("a", url("b"))], markers=MARKERS)
+    prompt = render_prompt(with_markers(load_tokenizer(folder)), [user("a", url("b"))])
     assert prompt["prompt"] == "user: a[image];"
-
-
-@pytest.mark.parametrize(
-    ("modalities", "config", "markers"),
-    [
-        (["image"], {"image_token_id": 7}, {"image": "<7>"}),
-        (["image"], {"image_token_index": 7}, {"image": "<7>"}),
-        (["image"], {}, {"image": ""}),
-        (["audio"], {"audio_token_index": 0}, {"audio": "<0>"}),
-        (
-            ["image", "video"],
-            {"image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 1, "vision_end_token_id": 2},
-            {"image": "<1><7><2>", "video": "<1><8><2>"},
-        ),
-    ],
-)
-def test_markers_are_those_of_the_configuration(
-    modalities: list[str], config: dict[str, int], markers: dict[str, str]
-) -> None:
-    assert markers_of(modalities, config, lambda token: f"<{token}>") == markers
 
 
 def intake(**limits: int) -> MediaIntake:

@@ -36,7 +36,6 @@ def render_prompt(
     write_calls: WriteCalls = plain_calls,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     chat_template_content_format: str = AUTO,
-    markers: Mapping[str, str] | None = None,
 ) -> PromptDict:
     """Render the conversation as a prompt, which the engine tokenises.
 
@@ -51,7 +50,6 @@ def render_prompt(
     chat_template_kwargs: other variables that the template may use, such as `documents` or `enable_thinking`.
     chat_template_content_format: "string" gives the template one text per message, "openai" a list of parts, "auto"
         what it reads.
-    markers: texts that stand for media, by modality that the model takes (`markers_of`).
 
     Raises InvalidRequest: UnsupportedParameter for media that the model does not take, InvalidParameter for a bad
     option, ChatTemplateError when the template refuses the messages or exceeds its limits of time, memory or output.
@@ -68,7 +66,7 @@ def render_prompt(
             f"chat_template_content_format={shown(chat_template_content_format)} is not valid. "
             f"Allowed: {', '.join(CONTENT_FORMATS)}."
         )
-    media = MessageMedia(markers or {})
+    media = MessageMedia(tokenizer.media_markers)
     text = tokenizer.apply_chat_template(
         _plain_messages(messages, media),
         add_generation_prompt=add_generation_prompt,

@@ -165,6 +165,7 @@ class ModelCard(BaseModel):
     parent: None
     max_model_len: int
     tasks: list[str]
+    modalities: list[str]
 
 
 class ModelList(BaseModel):

@@ -50,6 +50,7 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": model.max_model_len,
         "tasks": model.tasks,
+        "modalities": ["text", *model.tokenizer.media_markers],
     }
 
 

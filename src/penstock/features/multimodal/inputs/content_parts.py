@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,6 @@ _KINDS |= {"image_pil": IMAGE, "input_image": IMAGE, "input_audio": AUDIO}
 _FIELDS = {"input_image": ("image_url",), IMAGE: (IMAGE, "url", "path"), AUDIO: (AUDIO, "url", "path")}
 _FIELDS |= {VIDEO: (VIDEO, "url", "path")}
 _WORDS = {IMAGE: "an image", AUDIO: "audio", VIDEO: "a video"}
-# Fields of a model's configuration with the token that stands for an item, after the name of its modality.
-_TOKEN_FIELDS = ("_token_id", "_token_index")
-_AROUND = ("vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +32,7 @@ class GivenMedia:
 class MessageMedia:
     """Images, audio and video of a conversation, collected from its messages in order.
 
-    markers: by modality of the model, the text that stands for an item in templates that take texts (`markers_of`).
+    markers: by modality of the model, the text that stands for an item in templates that take texts.
     data: items by modality. uuids: names that the caller gave them, None where it gave none.
     """
 
@@ -76,23 +73,6 @@ class MessageMedia:
         self.data.setdefault(modality, []).append(GivenMedia(given, name, detail))
         self.uuids.setdefault(modality, []).append(uuid)
         return {"type": modality, MARKER: self._markers[modality]}
-
-
-def markers_of(
-    modalities: Iterable[str], config: Mapping[str, Any], token_text: Callable[[int], str]
-) -> dict[str, str]:
-    """Text that stands for an item, by modality that a model takes.
-
-    It is that of the tokens which the configuration names, "" where it names none. token_text: text of a token.
-    """
-    markers = {}
-    for modality in modalities:
-        token = next((config[modality + end] for end in _TOKEN_FIELDS if config.get(modality + end) is not None), None)
-        tokens = [] if token is None else [token]
-        if tokens and modality != AUDIO and all(config.get(name) is not None for name in _AROUND):
-            tokens = [config[_AROUND[0]], *tokens, config[_AROUND[1]]]
-        markers[modality] = "".join(map(token_text, tokens))
-    return markers
 
 
 def _content(part: Mapping[str, Any], kind: str, name: str) -> tuple[Any, str | None]:
