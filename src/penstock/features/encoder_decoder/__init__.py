@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
-from penstock.features.encoder_decoder.messages import SourcePart
+from penstock.features.encoder_decoder.messages import SourcePart, SpeechPart
 
 _SIDES = "penstock.features.encoder_decoder"
 
@@ -16,7 +16,7 @@ def _has_encoder(config: EngineConfig) -> bool:
 FEATURE = Feature(
     name="encoder_decoder",
     is_on=_has_encoder,
-    parts=(SourcePart,),
+    parts=(SourcePart, SpeechPart),
     scheduler_side=f"{_SIDES}.scheduling:SourceScheduling",
     worker_side=f"{_SIDES}.worker:SourceEncoding",
     how_to_turn_on="Send the request to an encoder-decoder model.",

@@ -1,4 +1,4 @@
-"""Message part of encoder-decoder models: a request's source."""
+"""Message parts of encoder-decoder models: a request's source, and rules of speech."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ class SourcePart(Part, frozen=True, kw_only=True):
     @property
     def source_length(self) -> int:
         return self.length
+
+
+class SpeechPart(Part, frozen=True, kw_only=True):
+    """Rules of a request for a model of speech. timestamps: the text has timestamps, by their rules."""
+
+    feature = "speech"
+    timestamps: bool = False

@@ -17,9 +17,11 @@ from penstock.attention import AttentionStep, SequenceGeometry, StepGeometry
 from penstock.contract import NewRequestData, part_of
 from penstock.errors import InvalidRequest
 from penstock.features.encoder_decoder.messages import SourcePart
+from penstock.features.encoder_decoder.speech_rules import SpeechRules
 from penstock.models.interface import LanguageModel
 from penstock.models.seq2seq import POSITION_IDS
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.staging import StagedTensor
 from penstock.step.batch import InputBatch
@@ -139,9 +141,13 @@ class SourceEncoding(WorkerFeature):
 
     def __init__(self, services: WorkerServices) -> None:
         self._encoder = SourceEncoder(services)
+        self._rules = SpeechRules(services)
 
     def slot_owners(self) -> Sequence[SlotOwner]:
         return [self._encoder]
+
+    def logits_transforms(self) -> Sequence[LogitsTransform]:
+        return [self._rules]
 
     def replace_model(self, model: LanguageModel) -> None:
         self._encoder.use_model(model)
