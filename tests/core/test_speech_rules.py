@@ -8,18 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
-from transformers.generation.logits_process import (
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    WhisperTimeStampLogitsProcessor,
-)
 
 from core.plugins import assert_equal
 from penstock.contract import Parts
 from penstock.features.encoder_decoder.messages import SpeechPart
 from support.checkpoints import save_checkpoint
-from support.encoder_decoders import ASKED_OF_AUDIO, AskedOfAudio, tiny_encoder_decoder
+from support.encoder_decoders import ASKED_OF_AUDIO, speech_tokens, tiny_encoder_decoder
 from support.engines import Result, add, finish, greedy, make_core
 
 # Text is below 50, and timestamps are from 61 on.
@@ -53,27 +47,6 @@ def folder(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def expected(oracle: Any, asked: AskedOfAudio, timestamps: bool | None) -> list[int]:
-    """Greedy tokens of the oracle, whose logits are processed."""
-    begin = len(asked.decoder)
-    processors: list[Any] = []
-    if timestamps is not None:
-        processors.append(SuppressTokensLogitsProcessor(RULES["suppress_tokens"]))
-        processors.append(SuppressTokensAtBeginLogitsProcessor(RULES["begin_suppress_tokens"], begin))
-    if timestamps:
-        config = GenerationConfig(**{name: RULES[name] for name in ("eos_token_id", "no_timestamps_token_id")})
-        config.max_initial_timestamp_index = RULES["max_initial_timestamp_index"]
-        processors.append(WhisperTimeStampLogitsProcessor(config, begin_index=begin))
-    tokens = torch.tensor([asked.decoder])
-    for _ in range(NUM_TOKENS):
-        with torch.no_grad():
-            scores = oracle(**asked.oracle_inputs(), decoder_input_ids=tokens).logits[:, -1].float()
-        for processor in processors:
-            scores = processor(tokens, scores)
-        tokens = torch.cat((tokens, scores.argmax(-1, keepdim=True)), dim=1)
-    return tokens[0, begin:].tolist()
-
-
 def run(folder: Path, **options: Any) -> list[Result]:
     core = make_core(folder, **OPTIONS, **options)
     for index, (asked, timestamps) in enumerate(zip(ASKED_OF_AUDIO, TIMESTAMPS, strict=True)):
@@ -91,7 +64,7 @@ def test_tokens_follow_the_rules_of_transformers(oracle: Any, folder: Path) -> N
     results = run(folder)
     for asked, timestamps, result in zip(ASKED_OF_AUDIO, TIMESTAMPS, results, strict=True):
         assert result.error is None
-        assert result.tokens == expected(oracle, asked, timestamps)
+        assert result.tokens == speech_tokens(oracle, asked, RULES, timestamps, NUM_TOKENS)
     stamps = [token for token in results[0].tokens if token > 60]
     assert stamps == sorted(stamps)
     assert len(set(stamps)) > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,19 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import (
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    WhisperTimeStampLogitsProcessor,
+)
 
 from penstock.contract import ArrayBytes, Parts
 from penstock.engine.core.engine_core import EngineCore
 from penstock.features.encoder_decoder.messages import SourcePart
 from support.checkpoints import VOCAB_SIZE, save_checkpoint
 from support.engines import TOLERANCE, Result, add, finish, greedy, random_prompts
+from support.fake_engine import byte_level_tokenizer, write_tokenizer
 from support.transformers_models import randomise
 
 START = 2
@@ -172,3 +179,66 @@ def write_whisper(folder: Path, **overrides: Any) -> tuple[Path, PreTrainedModel
     save_checkpoint(model, folder)
     transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1).save_pretrained(folder)
     return folder, model
+
+
+# Special tokens of the model of `write_speech_model`, from 380 on; timestamps of a second follow the last.
+SPECIAL = [
+    "<|endoftext|>",
+    "<|startoftranscript|>",
+    "<|en|>",
+    "<|de|>",
+    "<|translate|>",
+    "<|transcribe|>",
+    "<|startofprev|>",
+    "<|notimestamps|>",
+]
+SPECIAL_IDS = {name: number for number, name in enumerate(SPECIAL, 380)}
+SPEECH_RULES = {
+    "decoder_start_token_id": SPECIAL_IDS["<|startoftranscript|>"],
+    "eos_token_id": SPECIAL_IDS["<|endoftext|>"],
+    "lang_to_id": {name: SPECIAL_IDS[name] for name in ("<|en|>", "<|de|>")},
+    "task_to_id": {name: SPECIAL_IDS[f"<|{name}|>"] for name in ("translate", "transcribe")},
+    "no_timestamps_token_id": SPECIAL_IDS["<|notimestamps|>"],
+    "suppress_tokens": [7, 8, *range(381, 388)],
+    "begin_suppress_tokens": [220, 380],
+    "max_initial_timestamp_index": 25,
+}
+
+
+def write_speech_model(folder: Path) -> PreTrainedModel:
+    """A saved model of speech of a second, with a tokenizer and Whisper's special tokens; returns the oracle."""
+    ids = {"eos_token_id": 380, "bos_token_id": 380, "pad_token_id": 380, "decoder_start_token_id": 381}
+    _, model = write_whisper(folder, vocab_size=380 + len(SPECIAL) + 51, seed=3, **ids)
+    tokenizer = byte_level_tokenizer(adds_bos=False)
+    tokenizer.add_special_tokens(SPECIAL)
+    write_tokenizer(folder, tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps(SPEECH_RULES))
+    return model
+
+
+def speech_tokens(
+    oracle: PreTrainedModel, asked: AskedOfAudio, rules: Mapping[str, Any], timestamps: bool | None, num_tokens: int
+) -> list[int]:
+    """Greedy tokens of the oracle by Transformers' logits processors, up to the end of the text.
+
+    timestamps: None for no processors.
+    """
+    begin = len(asked.decoder)
+    made: list[Any] = []
+    if timestamps is not None:
+        made.append(SuppressTokensLogitsProcessor(rules["suppress_tokens"]))
+        made.append(SuppressTokensAtBeginLogitsProcessor(rules["begin_suppress_tokens"], begin))
+    if timestamps:
+        config = GenerationConfig(**{name: rules[name] for name in ("eos_token_id", "no_timestamps_token_id")})
+        config.max_initial_timestamp_index = rules["max_initial_timestamp_index"]
+        made.append(WhisperTimeStampLogitsProcessor(config, begin_index=begin))
+    tokens = torch.tensor([asked.decoder])
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            scores = oracle(**asked.oracle_inputs(), decoder_input_ids=tokens).logits[:, -1].float()
+        for processor in made:
+            scores = processor(tokens, scores)
+        tokens = torch.cat((tokens, scores.argmax(-1, keepdim=True)), dim=1)
+        if rules.get("decoder_start_token_id") and int(tokens[0, -1]) == rules["eos_token_id"]:
+            break
+    return tokens[0, begin:].tolist()

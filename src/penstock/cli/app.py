@@ -25,6 +25,7 @@ from penstock.cli.run_batch import run_batch
 from penstock.cli.sections import with_dashes
 from penstock.cli.serve import serve
 from penstock.cli.top import top
+from penstock.cli.transcribe import transcribe
 from penstock.errors import ConfigError
 from penstock.version import __version__
 
@@ -82,6 +83,7 @@ app = typer.Typer(
 )
 app.command(cls=EngineCommand)(generate)
 app.command(cls=EngineCommand)(chat)
+app.command(cls=EngineCommand)(transcribe)
 app.command("run-batch", cls=EngineCommand)(run_batch)
 for _command in (embed, classify, score):
     app.command(cls=EngineCommand)(_command)

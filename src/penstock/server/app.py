@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from penstock.engine.async_engine import AsyncEngine
 from penstock.errors import PenstockError
+from penstock.server.audio import routes as audio
 from penstock.server.batches import routes as batches
 from penstock.server.batches.runner import BatchRunner
 from penstock.server.batches.store import BatchStore
@@ -78,6 +79,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
         tokens,
         chat_batch,
         invocations,
+        audio,
         batches,
         ollama,
         tei,

@@ -145,7 +145,9 @@ class SourcePrompts:
         else:
             ids = list_of_ids(decoder)
         self._check_ids([*self._start, *ids], "The decoder's prompt")
-        return ids if ids[:1] == self._start[:1] else [*self._start[:1], *ids]
+        # Text before it may come first, as with Whisper.
+        begins = self._start[0] in (ids if self._spectrograms is not None else ids[:1])
+        return ids if begins else [*self._start[:1], *ids]
 
     def _check_ids(self, ids: list[int], what: str) -> None:
         if not ids:

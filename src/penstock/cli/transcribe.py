@@ -1,0 +1,74 @@
+"""`penstock transcribe`: the text of a file with speech."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli import options
+
+if TYPE_CHECKING:
+    from penstock.engine.inputs.prompts import Prompt
+    from penstock.engine.output.outputs import RequestOutput
+
+
+@options.engine_command(without=("block_size",))
+def transcribe(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Sound: WAV, or with the extra audio other formats")],
+    language: Annotated[str | None, typer.Option(help="Code of its language, such as en  [default: detected]")] = None,
+    translate: Annotated[bool, typer.Option("--translate", help="Translate into English")] = False,
+    prompt: Annotated[str | None, typer.Option(help="Text before the speech, whose words and style it follows")] = None,
+    form: Annotated[str, typer.Option("--format", "-f", help="text, json, verbose_json, srt or vtt")] = "text",
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file")] = None,
+    *,
+    model: options.Model,
+    engine: dict[str, Any],
+) -> None:
+    """Transcribe speech, by a Whisper model.
+
+    A sound longer than the encoder takes at once is cut where it is quiet.
+    """
+    from penstock.config.checks import check_choice
+    from penstock.contract import SamplingParams
+    from penstock.engine.transcription.speech_tokens import TASKS
+    from penstock.engine.transcription.transcriber import Asked, Transcriber
+    from penstock.engine.transcription.transcript import FORMATS
+
+    check_choice("format", form, FORMATS)
+    asked = Asked(
+        task=TASKS[translate],
+        language=language,
+        prompt=prompt,
+        timestamps=form in ("verbose_json", "srt", "vtt"),
+        params=SamplingParams(temperature=temperature, max_tokens=None),
+    )
+    from penstock.cli.output import standard_output, write
+    from penstock.cli.output_file import PartialFile, output_file
+    from penstock.config import EngineConfig
+    from penstock.engine.session import Session
+
+    config = EngineConfig.create(model, **engine)
+    with closing(Session(config)) as session:
+        transcriber = Transcriber(config.model, session.tokenizer, session.max_model_len)
+        speech = transcriber.speech(file, asked, str(file))
+
+        def run(prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+            return session.finish([session.accept(one, params) for one in prompts], shows_bar=len(prompts) > 1)
+
+        detection = speech.detection()
+        spoken = speech.language_of(None if detection is None else run([detection[0]], detection[1])[0])
+        transcript = speech.transcript(spoken, run(speech.prompts(spoken), speech.params))
+    written = transcript.written(form)
+    text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, indent=2) + "\n"
+    if output is None:
+        write(standard_output(as_json=not isinstance(written, str)), text)
+        return
+    with output_file(output) as out:
+        put = out.put_bytes if isinstance(out, PartialFile) else out.write
+        put(text.encode())

@@ -1,0 +1,86 @@
+"""Fields of a transcription request, from its form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.contract import SamplingParams
+from penstock.contract.param_checks import shown
+from penstock.engine.transcription.transcriber import Asked
+from penstock.engine.transcription.transcript import FORMATS
+from penstock.server.batches.multipart import FormPart
+from penstock.server.http.errors import ApiError
+
+# Fields that are sampling parameters, with their types.
+_SAMPLING: dict[str, type[int | float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+    "repetition_penalty": float,
+}
+_GRANULARITIES = "timestamp_granularities[]"
+_FIELDS = ("file", "model", "prompt", "response_format", "stream", "language", "max_completion_tokens", _GRANULARITIES)
+_WITH_SEGMENTS = ("verbose_json", "srt", "vtt")
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionForm:
+    """Fields of a request. file: content. response_format: one of `FORMATS`."""
+
+    file: bytes
+    model: str | None
+    response_format: str
+    is_stream: bool
+    asked: Asked
+
+    @classmethod
+    def read(cls, parts: Mapping[str, FormPart], task: str) -> TranscriptionForm:
+        """Read the parts of a form. Raises ApiError for a field that is missing, unknown or not valid."""
+        fields = {name: part.data.decode("utf-8", "replace") for name, part in parts.items() if name != "file"}
+        for name in parts.keys() - {*_FIELDS, *_SAMPLING}:
+            raise ApiError(400, f"There is no field {name}. Allowed: {', '.join((*_FIELDS, *_SAMPLING))}.", param=name)
+        if "file" not in parts:
+            raise ApiError(400, "file is missing. Send the sound as a file of the form.", param="file")
+        response_format = _choice(fields, "response_format", FORMATS)
+        is_stream = _choice(fields, "stream", ("false", "true")) == "true"
+        if is_stream and response_format in _WITH_SEGMENTS:
+            message = f"response_format={response_format!r} cannot be streamed. Allowed with stream: json, text."
+            raise ApiError(400, message, param="response_format")
+        if fields.get(_GRANULARITIES, "segment") != "segment":
+            message = f"{_GRANULARITIES}={shown(fields[_GRANULARITIES])} is not available. Allowed: segment."
+            raise ApiError(400, message, param=_GRANULARITIES)
+        numbers = {name: _number(fields, name, kind) for name, kind in _SAMPLING.items() if name in fields}
+        if "max_completion_tokens" in fields:
+            numbers["max_tokens"] = _number(fields, "max_completion_tokens", int)
+        # Languages are those of the speech; translations are English.
+        return cls(
+            file=parts["file"].data,
+            model=fields.get("model") or None,
+            response_format=response_format,
+            is_stream=is_stream,
+            asked=Asked(
+                task=task,
+                language=fields.get("language") or None,
+                prompt=fields.get("prompt") or None,
+                timestamps=response_format in _WITH_SEGMENTS,
+                params=SamplingParams(**{"temperature": 0.0, "max_tokens": None, **numbers}),
+            ),
+        )
+
+
+def _choice(fields: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    value = fields.get(name) or allowed[0]
+    if value.lower() not in allowed:
+        raise ApiError(400, f"{name}={shown(value)} is not valid. Allowed: {', '.join(allowed)}.", param=name)
+    return value.lower()
+
+
+def _number(fields: Mapping[str, str], name: str, kind: type[int | float]) -> Any:
+    try:
+        return kind(fields[name])
+    except ValueError:
+        raise ApiError(400, f"{name}={shown(fields[name])} is no number.", param=name) from None
