@@ -193,7 +193,7 @@ def test_the_command_writes_the_transcript(folder: Path, served: Served, sound: 
 def test_forms_that_are_not_valid_are_refused(served: Served, fields: dict[str, str], message: str) -> None:
     parts = {"file": "x", **fields}
     body = "".join(
-        f'--b\r\nContent-Disposition: form-data; name="{name}"; filename="f"\r\n\r\n{value}\r\n'
+        f'--b\r\nContent-Disposition: form-data; name="{name}"{"; filename=f" * (name == "file")}\r\n\r\n{value}\r\n'
         for name, value in parts.items()
     )
     reply = served.post(

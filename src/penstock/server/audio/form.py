@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+from starlette.datastructures import UploadFile
+
 from penstock.contract import SamplingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.transcription.transcriber import Asked
 from penstock.engine.transcription.transcript import FORMATS
-from penstock.server.batches.multipart import FormPart
 from penstock.server.http.errors import ApiError
 
 # Fields that are sampling parameters, with their types.
@@ -24,6 +26,7 @@ _SAMPLING: dict[str, type[int | float]] = {
 }
 _GRANULARITIES = "timestamp_granularities[]"
 _FIELDS = ("file", "model", "prompt", "response_format", "stream", "language", "max_completion_tokens", _GRANULARITIES)
+_MOST_FIELDS = 32
 _WITH_SEGMENTS = ("verbose_json", "srt", "vtt")
 
 
@@ -38,13 +41,22 @@ class TranscriptionForm:
     asked: Asked
 
     @classmethod
-    def read(cls, parts: Mapping[str, FormPart], task: str) -> TranscriptionForm:
-        """Read the parts of a form. Raises ApiError for a field that is missing, unknown or not valid."""
-        fields = {name: part.data.decode("utf-8", "replace") for name, part in parts.items() if name != "file"}
-        for name in parts.keys() - {*_FIELDS, *_SAMPLING}:
+    async def read(cls, http: Request, task: str) -> TranscriptionForm:
+        """Read the form of a request. Raises ApiError for a field that is missing, unknown or not valid."""
+        kind = http.headers.get("Content-Type", "")
+        if not kind.lower().startswith("multipart/form-data"):
+            raise ApiError(400, f"The Content-Type is {kind!r}. Allowed: multipart/form-data with a boundary.")
+        async with http.form(max_files=1, max_fields=_MOST_FIELDS) as form:
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise ApiError(400, "file is missing. Send the sound as a file of the form.", param="file")
+            return cls.of(await file.read(), {name: str(form[name]) for name in form if name != "file"}, task)
+
+    @classmethod
+    def of(cls, file: bytes, fields: Mapping[str, str], task: str) -> TranscriptionForm:
+        """Read the fields beside the file. Raises as `read`."""
+        for name in fields.keys() - {*_FIELDS, *_SAMPLING}:
             raise ApiError(400, f"There is no field {name}. Allowed: {', '.join((*_FIELDS, *_SAMPLING))}.", param=name)
-        if "file" not in parts:
-            raise ApiError(400, "file is missing. Send the sound as a file of the form.", param="file")
         response_format = _choice(fields, "response_format", FORMATS)
         is_stream = _choice(fields, "stream", ("false", "true")) == "true"
         if is_stream and response_format in _WITH_SEGMENTS:
@@ -56,9 +68,8 @@ class TranscriptionForm:
         numbers = {name: _number(fields, name, kind) for name, kind in _SAMPLING.items() if name in fields}
         if "max_completion_tokens" in fields:
             numbers["max_tokens"] = _number(fields, "max_completion_tokens", int)
-        # Languages are those of the speech; translations are English.
         return cls(
-            file=parts["file"].data,
+            file=file,
             model=fields.get("model") or None,
             response_format=response_format,
             is_stream=is_stream,

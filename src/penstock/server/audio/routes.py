@@ -17,7 +17,6 @@ from penstock.engine.transcription.transcriber import Speech, Transcriber
 from penstock.engine.transcription.transcript import usage_of
 from penstock.errors import UnsupportedFeature
 from penstock.server.audio.form import TranscriptionForm
-from penstock.server.batches.multipart import form_parts
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import ApiError, json_response, refusals
@@ -65,10 +64,8 @@ async def create_translation(http: Request) -> Response:
 
 
 async def _transcribe(http: Request, task: str) -> Response:
-    body = await http.body()
-    parts = await asyncio.to_thread(form_parts, http.headers.get("Content-Type", ""), body)
     with refusals(["file", "language", "task"], {}):
-        form = TranscriptionForm.read(parts, task)
+        form = await TranscriptionForm.read(http, task)
         model = await served_model(http).named(form.model)
         transcriber = _transcriber(http, model)
         speech = await asyncio.to_thread(transcriber.speech, form.file, form.asked, "file")
@@ -78,10 +75,7 @@ async def _transcribe(http: Request, task: str) -> Response:
             Submission(prompt, speech.params, f"{id}-{index}") for index, prompt in enumerate(speech.prompts(language))
         ]
         if form.is_stream:
-            events = _Events(speech)
-            return await answer(
-                http, model, submissions, is_stream=True, timeout_s=None, whole=events.whole, events=events.events
-            )
+            return await answer(http, model, submissions, _Events(speech), is_stream=True, timeout_s=None)
         outputs = await whole_outputs(http, submissions, None, model.parts)
     transcript = await asyncio.to_thread(speech.transcript, language, outputs)
     written = transcript.written(form.response_format)
