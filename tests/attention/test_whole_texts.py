@@ -31,6 +31,8 @@ class Case(NamedTuple):
 
 
 CASES = [Case(4, 4, 8, None), Case(4, 4, 8, 9), Case(4, 2, 16, 5), Case(6, 1, 32, 33), Case(4, 4, 8, 9, 2.0)]
+# A head that is no multiple of any vector.
+CASES.append(Case(2, 2, 36, None))
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,8 @@
 // A work unit is one KV head of one text, and a range of its queries. Keys are packed in tiles of
 // [dimension][position], values as [position][dimension]; then a few queries at a time have their scores for the whole
 // text, a softmax, and their weighted sum of values. Every result is one chain of additions in rising order of
-// position, so that a text has the same bits alone and in any batch.
+// position, so that a text has the same bits alone and in any batch. Values are padded to whole vectors, since some
+// encoders of images have heads of 72.
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -20,12 +21,13 @@ struct EncoderJob {
 
 struct EncoderBuffers {
   float* keys;    // [tiles][head_size][kTilePositions]
-  float* values;  // [tokens][head_size]
+  float* values;  // [tokens][width]
   float* query;   // [kQueryRows][head_size]
   float* scores;  // [kQueryRows][stride]
-  float* out;     // [kQueryRows][head_size]
+  float* out;     // [kQueryRows][width]
   float* keep;    // [kQueryRows] ones
   int64_t stride;
+  int64_t width;  // head_size in whole vectors
 };
 
 PENSTOCK_INLINE int64_t tiles_for(int64_t tokens) { return (tokens + kTilePositions - 1) / kTilePositions; }
@@ -42,7 +44,9 @@ static void pack_text(const AttentionArgs& a, int64_t first, int64_t tokens, int
     const int64_t token = first + position;
     prepare_head(a, a.key + token * a.key_stride + kv_head * size, a.num_heads + kv_head, token, 1.0f, b.query);
     for (int64_t d = 0; d < size; ++d) tile[d * kTilePositions] = b.query[d];
-    std::memcpy(b.values + position * size, a.value + token * a.value_stride + kv_head * size, size * sizeof(float));
+    float* values = b.values + position * b.width;
+    std::memcpy(values, a.value + token * a.value_stride + kv_head * size, size * sizeof(float));
+    for (int64_t d = size; d < b.width; ++d) values[d] = 0.0f;
   }
 }
 
@@ -56,7 +60,7 @@ PENSTOCK_INLINE Visible seen_by(const AttentionArgs& a, int64_t position, int64_
 // Attention of up to kQueryRows rows: query heads of one KV head, of the tokens from `position` on.
 static void attend_rows(const AttentionArgs& a, const EncoderBuffers& b, int64_t first, int64_t tokens, int64_t kv_head,
                         int64_t position, int64_t rows) {
-  const int64_t group = a.num_heads / a.num_kv_heads, size = a.head_size;
+  const int64_t group = a.num_heads / a.num_kv_heads, size = a.head_size, width = b.width;
   const auto token_of = [&](int64_t row) { return position + row / group; };
   const auto head_of = [&](int64_t row) { return kv_head * group + row % group; };
   int64_t begin = tokens, end = 0;
@@ -84,7 +88,7 @@ static void attend_rows(const AttentionArgs& a, const EncoderBuffers& b, int64_t
     row += count;
   }
   const int64_t offset = first_tile * kTilePositions, length = end_tile * kTilePositions;
-  const Segment<float> segments[2] = {{b.values + offset * size, b.values + offset * size, 0, end - offset, 0},
+  const Segment<float> segments[2] = {{b.values + offset * width, b.values + offset * width, 0, end - offset, 0},
                                       {nullptr, nullptr, end - offset, 0, 0}};
   float mass[kQueryRows];
   for (int64_t row = 0; row < rows; ++row) {
@@ -94,17 +98,17 @@ static void attend_rows(const AttentionArgs& a, const EncoderBuffers& b, int64_t
     const float peak = find_peak(a.soft_cap * kLog2e, scores, visible, nullptr);
     mass[row] = sum_lanes(soften(scores, visible, length - offset, peak, nullptr, Vec{}));
   }
-  std::memset(b.out, 0, rows * size * sizeof(float));
+  std::memset(b.out, 0, rows * width * sizeof(float));
   for (int64_t row = 0; row < rows;) {
     const int64_t count = rows_at_once(rows, row);
     weigh_rows(count, b.scores + row * b.stride + offset, b.stride, static_cast<const float*>(nullptr), segments,
-               end - offset, size, size, b.keep, b.out + row * size);
+               end - offset, width, width, b.keep, b.out + row * width);
     row += count;
   }
   for (int64_t row = 0; row < rows; ++row) {
     const float scale = 1.0f / mass[row];
     float* to = a.out + (first + token_of(row)) * a.out_stride + head_of(row) * size;
-    for (int64_t d = 0; d < size; ++d) to[d] = b.out[row * size + d] * scale;
+    for (int64_t d = 0; d < size; ++d) to[d] = b.out[row * width + d] * scale;
   }
 }
 
@@ -112,19 +116,21 @@ static void encoder_thread(void* data, int, const Team&) {
   auto& job = *static_cast<EncoderJob*>(data);
   const AttentionArgs& a = *job.args;
   const int64_t size = a.head_size, whole = tiles_for(job.longest) * kTilePositions;
+  const int64_t width = (size + kLanes - 1) / kLanes * kLanes;
   const int64_t group = a.num_heads / a.num_kv_heads, tokens_at_once = group < kQueryRows ? kQueryRows / group : 1;
   const int64_t rows = tokens_at_once * group;
   static thread_local Scratch scratch;
-  float* memory = scratch.get(static_cast<size_t>(2 * whole * size + rows * (whole + 2 * size + 1)));
+  float* memory = scratch.get(static_cast<size_t>(whole * (size + width) + rows * (whole + size + width + 1)));
   if (memory == nullptr) return __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   EncoderBuffers b;
   b.keys = memory;
   b.values = b.keys + whole * size;
-  b.scores = b.values + whole * size;
+  b.scores = b.values + whole * width;
   b.query = b.scores + rows * whole;
   b.out = b.query + rows * size;
-  b.keep = b.out + rows * size;
+  b.keep = b.out + rows * width;
   b.stride = whole;
+  b.width = width;
   for (int64_t row = 0; row < rows; ++row) b.keep[row] = 1.0f;
   for (;;) {
     // The longest texts, which come last, are taken first.
