@@ -58,6 +58,7 @@ class PixtralTower(nn.Module):
         kernel = [self.patch_size] * 2
         self.patch_embedding = PatchEmbedding(fields.integer("num_channels", 3), kernel, config.hidden_size, bias=False)
         self.first_norm = config.norm()
+        fields.refuse_others({"head_dim": config.head_size})
         if config.head_size % 4 != 0:
             raise fields.unsupported("hidden_size", config.hidden_size, f"multiples of 4 * {config.num_heads} heads")
         exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32, device="cpu") / config.head_size
