@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.checkpoints.json_file import parse_json_text, shown
+from penstock.config.checks import did_you_mean
 from penstock.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 # End of the names of fields that are configurations themselves, such as `text_config`.
 _NESTED = "_config"
 _OLD_ROPE = {"rope_scaling", "rope_theta"}
@@ -76,6 +79,9 @@ def with_overrides(hf_config: Mapping[str, Any], given: Any) -> Mapping[str, Any
     leave out. Raises ConfigError for another value of the option.
     """
     overrides = _read(given)
+    for name in sorted(overrides.keys() - hf_config.keys() - _OLD_ROPE - {"rope_parameters"}):
+        if hint := did_you_mean(name, hf_config):
+            logger.warning("hf_overrides has %s, which config.json does not have.%s", name, hint)
     changed = _replaced(hf_config, overrides)
     if overrides.keys() & _OLD_ROPE and isinstance(hf_config.get("rope_parameters"), Mapping):
         changed = {name: value for name, value in changed.items() if name not in _OLD_ROPE}
