@@ -27,7 +27,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def test_nothing_is_fetched_without_an_answer():
-    with pytest.raises(ModelNotFound, match=r"92 MB, Apache-2\.0.*--yes"):
+    with pytest.raises(ModelNotFound, match=r"93 MB, Apache-2\.0.*--yes"):
         fetch_if_published("smollm2", yes=False)
 
 
@@ -47,7 +47,7 @@ def test_a_command_asks_before_it_fetches(command, tmp_path):
     environment = {**os.environ, "PENSTOCK_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     terminal = Terminal([sys.executable, "-m", "penstock.cli", *command, "--model", "smollm2"], environment)
     try:
-        terminal.wait_for("Fetch SmolLM2-135M-Instruct, Q4_1 (Apache-2.0, 92 MB)")
+        terminal.wait_for("Fetch SmolLM2-135M-Instruct, Q4_1 (Apache-2.0, 93 MB)")
         terminal.type("n\n")
         terminal.wait_for("was not fetched")
         assert terminal.end() != 0

@@ -115,7 +115,9 @@ def test_a_function_that_does_not_give_a_configuration_is_refused(function: Any,
 
 def test_a_name_that_may_be_misspelt_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     config = {"num_hidden_layers": 2, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
-    assert with_overrides(config, {"num_hidden_layer": 1, "sliding_window": 8, "rope_theta": 1e5})["sliding_window"] == 8
+    assert (
+        with_overrides(config, {"num_hidden_layer": 1, "sliding_window": 8, "rope_theta": 1e5})["sliding_window"] == 8
+    )
     (line,) = caplog.messages
     assert line == (
         "hf_overrides has num_hidden_layer, which config.json does not have. Did you mean num_hidden_layers?"

@@ -178,3 +178,10 @@ def test_the_engines_options_are_shown_to_the_admin(admin: Served) -> None:
     assert text.startswith("EngineConfig(")
     for path in ADMIN_PATHS & {"/server_info", "/abort_requests"}:
         assert admin.request("GET", path).status == 401
+
+
+def test_a_route_of_the_administration_says_which_option_serves_it(server: Served) -> None:
+    reply = server.post("/reset_prefix_cache", {})
+    expected = "/reset_prefix_cache is there with --enable-admin and --admin-api-key only."
+    assert (reply.status, reply.error["message"]) == (404, expected)
+    assert "/reset_prefix_cache" not in server.request("GET", "/openapi.json").json["paths"]

@@ -84,6 +84,6 @@ def fetched_path(model: PublishedModel, option: str) -> Path:
     if not model.is_fetched:
         raise ModelNotFound(
             f"{option}={model.name!r} ({model.title}, {model.licence}) is not on this machine yet. Fetch its "
-            f"{model.download_bytes // 10**6} MB: penstock plan {model.name} --yes"
+            f"{model.download_bytes / 1e6:.0f} MB: penstock plan {model.name} --yes"
         )
     return model.path

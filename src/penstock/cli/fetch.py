@@ -29,7 +29,7 @@ def fetch_if_published(name: Any, *, yes: bool) -> None:
         return
     if not yes and not _agrees(model):
         raise ModelNotFound(
-            f"--model {model.name} was not fetched ({model.download_bytes // 10**6} MB, {model.licence}). "
+            f"--model {model.name} was not fetched ({model.download_bytes / 1e6:.0f} MB, {model.licence}). "
             "Give --yes to fetch it without a question."
         )
     fetch(model)
@@ -95,7 +95,7 @@ def _copy(archive: ZipFile, name: str, path: Path) -> None:
 def _agrees(model: PublishedModel) -> bool:
     if not (sys.stdin.isatty() and is_terminal()):
         return False
-    question = f"Fetch {model.title} ({model.licence}, {model.download_bytes // 10**6} MB) into {model.path.parent}?"
+    question = f"Fetch {model.title} ({model.licence}, {model.download_bytes / 1e6:.0f} MB) into {model.path.parent}?"
     return typer.confirm(question, default=True, err=True)
 
 

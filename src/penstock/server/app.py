@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -20,7 +21,7 @@ from penstock.server.batches.runner import BatchRunner
 from penstock.server.batches.store import BatchStore
 from penstock.server.http.body import body_model
 from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
-from penstock.server.http.errors import api_error
+from penstock.server.http.errors import ApiError, api_error
 from penstock.server.http.guards import ApiKeys, BodyLimits
 from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
@@ -89,6 +90,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
         app.include_router(page.router)
     if options.enable_admin:
         app.include_router(admin.router)
+    else:
+        app.include_router(_refused(admin.router), include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(PenstockError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
@@ -112,6 +115,19 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.add_middleware(RequestContext, root_path=options.root_path, logs_requests=options.enable_log_requests)
     app.openapi = lambda: _openapi(app, options.root_path)  # type: ignore[method-assign]
     return app
+
+
+def _refused(router: APIRouter) -> APIRouter:
+    """Routes of the engine's administration that say why they are not there."""
+
+    async def refuse(http: Request) -> Response:
+        raise ApiError(404, f"{http.url.path} is there with --enable-admin and --admin-api-key only.")
+
+    refused = APIRouter()
+    for route in router.routes:
+        assert isinstance(route, APIRoute)
+        refused.add_api_route(route.path, refuse, methods=list(route.methods or ()))
+    return refused
 
 
 async def _on_error(http: Request, error: Exception) -> Response:

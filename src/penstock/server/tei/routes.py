@@ -143,7 +143,7 @@ async def info(http: Request) -> Response:
     model = served_model(http)
     config, scheduler = model.engine.model_config, model.engine.config.scheduler
     if config.pooling is None:
-        raise ApiError(400, f"The model {model.name!r} does not pool. /v1/models and /server_info describe it.")
+        raise ApiError(400, f"The model {model.name!r} does not pool. /v1/models describes it.")
     return json_response(
         {
             "model_id": model.name,
