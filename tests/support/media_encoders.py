@@ -58,14 +58,18 @@ def make_encoder(
     hf_config: Mapping[str, Any],
     tensors: Iterable[tuple[str, Tensor]],
     *,
+    dtype: torch.dtype = torch.float32,
     weights_dtype: torch.dtype | None = None,
     choose: MethodChoice | None = None,
 ) -> MediaEncoder:
-    """The native encoder of a configuration with these weights. choose: quantises linear layers."""
+    """The native encoder of a configuration with these weights.
+
+    dtype, weights_dtype: as of `materialise`. choose: quantises linear layers.
+    """
     with torch.device("meta"):
         encoder = native_encoder(hf_config["architectures"][0], hf_config)
     assert encoder is not None, "no native encoder"
-    materialise(encoder, torch.device("cpu"), torch.float32, weights_dtype)
+    materialise(encoder, torch.device("cpu"), dtype, weights_dtype)
     named = ((encoder.checkpoint_name(name), tensor) for name, tensor in tensors)
     own = ((name, tensor) for name, tensor in named if name is not None)
     load_into_slots(encoder.checkpoint_slots(), encoder.ignorable, own)

@@ -105,14 +105,15 @@ def test_tensors_of_the_language_model_are_not_the_encoders() -> None:
     assert encoder.checkpoint_name("visual.merger.ln_q.weight") == "model.visual.merger.ln_q.weight"
 
 
+@pytest.mark.parametrize("kept", ["weights_dtype", "dtype"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_weights_give_about_the_same_features(family: str) -> None:
+def test_bfloat16_gives_about_the_same_features(family: str, kept: str) -> None:
     model, grid = model_of(family), (1, 6, 10)
-    features = encoder_of(model, weights_dtype=torch.bfloat16).encode(
-        "image", {"pixel_values": pixels(grid), "image_grid_thw": torch.tensor([grid])}
-    )
+    inputs = {"pixel_values": pixels(grid), "image_grid_thw": torch.tensor([grid])}
+    features = encoder_of(model, **{kept: torch.bfloat16}).encode("image", inputs)
+    assert features.dtype is (torch.bfloat16 if kept == "dtype" else torch.float32)
     wanted = expected(model, pixels(grid), grid)
-    assert (features - wanted).abs().mean() < 0.03 * wanted.abs().mean()
+    assert (features.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
 
 
 def test_a_grid_that_does_not_fit_the_patches_is_an_error() -> None:

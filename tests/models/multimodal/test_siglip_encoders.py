@@ -106,8 +106,9 @@ def test_narrow_weights_give_about_the_same_features(make: Any) -> None:
     model, pixels = make(), images(1, 1, 3, 32, 32)[: 1 if make is idefics else None]
     pixels = pixels if make is idefics else pixels[0]
     wanted = encoder_of(model).encode("image", {"pixel_values": pixels})
-    for options in ({"weights_dtype": torch.bfloat16}, {"choose": choose_method("int8")}):
-        features = encoder_of(model, **options).encode("image", {"pixel_values": pixels})
+    options: list[dict[str, Any]] = [{name: torch.bfloat16} for name in ("weights_dtype", "dtype")]
+    for option in (*options, {"choose": choose_method("int8")}):
+        features = encoder_of(model, **option).encode("image", {"pixel_values": pixels}).float()
         assert 0 < (features - wanted).abs().mean() < 0.05 * wanted.abs().mean()
 
 

@@ -257,12 +257,12 @@ class Qwen3Vision(QwenVision):
     def _add_positions(self, hidden_TD: Tensor, grid: Grid) -> Tensor:
         """Add the square table of learned positions, interpolated to the patches of a frame."""
         rows, columns = grid.of_frame
-        positions = hidden_TD.new_zeros(len(rows), hidden_TD.shape[1])
+        positions = torch.zeros(len(rows), hidden_TD.shape[1], dtype=torch.float32, device=grid.device)
         for row, row_weight in self._neighbours(rows, grid.rows):
             for column, column_weight in self._neighbours(columns, grid.columns):
                 of_patch = self.position_embeddings(row * self._side + column, NO_CONTEXT)
                 positions += of_patch * (row_weight * column_weight)[:, None]
-        return hidden_TD + positions.repeat(grid.frames, 1)
+        return hidden_TD + positions.to(hidden_TD.dtype).repeat(grid.frames, 1)
 
     def _neighbours(self, index: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
         """The two positions of the table around each index on an axis, and their weights. The ends are at the ends."""
