@@ -63,3 +63,4 @@ def test_models_are_shown_by_name() -> None:
     assert shown_model("org/name") == "org/name"
     assert shown_model(Path("/home/me/models/llama")) == "llama"
     assert shown_model("/home/me/.cache/huggingface/hub/models--org--name/snapshots/0a1b") == "org/name"
+    assert shown_model("/home/me/.cache/penstock/gguf/llama-Q8_0-0123456789abcdef") == "llama-Q8_0.gguf"
