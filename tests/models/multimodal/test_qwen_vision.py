@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError, UnsupportedFeature
+from penstock.models.multimodal import vision_layers
 from support.media_encoders import TEXT, assert_names_are_complete, encoder_of, full_config, make_encoder, random_model
 
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
@@ -91,6 +92,18 @@ def test_features_of_a_video_are_those_of_transformers(family: str, grid: tuple[
         "video", {"pixel_values_videos": values, "video_grid_thw": torch.tensor([grid])}
     )
     torch.testing.assert_close(features, expected(model, values, grid), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
+def test_frames_that_are_encoded_some_at_a_time_have_the_same_bits(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = (5, 6, 8)
+    inputs = {"pixel_values_videos": pixels(grid), "video_grid_thw": torch.tensor([grid])}
+    encoder = encoder_of(model_of(family))
+    together = encoder.encode("video", inputs)
+    monkeypatch.setattr(vision_layers, "_TOKENS_AT_ONCE", 100)
+    assert torch.equal(encoder.encode("video", inputs), together)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.layers.quantization.method import choose_method
+from penstock.models.multimodal import vision_layers
 from support.media_encoders import TEXT, assert_names_are_complete, encoder_of, random_model
 
 _VISION = {
@@ -99,6 +100,15 @@ def test_a_tile_has_the_same_bits_alone_and_among_others() -> None:
     for tile in range(7):
         alone = encoder.encode("image", {"pixel_values": pixels[:, tile : tile + 1].contiguous()})
         assert torch.equal(alone, together[tile])
+
+
+def test_tiles_that_are_encoded_some_at_a_time_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_tiles, of_crops = {"pixel_values": images(1, 5, 3, 32, 32)}, {"pixel_values": images(3, 3, 32, 32)}
+    encoders = [(encoder_of(idefics()), of_tiles), (encoder_of(gemma3()), of_crops)]
+    together = [encoder.encode("image", inputs) for encoder, inputs in encoders]
+    monkeypatch.setattr(vision_layers, "_TOKENS_AT_ONCE", 130)
+    for (encoder, inputs), features in zip(encoders, together, strict=True):
+        assert torch.equal(encoder.encode("image", inputs), features)
 
 
 @pytest.mark.parametrize("make", [idefics, gemma3])

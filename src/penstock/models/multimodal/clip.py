@@ -29,6 +29,7 @@ from penstock.models.multimodal.vision_layers import (
     encoder_fields,
     feature_layers,
     host_integers,
+    in_parts,
     vision_activation,
 )
 from penstock.models.weights import Into, WeightTable
@@ -127,6 +128,10 @@ class LlavaVision(TowerEncoder):
 
     def features(self, images_NCHW: Tensor) -> Tensor:
         """Projected features, [N, S, D]."""
+        tokens = math.prod(pixels // self.tower.patch_size for pixels in images_NCHW.shape[2:])
+        return in_parts(images_NCHW, 1, max(1, tokens), self._features_at_once)
+
+    def _features_at_once(self, images_NCHW: Tensor) -> Tensor:
         wanted = sorted(set(self._features))
         states = dict(zip(wanted, self.tower(images_NCHW, wanted), strict=True))
         chosen_TX = torch.cat([states[layer] for layer in self._features], dim=-1)

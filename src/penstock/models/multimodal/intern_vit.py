@@ -26,6 +26,7 @@ from penstock.models.multimodal.vision_layers import (
     check_squares,
     encoder_fields,
     feature_layers,
+    in_parts,
     merge_neighbours,
     square,
     vision_activation,
@@ -131,11 +132,16 @@ class InternVision(TowerEncoder):
         """See `MediaEncoder`: pixel_values [N, C, H, W], tiles of an image or frames of a video."""
         images = inputs["pixel_values"].flatten(0, -4)
         check_squares(images, self.side, self.patch_size)
-        hidden_NSD = self.embeddings(self.patch_embedding.embed_images(images).unflatten(0, (len(images), -1)))
-        segments = Segments.equal(len(images), hidden_NSD.shape[1], images.device)
+        return in_parts(images, 1, self.side**2, self._encode)
+
+    def _encode(self, images_NCHW: Tensor) -> Tensor:
+        hidden_NSD = self.embeddings(
+            self.patch_embedding.embed_images(images_NCHW).unflatten(0, (len(images_NCHW), -1))
+        )
+        segments = Segments.equal(len(images_NCHW), hidden_NSD.shape[1], images_NCHW.device)
         (hidden_TD,) = self.layers(hidden_NSD.flatten(0, 1), None, segments, [self.num_layers])
         if self.last_norm is not None:
             hidden_TD = self.last_norm(hidden_TD)
-        patches_NSD = hidden_TD.unflatten(0, (len(images), -1))[:, 1:]
+        patches_NSD = hidden_TD.unflatten(0, (len(images_NCHW), -1))[:, 1:]
         merged = merge_neighbours(patches_NSD.flatten(0, 1), self.side, self.side, self._scale)
         return self.projector(self.projector_norm(merged))  # type: ignore[no-any-return]

@@ -29,6 +29,7 @@ from penstock.models.multimodal.vision_layers import (
     does_not_fit,
     encoder_fields,
     host_integers,
+    in_parts,
     rope_theta,
     square,
 )
@@ -82,10 +83,6 @@ class Grid:
         raster = torch.arange(rows * columns, device=device)
         sides = self.merged_rows, merge_size, self.merged_columns, merge_size
         self.raster_T = raster.view(sides).transpose(1, 2).flatten()
-
-    @property
-    def num_patches(self) -> int:
-        return self.frames * self.rows * self.columns
 
     @property
     def of_frame(self) -> tuple[Tensor, Tensor]:
@@ -155,10 +152,14 @@ class QwenVision(TableEncoder):
         pixels = inputs["pixel_values" if modality == "image" else "pixel_values_videos"]
         frames, rows, columns = host_integers(inputs[f"{modality}_grid_thw"])[:3]
         pixels = pixels.reshape(-1, self.patch_embedding.input_size)
-        grid = Grid(frames, rows, columns, self.merge_size, pixels.device)
-        if grid.num_patches != len(pixels):
+        if frames * rows * columns != len(pixels):
             raise does_not_fit(f"{len(pixels)} patches", f"{frames} x {rows} x {columns} for such a grid")
-        return self._encode(self.patch_embedding.embed(pixels), grid)
+
+        def encode(part: Tensor) -> Tensor:
+            grid = Grid(len(part) // (rows * columns), rows, columns, self.merge_size, part.device)
+            return self._encode(self.patch_embedding.embed(part), grid)
+
+        return in_parts(pixels, rows * columns, rows * columns, encode)
 
     def _encode(self, hidden_TD: Tensor, grid: Grid) -> Tensor:
         rotation = self.rotary(*grid.coordinates, (grid.rows, grid.columns), hidden_TD.dtype)

@@ -32,6 +32,7 @@ from penstock.models.multimodal.vision_layers import (
     check_squares,
     does_not_fit,
     encoder_fields,
+    in_parts,
     merge_neighbours,
     square,
 )
@@ -138,17 +139,21 @@ class Idefics3Vision(TableEncoder):
         """See `MediaEncoder`: pixel_values [1, N, C, H, W], and pixel_attention_mask [1, N, H, W] or none."""
         images = inputs["pixel_values"].flatten(0, -4)
         rows, columns = (pixels // self.tower.patch_size for pixels in images.shape[2:])
-        if rows != columns or rows % self._scale != 0:
+        if rows != columns or rows == 0 or rows % self._scale != 0:
             size, squares = self.tower.patch_size, f"squares with multiples of {self._scale} patches"
             tiles = f"tiles of {images.shape[2]} x {images.shape[3]} pixels"
             raise does_not_fit(tiles, f"{squares} of {size} pixels")
         is_visible = self._visible_patches(inputs.get("pixel_attention_mask"))
-        if is_visible is None:
-            positions = self._positions(torch.ones(1, rows, columns, dtype=torch.bool, device="cpu"))[0]
-        else:
-            positions, is_visible = self._positions(is_visible), is_visible.flatten(1).to(images.device)
-        states = self.tower.states(images, positions.to(images.device), [self.num_layers], is_visible)
-        merged = merge_neighbours(self.last_norm(states[0]), rows, columns, self._scale)
+        if is_visible is not None:
+            return self._encode(images, self._positions(is_visible), is_visible.flatten(1).to(images.device))
+        (positions,) = self._positions(torch.ones(1, rows, columns, dtype=torch.bool, device="cpu"))
+        return in_parts(images, 1, rows * columns, lambda part: self._encode(part, positions))
+
+    def _encode(self, images_NCHW: Tensor, positions: Tensor, is_visible_NS: Tensor | None = None) -> Tensor:
+        positions = positions.to(images_NCHW.device)
+        (hidden_TD,) = self.tower.states(images_NCHW, positions, [self.num_layers], is_visible_NS)
+        side = images_NCHW.shape[2] // self.tower.patch_size
+        merged = merge_neighbours(self.last_norm(hidden_TD), side, side, self._scale)
         return self.projection(merged, NO_CONTEXT)  # type: ignore[no-any-return]
 
     def _visible_patches(self, mask: Tensor | None) -> Tensor | None:
@@ -213,7 +218,10 @@ class Gemma3Vision(TowerEncoder):
     def encode(self, modality: str, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `MediaEncoder`: pixel_values [N, C, H, W], the image and its crops."""
         images = inputs["pixel_values"].flatten(0, -4)
-        (hidden_TD,) = self.tower(images, [self.num_layers])
+        return in_parts(images, 1, self.tower.side**2, self._encode)
+
+    def _encode(self, images_NCHW: Tensor) -> Tensor:
+        (hidden_TD,) = self.tower(images_NCHW, [self.num_layers])
         side = self.tower.side
         squares = merge_neighbours(self.last_norm(hidden_TD), side, side, self._pool)
         means_LD = squares.view(len(squares), self._pool**2, -1).mean(1)

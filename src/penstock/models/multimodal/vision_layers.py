@@ -6,7 +6,7 @@ Suffixes: N images or tiles, C channels, T tokens of an item, D hidden size, X c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +38,8 @@ PROJECTOR_TABLE: WeightTable = {
     f"{PROJECTOR}linear_1": Into("projector.linear_1"),
     f"{PROJECTOR}linear_2": Into("projector.linear_2"),
 }
+# Tokens that pass the layers at once, if tiles and frames are no larger; it bounds the memory of activations.
+_TOKENS_AT_ONCE = 8192
 _WHOLE = ParallelState()
 _NO_CACHE = torch.empty(0, device="cpu")
 
@@ -366,6 +368,15 @@ def merge_neighbours(hidden_TD: Tensor, rows: int, columns: int, side: int) -> T
     whole = images[:, : rows // side * side, : columns // side * side]
     squares: Tensor = whole.unflatten(2, (columns // side, side)).unflatten(1, (rows // side, side)).transpose(2, 3)
     return squares.reshape(-1, side * side * hidden_TD.shape[1])
+
+
+def in_parts(inputs: Tensor, rows: int, tokens: int, encode: Callable[[Tensor], Tensor]) -> Tensor:
+    """Encode tiles or frames, which do not depend on each other, some at a time, and concatenate the results.
+
+    inputs: `rows` rows for each. tokens: of each.
+    """
+    parts = inputs.split(max(1, _TOKENS_AT_ONCE // tokens) * rows)
+    return encode(parts[0]) if len(parts) == 1 else torch.cat([encode(part) for part in parts])
 
 
 def does_not_fit(returned: str, taken: str) -> ModelError:
