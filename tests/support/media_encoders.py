@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from penstock.layers.linear import LinearLayer, process_weights_after_loading, restore_weights
 from penstock.layers.quantization.method import MethodChoice
 from penstock.loader.loader import materialise
+from penstock.loader.quantized.assembly import OptionRounding, assemble, linear_weights
 from penstock.models.multimodal.interface import MediaEncoder
 from penstock.models.multimodal.registry import native_encoder
 from penstock.models.weights import load_into_slots
@@ -61,23 +62,30 @@ def make_encoder(
     dtype: torch.dtype = torch.float32,
     weights_dtype: torch.dtype | None = None,
     choose: MethodChoice | None = None,
+    by_layer: bool = False,
 ) -> MediaEncoder:
     """The native encoder of a configuration with these weights.
 
-    dtype, weights_dtype: as of `materialise`. choose: quantises linear layers.
+    dtype, weights_dtype: as of `materialise`. choose: quantises linear layers; by_layer: while they are loaded.
     """
     with torch.device("meta"):
         encoder = native_encoder(hf_config["architectures"][0], hf_config)
     assert encoder is not None, "no native encoder"
-    materialise(encoder, torch.device("cpu"), dtype, weights_dtype)
+    cpu, late = torch.device("cpu"), linear_weights(encoder) if by_layer else {}
+    materialise(encoder, cpu, dtype, weights_dtype, late)
+    slots = encoder.checkpoint_slots()
+    if by_layer:
+        assert choose is not None, "a quantization"
+        slots = assemble(slots, late, cpu, dtype, OptionRounding(choose, "").method)
     named = ((encoder.checkpoint_name(name), tensor) for name, tensor in tensors)
     own = ((name, tensor) for name, tensor in named if name is not None)
-    load_into_slots(encoder.checkpoint_slots(), encoder.ignorable, own)
+    load_into_slots(slots, encoder.ignorable, own)
     if weights_dtype is not None:
         for module in encoder.modules():
             if isinstance(module, LinearLayer):
                 module.cpu_arithmetic = "auto"
-    process_weights_after_loading(encoder, choose)
+    if not by_layer:
+        process_weights_after_loading(encoder, choose)
     return encoder.eval().requires_grad_(False)
 
 

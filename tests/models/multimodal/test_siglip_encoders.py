@@ -122,6 +122,13 @@ def test_narrow_weights_give_about_the_same_features(make: Any) -> None:
         assert 0 < (features - wanted).abs().mean() < 0.05 * wanted.abs().mean()
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_layers_that_are_quantized_while_they_are_loaded_are_the_same(quantization: str) -> None:
+    pixels, choose = {"pixel_values": images(1, 3, 32, 32)}, choose_method(quantization)
+    features = [encoder_of(gemma3(), choose=choose, by_layer=late).encode("image", pixels) for late in (False, True)]
+    assert torch.equal(*features)
+
+
 def test_images_of_another_size_are_an_error() -> None:
     with pytest.raises(ModelError, match="takes images of 32 x 32"):
         encoder_of(gemma3()).encode("image", {"pixel_values": images(1, 3, 36, 32)})
