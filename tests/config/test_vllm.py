@@ -125,12 +125,9 @@ def test_an_option_that_asks_for_a_feature_is_refused_by_its_name(name: str, mod
 @pytest.mark.parametrize(
     ("name", "nothing", "asks"),
     [
-        ("limit_mm_per_prompt", {"image": 0, "video": {"count": 0}}, {"image": 0, "audio": 1}),
-        ("limit_mm_per_prompt", {}, {"image": {"count": 1}}),
         ("eplb_config", {}, {"window_size": 1000}),
         ("all2all_backend", "allgather_reducescatter", "deepep_low_latency"),
         ("data_parallel_backend", "mp", "ray"),
-        ("mm_processor_kwargs", None, {"num_crops": 4}),
     ],
 )
 def test_a_collection_asks_for_a_feature_where_one_of_its_values_does(

@@ -133,7 +133,7 @@ def test_items_that_must_not_be_cut_are_computed_in_one_step(folder: Path, alone
 
     def noting() -> Any:
         message = schedule()
-        for req_id, start in images._starts(message):
+        for req_id, start in message.first_positions():
             chunks.setdefault(req_id, []).append((start, start + message.num_scheduled_tokens[req_id]))
         return message
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
-from transformers import PreTrainedModel
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from support.checkpoints import VOCAB_SIZE
+from support.checkpoints import VOCAB_SIZE, save_checkpoint
 from support.transformers_models import TINY, randomise
 
 _VISION: dict[str, Any] = {
@@ -113,3 +118,114 @@ def tiny_multimodal_model(name: str, *, seed: int = 0, **text: Any) -> PreTraine
     )
     mapping = transformers.AutoModelForImageTextToText._model_mapping
     return randomise(mapping[type(config)]._from_config(config), seed)
+
+
+# Special tokens by their ids.
+SPECIAL_TOKENS = {
+    IMAGE: "<image>",
+    VIDEO: "<video>",
+    VISION_START: "<vision_start>",
+    VISION_END: "<vision_end>",
+    VOCAB_SIZE - 5: "<fake_token_around_image>",
+    VOCAB_SIZE - 6: "<global-img>",
+    VOCAB_SIZE - 7: "<row_1_col_1>",
+}
+_NAMED_TOKENS = {
+    "image_token": "<image>",
+    "video_token": "<video>",
+    "boi_token": "<vision_start>",
+    "eoi_token": "<vision_end>",
+    "start_image_token": "<vision_start>",
+    "end_image_token": "<vision_end>",
+    "context_image_token": "<image>",
+}
+_QWEN_IMAGES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+_SQUARE = {"height": 16, "width": 16}
+# By name: files of the processor.
+PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2-vl": {
+        "preprocessor_config": {
+            **_QWEN_IMAGES,
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": 64,
+            "max_pixels": 1600,
+        }
+    },
+    "qwen3-vl": {
+        "preprocessor_config": {
+            **_QWEN_IMAGES,
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": {"shortest_edge": 64, "longest_edge": 1600},
+        }
+    },
+    "gemma3": {
+        "preprocessor_config": {"image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE},
+        "processor_config": {"image_seq_length": 4},
+    },
+    "llava": {
+        "preprocessor_config": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 16},
+            "crop_size": _SQUARE,
+        },
+        "processor_config": {
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    },
+    "smolvlm": {
+        "preprocessor_config": {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 32},
+            "max_image_size": {"longest_edge": 16},
+            "do_image_splitting": True,
+        },
+        "processor_config": {"image_seq_len": 4},
+    },
+    "internvl": {
+        "preprocessor_config": {"image_processor_type": "GotOcr2ImageProcessor", "size": _SQUARE, "max_patches": 4},
+        "processor_config": {"image_seq_length": 4},
+    },
+}
+PROCESSORS["qwen2.5-vl"] = PROCESSORS["qwen2-vl"]
+# Text in the place of an image.
+PLACEHOLDERS = dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl"), "<vision_start> <image> <vision_end>")
+PLACEHOLDERS["gemma3"] = "<vision_start>"
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A picture of smooth random colours."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (3, 3, 3), dtype=np.uint8))
+    return coarse.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def words(*ids: int) -> str:
+    """A text of these tokens."""
+    return " ".join(f"w{token_id}" for token_id in ids)
+
+
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Write a tokenizer of one token per word, with the special tokens of media."""
+    vocabulary = {SPECIAL_TOKENS.get(token_id, f"w{token_id}"): token_id for token_id in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="w0",
+        additional_special_tokens=list(SPECIAL_TOKENS.values()),
+        extra_special_tokens=_NAMED_TOKENS,
+    )
+    made.save_pretrained(folder)
+    return made
+
+
+def save_multimodal(folder: Path, name: str, **text: Any) -> PreTrainedModel:
+    """Write a small model with its tokenizer and processor."""
+    model = tiny_multimodal_model(name, **text)
+    save_checkpoint(model, folder)
+    save_tokenizer(folder)
+    for file, content in PROCESSORS[name].items():
+        (folder / f"{file}.json").write_text(json.dumps(content))
+    return model

@@ -26,6 +26,8 @@ _TEXT_CLASSES = {
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+# Model types whose tokens of an image attend to one another in both directions.
+_BIDIRECTIONAL = ("gemma3",)
 # Fields of the whole configuration that hold for the language model.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
 # Settings of multimodal rotary embedding; text alone has equal positions in all sections.
@@ -47,6 +49,11 @@ class MultimodalCheckpoint:
     modalities: tuple[str, ...]
     rope_sections: tuple[int, ...] | None = None
     rope_is_interleaved: bool = False
+
+    @property
+    def may_cut_items(self) -> bool:
+        """Whether a chunk of a prompt may end inside an item: its tokens do not attend to later ones."""
+        return self.hf_config.get("model_type") not in _BIDIRECTIONAL
 
     @classmethod
     def of(cls, text_view: Mapping[str, Any]) -> MultimodalCheckpoint | None:

@@ -21,6 +21,7 @@ from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
 from penstock.config.lora import LoRAConfig
 from penstock.config.model import MODEL_OPTIONS, ModelConfig
+from penstock.config.multimodal import MultimodalConfig
 from penstock.config.parallel import ParallelConfig
 from penstock.config.profiler import ProfilerConfig
 from penstock.config.reasoning import ReasoningMarkers, reasoning_markers
@@ -62,6 +63,7 @@ class EngineConfig:
     structured: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     recording: RecordingConfig = field(default_factory=RecordingConfig)
     live_view: LiveViewConfig = field(default_factory=LiveViewConfig)
     expert_stats: ExpertStatsConfig = field(default_factory=ExpertStatsConfig)
@@ -236,6 +238,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "graphs": GraphConfig,
     "structured": StructuredOutputsConfig,
     "lora": LoRAConfig,
+    "multimodal": MultimodalConfig,
     "recording": RecordingConfig,
     "live_view": LiveViewConfig,
     "expert_stats": ExpertStatsConfig,

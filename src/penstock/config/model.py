@@ -25,6 +25,7 @@ from penstock.config.generation import (
     generation_config_folder,
 )
 from penstock.config.hf_overrides import as_fields, with_overrides
+from penstock.config.multimodal import media_limits
 from penstock.config.pooling import POOL, read_pooling
 from penstock.errors import ConfigError, ModelError
 
@@ -93,6 +94,10 @@ class ModelConfig:
     override_generation_config: fields that replace those of `generation_config.json`; None for none.
     hf_config_path: folder or hub id whose `config.json` is taken in place of the model's own, or of a GGUF file's
     metadata.
+    limit_mm_per_prompt: items of each modality that a prompt may have, as a dictionary such as {"image": 2}, or JSON; 0
+    for all of them loads no encoder; None allows 999 of each.
+    mm_processor_kwargs: options of the model's processor of images, audio and video, for all requests.
+    language_model_only: load no encoder, and take text alone.
     hf_overrides: fields that replace those of `config.json`, as a dictionary or JSON; None for none. In Python also a
     function that gets Transformers' configuration and returns it changed.
     """
@@ -123,6 +128,9 @@ class ModelConfig:
     override_generation_config: Mapping[str, Any] | None = None
     hf_config_path: str | Path | None = None
     hf_overrides: Mapping[str, Any] | str | None = None
+    limit_mm_per_prompt: Mapping[str, Any] | str | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    language_model_only: bool = False
     pooling: PoolingConfig | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +165,8 @@ class ModelConfig:
         generation_config_folder(self.generation_config, self.folder)
         check_override(self.override_generation_config)
         check_integer("seed", self.seed, 0)
+        check_flag("language_model_only", self.language_model_only)
+        media_limits(self.limit_mm_per_prompt, ())
         if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
             return
         if isinstance(self.max_model_len, str):
@@ -209,6 +219,14 @@ class ModelConfig:
     def multimodal(self) -> MultimodalCheckpoint | None:
         """The multimodal model whose language model `hf_config` describes; None for a model of text alone."""
         return MultimodalCheckpoint.of(self.hf_config)
+
+    @property
+    def media_limits(self) -> Mapping[str, int]:
+        """Items of each modality that a prompt may have; empty for a model of text alone."""
+        multimodal = self.multimodal
+        if multimodal is None or self.language_model_only:
+            return {}
+        return media_limits(self.limit_mm_per_prompt, multimodal.modalities)
 
     @property
     def name_elsewhere(self) -> str:

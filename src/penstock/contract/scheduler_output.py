@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -96,6 +96,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         """Whether the worker has nothing to run or remove, so that the step need not be sent."""
         return not (self.num_scheduled_tokens or self.finished_req_ids or self.preempted_req_ids or self.parts)
+
+    def first_positions(self) -> Iterator[tuple[str, int]]:
+        """The requests that the message lists, and the position of the first token that the step computes of each."""
+        yield from ((new.req_id, new.num_computed_tokens) for new in self.scheduled_new_reqs)
+        yield from zip(self.scheduled_cached_reqs.req_ids, self.scheduled_cached_reqs.num_computed_tokens, strict=True)
 
     def with_drafts(self, drafts: Mapping[str, Sequence[int]]) -> SchedulerOutput:
         """Return the step with these draft tokens, for requests that have some in it; -1 stays beyond them."""

@@ -16,6 +16,7 @@ from penstock.engine.output.progress import Inbox, Progress
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import EngineMetrics, Metric
 from penstock.errors import InvalidRequest
+from penstock.features.multimodal.inputs.request_media import request_media
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.text.tokenizer import Tokenizer
 from penstock.worker.capabilities import check_options
@@ -68,6 +69,7 @@ def input_processor_for(
         engine=config.parallel.data_parallel_rank or 0,
         front_end=front_end,
         features={feature.name for feature in features_of(config)},
+        media=request_media(config, tokenizer),
     )
 
 

@@ -14,21 +14,31 @@ from torch import Tensor, nn
 from penstock.attention import ForwardContext
 from penstock.kernels.embedding import embedding, rows_of_share
 from penstock.kernels.native import NATIVE
+from penstock.kernels.rows import sum_rows
 from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
 from penstock.layers.adapters import EmbeddingAdapters
 from penstock.layers.parallel_linear import ColumnParallelLinear, rows_of_rank
 from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
 from penstock.parallel import ParallelState, rows_of_vocabulary
 
+# Step inputs of a step with embeddings that requests give, such as features of images: the embeddings, [T, D], zeros
+# for other tokens; and token ids [T], int32, with the size of the vocabulary for tokens whose embedding is given.
+GIVEN_EMBEDDINGS, TEXT_IDS = "given_embeddings", "text_ids"
+
 
 class VocabEmbedding(nn.Module):
     """weight: [V, D], a row per token; empty while a tied output projection keeps it in another layout.
+
+    takes_embeddings: whether given embeddings replace those of their tokens (`GIVEN_EMBEDDINGS`).
+    scales_given: whether these are scaled as rows of the table are.
 
     vocab_size: over all ranks; rows are sharded, and all-reduced.
     compute_dtype: dtype of the output rows, where the weight has a narrower one. adapters: LoRA adapters; None without.
     """
 
     shares_weight = False
+    takes_embeddings = False
+    scales_given = False
     compute_dtype: torch.dtype | None = None
     adapters: EmbeddingAdapters | None = None
 
@@ -42,8 +52,24 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """context: of the tokens."""
+        given_TD = context.input(GIVEN_EMBEDDINGS) if self.takes_embeddings else None
+        text_ids_T = None if given_TD is None else context.input(TEXT_IDS)
+        if given_TD is None or text_ids_T is None:
+            return self._embed(input_ids_T, context)
+        if self.scales_given:
+            given_TD = self._finished(given_TD.clone())
+        if self.adapters is None:
+            return sum_rows(self._finished(self.rows_or_zeros(text_ids_T)), given_TD)
+        is_text_T1 = (text_ids_T < self.vocab_size).unsqueeze(-1)
+        return torch.where(is_text_T1, self._embed(input_ids_T, context), given_TD)
+
+    def _embed(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
         rows_TD = self._rows(input_ids_T) if self._group.size == 1 else self._rows_of_all_ranks(input_ids_T)
-        return rows_TD if self.adapters is None else self.adapters.add_to(rows_TD, context)
+        return self._finished(rows_TD if self.adapters is None else self.adapters.add_to(rows_TD, context))
+
+    def _finished(self, rows_TD: Tensor) -> Tensor:
+        """Rows of the table as embeddings; may change them in place."""
+        return rows_TD
 
     def rows_or_zeros(self, input_ids_T: Tensor) -> Tensor:
         """Rows of the tokens, without adapters; zeros for ids beyond the vocabulary: [T, D]."""
@@ -73,14 +99,13 @@ class VocabEmbedding(nn.Module):
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
-    """An embedding whose rows are multiplied by `scale`, rounded to their dtype first."""
+    """An embedding whose rows are multiplied by `scale`, rounded to their dtype first; given ones are not."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, scale: float, parallel: ParallelState) -> None:
         super().__init__(vocab_size, hidden_size, parallel=parallel)
         self.scale = scale
 
-    def forward(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
-        rows_TD = super().forward(input_ids_T, context)
+    def _finished(self, rows_TD: Tensor) -> Tensor:
         return rows_TD.mul_(_rounded(self.scale, rows_TD.dtype))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.attention import ForwardContext
 from penstock.device.limits import memory_limit
 from penstock.errors import OutOfMemory
 from penstock.kernels.rotary import Rotation, gather_rotation, rotary_table
@@ -15,6 +16,10 @@ from penstock.observability.units import format_bytes
 
 # Angles, cosines and sines exist at once.
 _TABLES_WHILE_COMPUTED = 3
+
+# Step inputs of a step whose tokens have several positions each (M-RoPE): the cosines and sines of each token, as a row
+# of `rotary_table`, float32 [T, R]; and the row of each token, 0 to T - 1, int64 [T].
+ROTATIONS, ROTATION_ROWS = "rotations", "rotation_rows"
 
 
 class RotaryEmbedding(nn.Module):
@@ -59,3 +64,9 @@ class LayerRotations(nn.Module):
         """Rotation of heads at these positions, by layer."""
         rotations = [embedding(positions_T, dtype) for embedding in self.embeddings]
         return [rotations[index] for index in self._embedding_of_layer]
+
+
+def given_rotation(context: ForwardContext, dtype: torch.dtype) -> Rotation | None:
+    """Rotation of heads that the step's inputs give, for all layers; None in a step without. context: of all tokens."""
+    rotations_TR, rows_T = context.input(ROTATIONS), context.input(ROTATION_ROWS)
+    return None if rotations_TR is None or rows_T is None else gather_rotation(rotations_TR, rows_T, dtype)

@@ -34,7 +34,7 @@ from penstock.layers.norm import (
 )
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
-from penstock.layers.rotary import LayerRotations
+from penstock.layers.rotary import LayerRotations, given_rotation
 from penstock.layers.scalable_inputs import outputs_of
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
@@ -272,7 +272,11 @@ class DecoderModel(nn.Module):
 
     layer: makes a layer, such as `DecoderLayer`, from its number. ropes: rotary embedding of each layer; None takes the
     configuration's for all. embed_tokens, norm: replace the default ones.
+
+    num_added_rows: first layers to whose output a step may add rows (`added_rows`).
     """
+
+    num_added_rows = 0
 
     def __init__(
         self,
@@ -308,11 +312,14 @@ class DecoderModel(nn.Module):
         else:
             hidden_TD = given_TD
         residual_TD: Tensor | None = None
-        rotations = self.rotations(positions_T, hidden_TD.dtype)
+        given = given_rotation(context.of_all_tokens(), hidden_TD.dtype)
+        rotations = self.rotations(positions_T, hidden_TD.dtype) if given is None else [given] * len(self._stage)
         contexts = context.by_layer(len(self._stage))
         for index, rotation, of_layer in zip(self._stage, rotations, contexts, strict=True):
             context.note_hidden(index, hidden_TD, residual_TD)
             hidden_TD, residual_TD = self.layers[index](hidden_TD, residual_TD, rotation, of_layer)
+            if index < self.num_added_rows and (added_TD := of_layer.input(added_rows(index))) is not None:
+                hidden_TD = sum_rows(hidden_TD, added_TD)
         context.note_hidden(self._stage.stop, hidden_TD, residual_TD)
         assert residual_TD is not None, "a decoder has at least one layer"
         if not self.is_last:
@@ -332,6 +339,11 @@ class DecoderModel(nn.Module):
             return self.embed_tokens(input_ids_T, context)  # type: ignore[no-any-return]
         dtype = next(self.layers[self._stage.start].parameters()).dtype
         return torch.zeros(input_ids_T.shape[0], self._hidden_size, dtype=dtype, device=input_ids_T.device)
+
+
+def added_rows(layer: int) -> str:
+    """Name of the step input of rows that are added to a layer's output, [T, D], such as DeepStack's features."""
+    return f"added_rows_{layer}"
 
 
 def plain_decoder(

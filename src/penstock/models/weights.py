@@ -90,7 +90,10 @@ def expand_table(model: nn.Module, table: WeightTable, num_layers: int) -> dict[
             for parameter, slot in weight_slots(module, into.shard).items():
                 slots[f"{prefix}.{parameter}"] = _transposed(slot) if into.transposed else slot
     filled = sum(slot.target.numel() for slot in slots.values())
-    owned = sum(parameter.numel() for parameter in model.parameters())
+    # A part beside the model, such as an encoder of images, has a table of its own.
+    beside = [child for child in model.children() if getattr(child, "has_own_slots", False)]
+    num_beside = sum(parameter.numel() for part in beside for parameter in part.parameters())
+    owned = sum(parameter.numel() for parameter in model.parameters()) - num_beside
     assert filled == owned, f"the weight table of {type(model).__name__} fills {filled} of {owned} values"
     return slots
 

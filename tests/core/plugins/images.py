@@ -162,7 +162,7 @@ class ImageScheduler(SchedulerFeature):
             part = part_of(new.parts, ImagesPart)
             if part is not None:
                 self._running[new.req_id] = _Running(part.items)
-        rows = [one for req_id, start in _starts(message) for one in self._rows(message, req_id, start)]
+        rows = [one for req_id, start in message.first_positions() for one in self._rows(message, req_id, start)]
         return StepImagesPart(rows=rows) if rows else None
 
     def workers_replaced(self) -> None:
@@ -198,13 +198,6 @@ class ImageScheduler(SchedulerFeature):
 def _items(request: Request) -> Sequence[Item]:
     part = part_of(request.parts, ImagesPart)
     return () if part is None else part.items
-
-
-def _starts(message: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """The requests of a step, and the position of the first token that it computes of each."""
-    yield from ((new.req_id, new.num_computed_tokens) for new in message.scheduled_new_reqs)
-    cached = message.scheduled_cached_reqs
-    yield from zip(cached.req_ids, cached.num_computed_tokens, strict=True)
 
 
 class ImageFeatures(SlotOwner):

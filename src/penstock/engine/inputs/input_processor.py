@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +28,7 @@ from penstock.engine.inputs.prompts import PROMPT_KEYS, Prompt, RenderedText, Te
 from penstock.engine.inputs.source_prompts import SourcePrompts
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.inputs.request_media import RequestMedia
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 
 # Total number of values in sampling parameters whose check takes milliseconds.
@@ -71,7 +73,7 @@ class InputProcessor:
 
     max_model_len, vocab_size: limits of the core. sampling, structured, limits: of requests; None takes the defaults.
     policy: scheduling policy; only "priority" allows priorities. features: names of those whose parts
-        requests may have.
+        requests may have. media: reader of media in prompts; None for models of text.
     engine: data parallel rank among engines of the same seed behind an external load balancer; front_end: number among
         the front ends of one broker. Both are mixed into the seeds.
 
@@ -93,6 +95,7 @@ class InputProcessor:
         engine: int = 0,
         front_end: int = 0,
         features: Collection[str] = (),
+        media: RequestMedia | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -103,6 +106,7 @@ class InputProcessor:
         )
         self._policy = policy
         self._features = features
+        self.media = media
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
         if front_end:
             self._seed += f" from {front_end}"
@@ -213,6 +217,8 @@ class InputProcessor:
             prompt = self._sources.decoder_prompt(prompt)
         if isinstance(sampling_params, SamplingParams):
             check_sampling_fields(sampling_params, self.limits)
+        if self.media is not None:
+            prompt = self.media.expand(prompt, partial(self._encode_expanded, sampling_params))
         num_kept = getattr(sampling_params, "truncate_prompt_tokens", None)
         if num_kept is None:
             self._prompts.check_num_ids(prompt, sampling_params)
@@ -257,6 +263,13 @@ class InputProcessor:
             parts=parts,
         )
         return request, text
+
+    def _encode_expanded(self, sampling_params: Any, text: str) -> list[int]:
+        """Tokenise the text of a prompt with media, which is not truncated."""
+        if getattr(sampling_params, "truncate_prompt_tokens", None) is not None:
+            raise InvalidParameter("truncate_prompt_tokens is not for prompts with media. Leave it out.")
+        is_rendered, max_tokens = isinstance(text, RenderedText), getattr(sampling_params, "max_tokens", None)
+        return self._prompts.encode(str(text), add_special_tokens=not is_rendered, max_tokens=max_tokens)
 
     def _read_pooled(self, pooling: PoolingInputs, asked: PooledPrompt) -> _ReadPrompt:
         if not isinstance(asked.params, PoolingParams):

@@ -1,1 +1,23 @@
-"""Images, audio and video in prompts."""
+"""Images, audio and video in prompts: features of an encoder take the place of token embeddings."""
+
+from __future__ import annotations
+
+from penstock.config import EngineConfig
+from penstock.contract.feature import Feature
+from penstock.features.multimodal.messages import MediaPart, StepMediaPart
+
+
+def _takes_media(config: EngineConfig) -> bool:
+    return bool(config.model.media_limits)
+
+
+FEATURE = Feature(
+    name="images, audio and video",
+    is_on=_takes_media,
+    how_to_turn_on="Serve a model that takes them, without language_model_only and with limit_mm_per_prompt above 0.",
+    parts=(MediaPart, StepMediaPart),
+    scheduler_side="penstock.features.multimodal.scheduling:MediaScheduling",
+    worker_side="penstock.features.multimodal.worker:MediaWorker",
+    memory="penstock.features.multimodal.worker:encoder_cache_bytes",
+    worker_methods=("reset_encoder_cache", "get_encoder_timing_stats"),
+)

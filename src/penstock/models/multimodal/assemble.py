@@ -1,15 +1,24 @@
-"""Assembly of a multimodal model: the class of its language model, with the weights of the encoders beside it."""
+"""Assembly of a multimodal model: the class of its language model, with an encoder of media beside it."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from penstock.checkpoints.multimodal import MultimodalCheckpoint
+from penstock.config import ModelConfig
+from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
+from penstock.models.decoder import DecoderForCausalLM
+from penstock.models.multimodal.interface import MediaEncoder
+from penstock.models.multimodal.registry import native_encoder
+from penstock.models.multimodal.transformers_encoder import TransformersEncoder
+from penstock.parallel import ParallelState
 
 # Beginnings of the names of the language model's tensors in multimodal checkpoints, and their own names.
 _LANGUAGE_PREFIXES = (
@@ -30,26 +39,69 @@ def language_name(name: str) -> str | None:
     return name if name.startswith(_LANGUAGE_MODULES) else None
 
 
-class _WithEncoder(CausalLM):
-    """Mixin of a language model whose checkpoint holds encoders, too."""
+class WithEncoder(CausalLM):
+    """Mixin of a language model whose checkpoint has an encoder of media.
+
+    encoder: None where no prompt may have media, and on pipeline stages after the first.
+    """
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
+        super().__init__(model_config, parallel)
+        checkpoint, self.encoder = model_config.multimodal, None
+        self.features = (*self.features, "penstock.features.multimodal")
+        is_first = not isinstance(self, DecoderForCausalLM) or self.model.is_first
+        if checkpoint is None or not model_config.media_limits or not is_first:
+            return
+        self.encoder = _make_encoder(checkpoint)
+        modules = (module for module, _ in self.modules_by_name().values())
+        embedding = next(module for module in modules if isinstance(module, VocabEmbedding))
+        embedding.takes_embeddings = True
+        if isinstance(self, DecoderForCausalLM):
+            self.model.num_added_rows = self.encoder.num_levels
+        self._ignored = re.compile("|".join(f"(?:{one})" for one in self.encoder.ignorable) or r"(?!)")
+
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        slots: dict[str, WeightSlot] = super().checkpoint_slots()  # type: ignore[safe-super]
+        return slots if self.encoder is None else {**slots, **self.encoder.checkpoint_slots()}
 
     def checkpoint_name(self, name: str) -> str:
-        return super().checkpoint_name(language_name(name) or name)
+        own_name = language_name(name)
+        if own_name is not None or self.encoder is None:
+            return super().checkpoint_name(own_name or name)
+        return self.encoder.checkpoint_name(name) or name
 
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         own_name = language_name(name)
         if own_name is not None:
             yield from super().pieces(own_name, tensor)
+        elif (own_name := self._encoder_name(name)) is not None:
+            yield own_name, tensor
 
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
     ) -> None:
-        if slots is None:
-            weights = ((own_name, tensor) for name, tensor in weights if (own_name := language_name(name)) is not None)
-        super().load_weights(weights, slots)
+        super().load_weights(weights if slots is not None else self._own_weights(weights), slots)
+
+    def _encoder_name(self, name: str) -> str | None:
+        """Name of the encoder's slot of a tensor, or of one that no slot takes; None for a tensor to be ignored."""
+        if self.encoder is None:
+            return None
+        own_name = self.encoder.checkpoint_name(name) or name
+        return None if self._ignored.fullmatch(own_name) else own_name
+
+    def _own_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            own_name = language_name(name) or self._encoder_name(name)
+            if own_name is not None:
+                yield own_name, tensor
 
 
 @functools.cache
 def with_encoder(language_model: Any) -> Any:
     """The class of a multimodal model with this language model's class."""
-    return type(language_model.__name__, (_WithEncoder, language_model), {"__module__": language_model.__module__})
+    return type(language_model.__name__, (WithEncoder, language_model), {"__module__": language_model.__module__})
+
+
+def _make_encoder(checkpoint: MultimodalCheckpoint) -> MediaEncoder:
+    native = native_encoder(checkpoint.architecture, checkpoint.hf_config)
+    return TransformersEncoder(checkpoint) if native is None else native

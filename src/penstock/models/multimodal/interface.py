@@ -21,12 +21,14 @@ class MediaEncoder(nn.Module, ABC):
     Construction raises ModelError for a missing or invalid field, UnsupportedFeature for an unsupported value. Every
     rank has the whole encoder. `process_weights_after_loading` follows loading, as for a language model.
 
+    has_own_slots: whether its slots are not in the table of the language model beside it.
     modalities: those that it encodes, of "image", "video" and "audio".
     ignorable: regular expressions for names of checkpoint tensors, as `checkpoint_name` returns them, that belong to
     the encoder and have no slot.
     feature_size: D. num_levels: DeepStack levels beside the features.
     """
 
+    has_own_slots: ClassVar[bool] = True
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     ignorable: tuple[str, ...] = ()
     feature_size: int

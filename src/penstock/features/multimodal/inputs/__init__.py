@@ -1,1 +1,1 @@
-"""Front end's side of images, audio and video: from what callers give to items of a prompt."""
+"""Media in prompts on the front end: sources, decoding, processing, and placeholders."""

@@ -1,0 +1,102 @@
+"""Media items in messages: those of a request, and those of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from penstock.contract.array_bytes import ArrayBytes
+from penstock.contract.parts import Part
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive tokens of an item whose embeddings are rows of its features.
+
+    start: position in the prompt. grid: numbers of rows in time, height and width, for models that give each its own
+    position (M-RoPE). time_step: positions between two rows in time.
+    """
+
+    start: int
+    length: int
+    grid: tuple[int, int, int] | None = None
+    time_step: float = 1.0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An image, a clip of audio or a video.
+
+    runs: its tokens, in the order of its features' rows. key: of its content; items with equal keys have equal
+    features. may_cut: whether a chunk may end inside it. inputs: what the model's processor has made of it, by name.
+    """
+
+    modality: str
+    runs: tuple[Run, ...]
+    key: str
+    inputs: dict[str, ArrayBytes]
+    may_cut: bool = True
+
+    @property
+    def start(self) -> int:
+        return self.runs[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.runs[-1].stop
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its features."""
+        return sum(run.length for run in self.runs)
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether it has tokens of this range of positions, or between two of its own."""
+        return self.start < stop and start < self.stop
+
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Its rows in a range of positions: first position, first row and number of each part."""
+        row = 0
+        for run in self.runs:
+            first, last = max(start, run.start), min(stop, run.stop)
+            if first < last:
+                yield first, row + first - run.start, last - first
+            row += run.length
+
+
+class MediaPart(Part, frozen=True, kw_only=True):
+    """The media items of a request, in the order of its tokens. Only blocks with equal items are shared."""
+
+    feature = "images, audio and video"
+    items: list[MediaItem]
+
+    def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
+        inside = (item for item in self.items if item.overlaps(start, stop))
+        return tuple(f"{item.key} at {item.start}" for item in inside)
+
+
+class ScheduledRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of an item's features that a step takes in: `count` from `row` on, for the request's tokens in the step from
+    `token` on. item: number of the item in its request.
+    """
+
+    req_id: str
+    item: int
+    token: int
+    row: int
+    count: int
+
+
+class StepMediaPart(Part, frozen=True, kw_only=True):
+    """The media items of a step, which is not repeated.
+
+    evicted: keys whose features are dropped before the step. Items whose features a worker does not have are encoded.
+    """
+
+    feature = "media of a step"
+    may_repeat = False
+    evicted: list[str]
+    rows: list[ScheduledRows]

@@ -1,0 +1,194 @@
+"""Scheduling of media items: which items a step encodes, where chunks end, and which features stay in the cache.
+
+The scheduler decides, and workers obey, so that all ranks hold the same features.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+
+from penstock.contract import Part, SchedulerOutput, part_of
+from penstock.errors import InvalidRequest
+from penstock.features.multimodal.messages import MediaItem, MediaPart, ScheduledRows, StepMediaPart
+from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.request import Request
+from penstock.scheduler.services import SchedulerServices
+
+
+class EncoderCache:
+    """Features in the workers' cache, by the key of their item.
+
+    An item is *used* by the running requests that have taken in a part of it. Unused ones stay until their room is
+    needed, least recently used first. num_rows: rows of all.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_rows = 0
+        self._rows: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[str, set[str]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._rows
+
+    @property
+    def num_used_rows(self) -> int:
+        """Rows of used items."""
+        return sum(self._rows[key] for key in self._users)
+
+    def is_used(self, key: str) -> bool:
+        """Whether a running request uses the item."""
+        return key in self._users
+
+    def use(self, key: str, num_rows: int, req_id: str) -> None:
+        """Note that a request uses an item, whose features are computed if they are not cached."""
+        if key not in self._rows:
+            self._rows[key] = num_rows
+            self.num_rows += num_rows
+        self._rows.move_to_end(key)
+        self._users.setdefault(key, set()).add(req_id)
+
+    def release(self, key: str, req_id: str) -> None:
+        """Note that a request does not use an item any more."""
+        users = self._users.get(key)
+        if users is not None:
+            users.discard(req_id)
+            if not users:
+                del self._users[key]
+
+    def evict(self) -> list[str]:
+        """Drop unused items until the others fit; returns their keys."""
+        evicted = []
+        for key in list(self._rows):
+            if self.num_rows <= self.capacity:
+                break
+            if key not in self._users:
+                self.num_rows -= self._rows.pop(key)
+                evicted.append(key)
+        return evicted
+
+    def clear(self) -> None:
+        """Forget all items: the workers have been replaced, or have dropped them."""
+        self._rows.clear()
+        self._users.clear()
+        self.num_rows = 0
+
+
+class MediaScheduling(SchedulerFeature):
+    """Shares the encoder cache and the encoders' budget of a step among requests."""
+
+    def __init__(self, services: SchedulerServices) -> None:
+        config, step = services.config.multimodal, services.config.scheduler.max_num_batched_tokens
+        self.cache = EncoderCache(config.cache_rows(step))
+        self._budget = min(config.budget(step), self.cache.capacity)
+        self._max_num_tokens = step
+        # Items of running requests that are not taken in whole.
+        self._running: dict[str, list[MediaItem]] = {}
+        # Keys and rows of the features that the requests of the step being built need to be computed or kept.
+        self._planned: dict[str, dict[str, int]] = {}
+
+    def request_added(self, request: Request) -> None:
+        stop = 0
+        for item in _items(request):
+            if item.start < stop or item.stop > request.num_prompt_tokens:
+                raise InvalidRequest(
+                    f"The {item.modality} at position {item.start} is not within the prompt's "
+                    f"{request.num_prompt_tokens} tokens, after the items before it."
+                )
+            self._check_size(item)
+            stop = item.stop
+
+    def _check_size(self, item: MediaItem) -> None:
+        if item.num_rows > self._budget:
+            raise InvalidRequest(
+                f"The {item.modality} has {item.num_rows:,} tokens. Allowed: up to {self._budget:,} "
+                "(encoder_cache_size, max_num_encoder_input_tokens). Give a smaller one, or start with larger ones."
+            )
+        num_tokens = item.stop - item.start
+        if not item.may_cut and num_tokens > self._max_num_tokens:
+            raise InvalidRequest(
+                f"The {item.modality} has {num_tokens:,} tokens, which this model computes in one step. Allowed: up to "
+                f"{self._max_num_tokens:,} (max_num_batched_tokens)."
+            )
+
+    def chunk(self, request: Request, start: int, num_tokens: int) -> int:
+        """End before the first item that there is no room for, or that would be cut and must not be."""
+        self._planned.pop(request.req_id, None)
+        items = _items(request)
+        if not items or items[-1].stop <= start:
+            return num_tokens
+        stop, planned = start + num_tokens, {}
+        others: dict[str, int] = {}
+        for one in self._planned.values():
+            others.update(one)
+        for item in items:
+            if not item.overlaps(start, stop):
+                continue
+            if not item.may_cut and item.stop > stop:
+                stop = max(start, item.start)
+                break
+            if item.key in others or item.key in planned:
+                continue
+            planned[item.key] = item.num_rows
+            if not self._fits({**others, **planned}):
+                del planned[item.key]
+                stop = max(start, item.start)
+                break
+        self._planned[request.req_id] = planned
+        return stop - start
+
+    def _fits(self, planned: Mapping[str, int]) -> bool:
+        """Whether the cache has room for these items and the used ones, and the step's budget for the new ones."""
+        kept = sum(rows for key, rows in planned.items() if not self.cache.is_used(key))
+        new = sum(rows for key, rows in planned.items() if key not in self.cache)
+        return self.cache.num_used_rows + kept <= self.cache.capacity and new <= self._budget
+
+    def part_of_step(self, message: SchedulerOutput) -> Part | None:
+        self._planned.clear()
+        for req_id in message.preempted_req_ids | message.finished_req_ids:
+            self._forget(req_id)
+        for new in message.scheduled_new_reqs:
+            part = part_of(new.parts, MediaPart)
+            if part is not None:
+                self._running[new.req_id] = part.items
+        rows: list[ScheduledRows] = []
+        ended: list[tuple[str, str]] = []
+        for req_id, start in message.first_positions():
+            items = self._running.get(req_id)
+            if items is None:
+                continue
+            stop = start + message.num_scheduled_tokens[req_id]
+            for number, item in enumerate(items):
+                if not item.overlaps(start, stop):
+                    continue
+                self.cache.use(item.key, item.num_rows, req_id)
+                rows += _scheduled(req_id, number, item, start, stop)
+                if item.stop <= stop:
+                    ended.append((item.key, req_id))
+            if items[-1].stop <= stop:
+                del self._running[req_id]
+        # The items of this step count as used, so that none of them is dropped.
+        evicted = self.cache.evict()
+        for key, req_id in ended:
+            self.cache.release(key, req_id)
+        return StepMediaPart(evicted=evicted, rows=rows) if rows or evicted else None
+
+    def workers_replaced(self) -> None:
+        self._running.clear()
+        self._planned.clear()
+        self.cache.clear()
+
+    def _forget(self, req_id: str) -> None:
+        for item in self._running.pop(req_id, ()):
+            self.cache.release(item.key, req_id)
+
+
+def _items(request: Request) -> Sequence[MediaItem]:
+    part = part_of(request.parts, MediaPart)
+    return () if part is None else part.items
+
+
+def _scheduled(req_id: str, number: int, item: MediaItem, start: int, stop: int) -> Iterator[ScheduledRows]:
+    for position, row, count in item.rows(start, stop):
+        yield ScheduledRows(req_id=req_id, item=number, token=position - start, row=row, count=count)

@@ -1,0 +1,176 @@
+"""Worker side of media: the encoder's runs, the cache of features, and the step inputs that are made from them.
+
+Suffixes: T tokens of the step, L rows of an item, D hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.config import EngineConfig
+from penstock.contract import NewRequestData, SchedulerOutput, part_of
+from penstock.device import Device
+from penstock.errors import ModelError
+from penstock.features.multimodal.messages import MediaItem, MediaPart, ScheduledRows, StepMediaPart
+from penstock.features.multimodal.rope_positions import RopePositions
+from penstock.layers.embedding import GIVEN_EMBEDDINGS, TEXT_IDS
+from penstock.layers.rotary import RotaryEmbedding
+from penstock.models.decoder import DecoderForCausalLM, added_rows
+from penstock.models.interface import LanguageModel
+from penstock.models.multimodal.assemble import WithEncoder
+from penstock.models.multimodal.interface import MediaEncoder
+from penstock.runner.slot_owner import SlotOwner
+from penstock.step.frame import Frame
+from penstock.step.inputs import StepInput
+from penstock.worker.feature import WorkerFeature, WorkerServices
+
+
+class MediaWorker(WorkerFeature):
+    """Features of one rank's media items, and positions of the tokens around them."""
+
+    def __init__(self, services: WorkerServices) -> None:
+        self._owners: list[SlotOwner] = []
+        model, config = services.model, services.config.model
+        self._features: MediaFeatures | None = None
+        if isinstance(model, WithEncoder) and model.encoder is not None:
+            self._features = MediaFeatures(services.device, model.encoder, config.vocab_size, services.dtype)
+            self._owners.append(self._features)
+        multimodal = config.multimodal
+        if multimodal is not None and multimodal.rope_sections is not None:
+            assert isinstance(model, DecoderForCausalLM), "models with such positions are Penstock's own"
+            (rotary,) = model.model.rotations.embeddings
+            assert isinstance(rotary, RotaryEmbedding)
+            self._owners.append(
+                RopePositions(
+                    services.device,
+                    services.num_slots,
+                    rotary.table,
+                    multimodal.rope_sections,
+                    is_interleaved=multimodal.rope_is_interleaved,
+                )
+            )
+
+    def slot_owners(self) -> Sequence[SlotOwner]:
+        return self._owners
+
+    def replace_model(self, model: LanguageModel) -> None:
+        if self._features is not None and isinstance(model, WithEncoder) and model.encoder is not None:
+            self._features.replace_encoder(model.encoder)
+
+    def reset_encoder_cache(self) -> None:
+        """Drop the features of all items; those that requests still need are computed again."""
+        if self._features is not None:
+            self._features.forget()
+
+    def get_encoder_timing_stats(self) -> dict[str, float]:
+        """Number of encoded items and of their rows, and seconds of the host that encoding took, since the start."""
+        return {} if self._features is None else dict(self._features.stats)
+
+
+class MediaFeatures(SlotOwner):
+    """The encoder, and the features of items by their keys.
+
+    stats: number of encoded items and rows, and seconds on the host.
+    """
+
+    def __init__(self, device: Device, encoder: MediaEncoder, vocab_size: int, dtype: torch.dtype) -> None:
+        self._device, self._encoder, self._vocab_size = device, encoder, vocab_size
+        size, levels = encoder.feature_size, encoder.num_levels
+        self._names = [GIVEN_EMBEDDINGS, *map(added_rows, range(levels))]
+        self.step_inputs = (
+            *(StepInput(name, dtype, (size,)) for name in self._names),
+            StepInput(TEXT_IDS, torch.int32),
+        )
+        self._items: dict[int, list[MediaItem]] = {}
+        self._cache: dict[str, Tensor] = {}
+        self.stats = {"num_items": 0.0, "num_rows": 0.0, "seconds": 0.0}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all cached features."""
+        return sum(len(features) for features in self._cache.values())
+
+    def replace_encoder(self, encoder: MediaEncoder) -> None:
+        """Encode with other weights from now on."""
+        self._encoder = encoder
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the features of all items."""
+        self._cache.clear()
+
+    def begin(self, output: SchedulerOutput) -> None:
+        part = part_of(output.parts, StepMediaPart)
+        for key in () if part is None else part.evicted:
+            self._cache.pop(key, None)
+
+    def add(self, slot: int, request: NewRequestData) -> None:
+        part = part_of(request.parts, MediaPart)
+        if part is not None:
+            self._items[slot] = part.items
+
+    def remove(self, slot: int) -> None:
+        self._items.pop(slot, None)
+
+    def has_work(self, frame: Frame) -> bool:
+        return any(True for _ in _rows_of(frame))
+
+    def fill(self, frame: Frame) -> None:
+        layout, named = frame.batch.layout, frame.inputs.named
+        num_tokens, size = layout.plan.num_tokens, self._encoder.feature_size
+        starts = dict(zip(layout.req_ids, layout.query_start_loc_np.tolist(), strict=False))
+        slots = dict(zip(layout.req_ids, layout.slots_np.tolist(), strict=True))
+        inputs = [named[name][:num_tokens].zero_() for name in self._names]
+        is_given_np = np.zeros(num_tokens, dtype=bool)
+        for one in _rows_of(frame):
+            features = self._features_of(self._items[slots[one.req_id]][one.item])[one.row : one.row + one.count]
+            first = starts[one.req_id] + one.token
+            is_given_np[first : first + one.count] = True
+            for level, rows_TD in enumerate(inputs):
+                rows_TD[first : first + one.count] = features[:, level * size : (level + 1) * size]
+        is_given_T = self._device.upload(is_given_np)
+        named[TEXT_IDS][:num_tokens] = torch.where(is_given_T, self._vocab_size, frame.batch.input_ids[:num_tokens])
+
+    def _features_of(self, item: MediaItem) -> Tensor:
+        """Features of an item, [L, D * (1 + levels)], computed by themselves, so that their bits depend on it alone."""
+        features = self._cache.get(item.key)
+        if features is None:
+            began = time.perf_counter()
+            features = self._encoder.encode(item.modality, dict(self._inputs_of(item)))
+            if len(features) != item.num_rows:
+                raise ModelError(
+                    f"The encoder makes {len(features)} rows of an item ({item.modality}) that has {item.num_rows} "
+                    "tokens in the prompt. The processor's files do not belong to this model."
+                )
+            self._cache[item.key] = features
+            for name, value in zip(self.stats, (1, len(features), time.perf_counter() - began), strict=True):
+                self.stats[name] += value
+        return features
+
+    def _inputs_of(self, item: MediaItem) -> Iterator[tuple[str, Tensor]]:
+        """Inputs of the encoder: floats on the device, integers, such as grids, on the host."""
+        for name, values in item.inputs.items():
+            array = values.to_numpy().copy()
+            yield name, self._device.upload(array) if array.dtype.kind == "f" else torch.from_numpy(array)
+
+
+def _rows_of(frame: Frame) -> Iterator[ScheduledRows]:
+    """The step's rows of features, without those of requests that ended with an error."""
+    part = part_of(frame.output.parts, StepMediaPart)
+    for one in () if part is None else part.rows:
+        if one.req_id not in frame.errors:
+            yield one
+
+
+def encoder_cache_bytes(config: EngineConfig, model: LanguageModel, _: str, dtype: torch.dtype) -> int:
+    """Bytes of the encoder cache when it is full."""
+    encoder = getattr(model, "encoder", None)
+    if encoder is None:
+        return 0
+    rows = config.multimodal.cache_rows(config.scheduler.max_num_batched_tokens)
+    return int(rows * encoder.feature_size * (1 + encoder.num_levels) * dtype.itemsize)

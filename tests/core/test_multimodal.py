@@ -1,0 +1,92 @@
+"""Answers to prompts with images equal those of Transformers in float32, however the work is cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import PreTrainedModel
+
+from penstock import LLM, RequestOutput, SamplingParams
+from penstock.features.multimodal.inputs.processor import read_processor
+from support.multimodal_models import PLACEHOLDERS, PROCESSORS, picture, save_multimodal, words
+
+TOLERANCE = 1e-4
+NUM_TOKENS = 6
+OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 128}
+
+
+def prompts_of(name: str) -> list[tuple[str, list[Image.Image]]]:
+    """Texts with images of several sizes: one, several, none; at the beginning, in the middle and at the end."""
+    image = PLACEHOLDERS.get(name, "<image>")
+    return [
+        (f"{words(5, 6)} {image} {words(7, 8, 9)}", [picture(40, 24, 1)]),
+        (words(*range(10, 31)), []),
+        (f"{image} {words(11)} {image} {words(12, 13)}", [picture(16, 48, 2), picture(33, 31, 3)]),
+        (f"{words(*range(20, 30))} {image}", [picture(24, 24, 4)]),
+    ]
+
+
+def as_prompt(text: str, images: Sequence[Image.Image]) -> Any:
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}} if images else text
+
+
+def answer(llm: LLM, prompts: Sequence[tuple[str, list[Image.Image]]]) -> list[RequestOutput]:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=2, ignore_eos=True)
+    return llm.generate([as_prompt(*prompt) for prompt in prompts], params, use_tqdm=False)
+
+
+def assert_answered_as_by(
+    model: PreTrainedModel, processor: Any, text: str, images: Any, output: RequestOutput
+) -> None:
+    """Tokens and log-probabilities are those of Transformers, up to a token that is as likely as another one."""
+    given = processor(text=[text], **({"images": images} if images else {}), return_tensors="pt")
+    assert given["input_ids"][0].tolist() == list(output.prompt_token_ids or ())
+    with torch.no_grad():
+        expected = model.generate(
+            **given,
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    sampled = output.outputs[0]
+    assert sampled.logprobs is not None
+    tokens = expected.sequences[0, given["input_ids"].shape[1] :].tolist()
+    for logits, token, own, logprobs in zip(expected.logits, tokens, sampled.token_ids, sampled.logprobs, strict=True):
+        row = torch.log_softmax(logits[0].float(), -1)
+        assert float(row.max() - row[own]) <= TOLERANCE
+        for token_id, value in logprobs.items():
+            assert abs(float(row[token_id]) - value.logprob) <= TOLERANCE
+        if own != token:
+            break
+
+
+MODEL_TYPES = {name: name.replace("-", "_").replace(".", "_") for name in PROCESSORS}
+
+
+@pytest.fixture(scope="module", params=[name for name in PROCESSORS if name != "gemma3"])
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return request.param, folder, save_multimodal(folder, request.param)
+
+
+def test_answers_equal_those_of_transformers(seeing: tuple[str, Path, Any]) -> None:
+    name, folder, model = seeing
+    processor = read_processor(folder, MODEL_TYPES[name])
+    prompts = prompts_of(name)
+    with LLM(str(folder), **OPTIONS, enable_prefix_caching=False, fast_paths="off") as llm:
+        alone = [answer(llm, [prompt])[0] for prompt in prompts]
+    for (text, images), output in zip(prompts, alone, strict=True):
+        assert_answered_as_by(model, processor, text, images, output)
+    for options in ({}, {"max_num_batched_tokens": 7, "async_scheduling": False}):
+        with LLM(str(folder), **OPTIONS, **options) as llm:
+            for _ in range(2):
+                for output, expected in zip(answer(llm, prompts), alone, strict=True):
+                    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+                    assert output.outputs[0].logprobs == expected.outputs[0].logprobs
