@@ -40,6 +40,11 @@ class Sinks:
     sinks: torch.Tensor
 
 
+@dataclass(eq=False)
+class Biases:
+    biases: torch.Tensor
+
+
 def _attend(
     queries: np.ndarray,
     keys: np.ndarray,
@@ -48,6 +53,7 @@ def _attend(
     soft_cap: float | None,
     sinks: Sequence[float] | None,
     slopes: Sequence[float] | None = None,
+    biases: np.ndarray | None = None,
 ) -> np.ndarray:
     """[Q, H, D] over [L, K, D], by definition. window: negative for chunks."""
     num_queries, num_heads, head_size = queries.shape
@@ -65,6 +71,9 @@ def _attend(
                 scores = soft_cap * np.tanh(scores / soft_cap)
             if slopes is not None:
                 scores = scores - slopes[head] * (position - np.arange(first, position + 1))
+            if biases is not None:
+                apart = position - np.arange(first, position + 1)
+                scores = scores + biases[head, np.minimum(apart, biases.shape[1] - 1)]
             largest = scores.max() if sinks is None else max(scores.max(), sinks[head])
             weights = np.exp(scores - largest)
             mass = weights.sum() if sinks is None else weights.sum() + np.exp(sinks[head] - largest)
@@ -84,6 +93,7 @@ def _check(
     soft_cap: float | None = None,
     sinks: Sequence[float] | None = None,
     slopes: Sequence[float] | None = None,
+    biases: np.ndarray | None = None,
     num_padding: int = 0,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
@@ -99,6 +109,8 @@ def _check(
         layer = replace(layer, sinks=Sinks(torch.tensor(sinks, dtype=dtype)))
     if slopes is not None:
         layer = replace(layer, alibi_slopes=tuple(slopes))
+    if biases is not None:
+        layer = replace(layer, distance_biases=Biases(torch.from_numpy(biases).float()))
     requests = sorted(requests, key=lambda request: request.num_new)
     lengths = [request.num_computed + request.num_new for request in requests]
     blocks_needed = [-(-length // block_size) for length in lengths]
@@ -173,7 +185,7 @@ def _check(
     row = 0
     for i, request in enumerate(requests):
         known = [round_trip(part[i], kept) for part in (keys, values)]
-        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap, sinks, slopes)
+        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap, sinks, slopes, biases)
         actual = output[row : row + request.num_new].double().numpy()
         np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
         row += request.num_new
@@ -291,6 +303,22 @@ def test_alibi_is_refused_by_backends_that_do_not_know_it() -> None:
     shared = replace(layer, context=ContextShare(SilentGroup(0, 2), 1))
     with pytest.raises(UnsupportedFeature, match="ALiBi"):
         select_backend(shared, **where, candidates=("cpu_native",))
+
+
+@pytest.mark.parametrize("num_distances", [1, 7, 300])
+@pytest.mark.parametrize("backend", [native, ReferenceBackend])
+def test_biases_by_distance(backend: type[AttentionBackend], num_distances: int) -> None:
+    biases = np.random.default_rng(1).standard_normal((4, num_distances))
+    _check(backend, list(MIXED), biases=biases, num_padding=2)
+    _check(backend, [Request(900, 1), Request(0, 40), Request(500, 3)], biases=biases, block_size=16)
+
+
+def test_biases_by_distance_are_refused_by_backends_that_do_not_know_them() -> None:
+    layer = LayerAttention("layer", 2, 1, 16, 0.25, distance_biases=Biases(torch.zeros(2, 3)))
+    where = {"dtype": torch.float32, "device": torch.device("cpu"), "block_size": 16}
+    backend, refusals = select_backend(layer, **where, candidates=("cpu_paged", "reference"))
+    assert backend is ReferenceBackend
+    assert set(refusals.values()) == {"it does not support biases by distance"}
 
 
 def test_sinks_are_refused_where_positions_are_shared() -> None:

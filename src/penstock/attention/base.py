@@ -138,7 +138,7 @@ class AttentionBackend(CacheBackend):
     shares_positions: ClassVar[bool] = False
     # Whether it supports latent attention (`LayerAttention.latent_size`).
     attends_latents: ClassVar[bool] = False
-    # Whether it supports ALiBi (`LayerAttention.alibi_slopes`).
+    # Whether it supports ALiBi and other biases by distance (`LayerAttention.alibi_slopes`, `distance_biases`).
     biases_distances: ClassVar[bool] = False
 
     def __init__(self, layer: LayerAttention) -> None:
@@ -177,6 +177,10 @@ class AttentionBackend(CacheBackend):
         All tokens attend, also where the step is narrowed.
         """
         return self.attend(step, query_TX.view(query_TX.shape[0], -1, step.layer.head_size)).flatten(1)
+
+    def recorded_read(self, step: AttentionStep, query_TX: Tensor) -> Tensor | None:
+        """Record `read` in a program; None where the library has no operation for it."""
+        return None
 
     @abstractmethod
     def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:

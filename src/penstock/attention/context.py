@@ -185,6 +185,12 @@ class ForwardContext:
         step = AttentionStep(layer, None, bound.kv_cache, self.metadata[bound.group])
         return bound.backend.read(step, query_TX)  # type: ignore[no-any-return]
 
+    def recorded_read(self, layer: LayerAttention, query_TX: Tensor) -> Tensor | None:
+        """Record `read_cache` in a program; None where the library has no operation for it."""
+        bound = self.layers[layer.name]
+        step = AttentionStep(layer, None, bound.kv_cache, self.metadata[bound.group])
+        return bound.backend.recorded_read(step, query_TX)  # type: ignore[no-any-return]
+
 
 # Context of rows without a KV cache and step inputs.
 NO_CONTEXT = ForwardContext()

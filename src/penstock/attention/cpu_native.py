@@ -55,6 +55,8 @@ class CpuNativeBackend(AttentionBackend):
             return f"it supports KV caches of {', '.join(map(str, CACHE_TYPES))}, not {dtype}"
         if layer.latent_size is not None and not dtype.is_floating_point:
             return f"it does not support a {dtype} KV cache of latents"
+        if layer.distance_biases is not None and not NATIVE.attention.has_biases:
+            return "these C++ kernels have no biases by distance; build them anew"
         if layer.context is not None and layer.context.group.collectives is None:
             return "decode context parallel ranks have no shared memory in common"
         return None
@@ -87,6 +89,10 @@ class CpuNativeBackend(AttentionBackend):
         heads = Heads(*map(_as_the_kernel_takes_it, rows))
         output_THD = NATIVE.attention(*heads, step.kv_cache, metadata.requests, self._shape(step))
         return _without_padding(output_THD, metadata).to(rows.query_THD.dtype)
+
+    def recorded_read(self, step: AttentionStep, query_TX: Tensor) -> Tensor | None:
+        assert NATIVE is not None, "why_not refuses a machine without the kernels"
+        return NATIVE.attention.recorded_read(query_TX, step.kv_cache, step.metadata, self._shape(step))
 
     def write(self, step: AttentionStep, key_TKD: Tensor, value_TKD: Tensor) -> None:
         if step.metadata.num_tokens == 0:
@@ -131,6 +137,7 @@ class CpuNativeBackend(AttentionBackend):
                 layer.latent_size or 0,
                 bfloat16_layout(layer, kv_cache.dtype),
                 None if layer.alibi_slopes is None else torch.tensor(layer.alibi_slopes, dtype=torch.float32),
+                layer.distance_biases,
             )
         return shape
 

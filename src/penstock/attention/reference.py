@@ -38,4 +38,5 @@ class ReferenceBackend(UnpaddedBackend):
             layer.sink_values,
             layer.scales_in(kv_cache),
             None if layer.alibi_slopes is None else torch.tensor(layer.alibi_slopes, device=query_THD.device),
+            layer.bias_values,
         )

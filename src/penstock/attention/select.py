@@ -70,6 +70,8 @@ def _why_not(
         return "it does not support latent attention"
     if layer.alibi_slopes is not None and not backend.biases_distances:
         return "it does not support ALiBi"
+    if layer.distance_biases is not None and not backend.biases_distances:
+        return "it does not support biases by distance"
     if layer.context is not None and layer.alibi_slopes is not None:
         return f"it does not support ALiBi with decode_context_parallel_size={layer.context.group.size}"
     if layer.context is not None and layer.sinks is not None:

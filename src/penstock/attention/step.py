@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.kernels.paged_attention import NO_SCALES, AttentionSinks, CacheScales
+from penstock.kernels.paged_attention import NO_SCALES, AttentionSinks, CacheScales, DistanceBiases
 from penstock.kernels.rotary import Rotation, apply_rotary
 from penstock.parallel.context_share import ContextShare
 
@@ -54,6 +54,8 @@ class LayerAttention:
     cache_scales: of an FP8 KV cache, from the checkpoint; None if it has none. They are constants of a recorded step.
     is_causal: False for attention in both directions over whole texts, without a KV cache; `sliding_window` then counts
     the visible positions on either side, the current one included.
+    distance_biases: of each query head and distance between a query and a key, added to the scaled score; None for
+    none. Its tensor is read in every step. Not together with a soft cap or ALiBi.
     sources: cross attention: each token reads the whole source of its request, of these lengths; None for others.
     """
 
@@ -72,6 +74,7 @@ class LayerAttention:
     cache_scales: CacheScales | None = None
     alibi_slopes: tuple[float, ...] | None = None
     is_causal: bool = True
+    distance_biases: DistanceBiases | None = None
     sources: SourceLengths | None = None
 
     def scales_in(self, kv_cache: Tensor) -> CacheScales:
@@ -87,6 +90,11 @@ class LayerAttention:
     def value_size(self) -> int:
         """Elements of a head's value, and of its output."""
         return self.head_size if self.latent_size is None else self.latent_size
+
+    @property
+    def bias_values(self) -> Tensor | None:
+        """The biases by distance, [H, N]; None for none."""
+        return None if self.distance_biases is None else self.distance_biases.biases
 
     @property
     def sink_values(self) -> Tensor | None:

@@ -32,6 +32,14 @@ class AttentionSinks(Protocol):
         """[H]."""
 
 
+class DistanceBiases(Protocol):
+    """Biases of scores by the distance between a query and a key (Raffel et al. 2019)."""
+
+    @property
+    def biases(self) -> Tensor:
+        """float32 [H, N]: of each query head and distance; the last is that of all further ones."""
+
+
 class CacheScales(NamedTuple):
     """Scales of an FP8 KV cache: a key is its stored value times `key`, a value times `value`."""
 
@@ -73,14 +81,15 @@ def paged_attention_reference(
     sinks_H: Tensor | None = None,
     scales: CacheScales = NO_SCALES,
     slopes_H: Tensor | None = None,
+    biases_HN: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every request's queries to its own positions. Pads all requests to the longest.
 
     key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D], where values may have a size of their own.
     block_table_RB: int32.
     query_start_loc: [R + 1]. seq_lens_R: positions after this step; the queries are the last ones.
-    sinks_H: as in `AttentionSinks`. slopes_H: of ALiBi. Returns [T, H, D]. Computes in float32. Reads no tensor on the
-    host, so it works on any device.
+    sinks_H: as in `AttentionSinks`. slopes_H: of ALiBi. biases_HN: as in `DistanceBiases`. Returns [T, H, D].
+    Computes in float32. Reads no tensor on the host, so it works on any device.
     """
     num_reqs = block_table_RB.shape[0]
     num_tokens, num_heads, _ = query_THD.shape
@@ -106,6 +115,10 @@ def paged_attention_reference(
     if slopes_H is not None:
         distance_RQL = position_RQ[..., None] - position_L
         scores = scores - slopes_H.view(num_kv_heads, -1, 1, 1) * distance_RQL[:, None, None]
+    if biases_HN is not None:
+        distance_RQL = (position_RQ[..., None] - position_L).clamp(0, biases_HN.shape[1] - 1)
+        biases_RQLH = biases_HN.t().float()[distance_RQL]
+        scores = scores + biases_RQLH.permute(0, 3, 1, 2).unflatten(1, (num_kv_heads, -1))
     weights = softmax_with_sinks(scores.masked_fill(~visible_RQL[:, None, None], _NEG_INF), sinks_H)
     output_RQHD = torch.einsum("rkgql,rlkd->rqkgd", weights, value_RLKD).flatten(2, 3)
 

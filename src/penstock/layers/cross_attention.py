@@ -52,11 +52,16 @@ class CrossAttention(nn.Module):
         """[T, D], of all tokens also where the context is narrowed to last ones."""
         context = context.of_all_tokens()
         query_TX = self.q_proj(hidden_TD, context)
-        (mixed_TX,) = context.opaque(self._read, query_TX, widths=[self.layer.num_heads * self.layer.head_size])
+        width = self.layer.num_heads * self.layer.head_size
+        (mixed_TX,) = context.opaque(self._read, query_TX, widths=[width], by_library=self._recorded_read)
         return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
 
     def _read(self, context: ForwardContext, query_TX: Tensor) -> list[Tensor]:
         return [context.read_cache(self.layer, query_TX)]
+
+    def _recorded_read(self, context: ForwardContext, query_TX: Tensor) -> list[Tensor] | None:
+        mixed_TX = context.recorded_read(self.layer, query_TX)
+        return None if mixed_TX is None else [mixed_TX]
 
     def keys_and_values(self, source_SD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Keys and values of an encoder's output, [S, K, D] each."""

@@ -18,7 +18,7 @@ from penstock.kernels.native.bfloat16_layout import Bfloat16Layout
 from penstock.kernels.native.collectives import Collectives
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.tracing import TracedRequests, TracedTensor, Untraceable
-from penstock.kernels.paged_attention import AttentionSinks
+from penstock.kernels.paged_attention import AttentionSinks, DistanceBiases
 
 # The library's numbers of the phases of a call, which may be run separately.
 _BOTH, _WRITE, _ATTEND, _WHOLE_TEXTS = 0, 1, 2, 3
@@ -89,7 +89,7 @@ class HeadShape:
     collectives: decode context parallel ranks, with runs of `interleave` positions each; None without. block_size:
     positions of a block on this rank.
 
-    slopes: of ALiBi, float32 [H]; None without.
+    slopes: of ALiBi, float32 [H]; None without. biases: by distance; None without.
 
     bfloat16_layout: order of the products in bfloat16 arithmetic, over a bfloat16 cache; None for float32 arithmetic.
     """
@@ -107,6 +107,7 @@ class HeadShape:
     latent_size: int = 0
     bfloat16_layout: Bfloat16Layout | None = None
     slopes: Tensor | None = None
+    biases: DistanceBiases | None = None
 
     @property
     def value_size(self) -> int:
@@ -130,6 +131,19 @@ class HeadShape:
             self.scale,
             self.soft_cap or 0.0,
         )
+
+    @property
+    def operation(self) -> str:
+        """The library's operation over a cache."""
+        return "attention" if self.biases is None else "biased_attention"
+
+    @property
+    def last_arguments(self) -> tuple[Tensor | int, ...]:
+        """Library arguments behind all others: of an operation with biases."""
+        if self.biases is None:
+            return ()
+        biases_HN = self.biases.biases
+        return biases_HN, biases_HN.shape[1]
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -172,7 +186,7 @@ class NativeAttention:
     def __init__(self, module: Any, instruction_set: int, types: Mapping[str, OperationType]) -> None:
         self._module = module
         self._index = instruction_set
-        self._number = types["attention"].number
+        self._types = types
 
     def __call__(
         self,
@@ -188,6 +202,24 @@ class NativeAttention:
         heads = _rows_of(query_THD), _rows_of(key_TKD), _rows_of(value_TKD), _rows_of(out_THD)
         self._run(*heads, kv_cache, requests, shape, _AS_THEY_ARE, None, _BOTH)
         return out_THD
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether the library has attention with biases by distance."""
+        return "biased_attention" in self._types
+
+    def recorded_read(
+        self, query_TX: Tensor, kv_cache: Tensor, requests: TracedRequests, shape: HeadShape
+    ) -> Tensor | None:
+        """Record attention of traced query heads, [T, H * D], to what the cache holds: [T, H * D].
+
+        None where the library has no such operation.
+        """
+        if "cross_attention" not in self._types or not isinstance(query_TX, TracedTensor):
+            return None
+        constants = *cache_arguments(kv_cache, shape), *shape.arguments, *_AS_THEY_ARE, *shape.ranks
+        width = shape.num_heads * shape.value_size
+        return query_TX.origin.attend_cached(query_TX, width, requests, kv_cache, constants)
 
     def attend(self, query_THD: Tensor, kv_cache: Tensor, requests: StepRequests, shape: HeadShape) -> Tensor:
         """Attention whose keys and values are in the cache: [T, H, D]. Padding rows are undefined."""
@@ -220,8 +252,10 @@ class NativeAttention:
             if not isinstance(qkv_TX, TracedTensor):
                 raise Untraceable("attention reads something else than projections of the step's tokens")
             cache, positions_T = cache_arguments(kv_cache, shape), preparation.positions_T
-            arguments = *cache, *shape.arguments, *preparation.arguments, *shape.ranks
-            return qkv_TX.origin.attend(qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.collectives)
+            arguments = *cache, *shape.arguments, *preparation.arguments, *shape.ranks, *shape.last_arguments
+            return qkv_TX.origin.attend(
+                qkv_TX, width, requests, positions_T, kv_cache, arguments, shape.collectives, shape.operation
+            )
         out_TX = torch.empty(qkv_TX.shape[0], width)
         self._run_projection(qkv_TX, out_TX, kv_cache, requests, shape, preparation, _BOTH)
         return out_TX
@@ -300,7 +334,7 @@ class NativeAttention:
         phase: int,
     ) -> None:
         status = self._module.attention(
-            self._number,
+            self._types[shape.operation].number,
             self._index,
             torch.get_num_threads(),
             *query,
@@ -316,6 +350,7 @@ class NativeAttention:
             *shape.arguments,
             *preparation,
             *shape.ranks,
+            *shape.last_arguments,
         )
         if status:
             assert shape.collectives is not None, "no collectives"

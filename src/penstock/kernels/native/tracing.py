@@ -278,14 +278,15 @@ class Trace:
         kv_cache: Tensor,
         arguments: Sequence[Argument],
         collectives: LibraryCollectives | None = None,
+        operation: str = "attention",
     ) -> TracedTensor:
         """Record attention from the output of the QKV projection, which it overwrites.
 
-        collectives: of decode context parallel ranks.
+        collectives: of decode context parallel ranks. operation: the library's.
         """
         if self._is_last:
             raise Untraceable("an attention follows the one that leaves last tokens")
-        type_ = self.types["attention"]
+        type_ = self.types[operation]
         number = self._input_of(positions_T, type_)
         cell, out = self._cell(qkv_TX), Cell(width)
         qkv_TX.cell = None
@@ -293,6 +294,24 @@ class Trace:
         arguments = (requests.group, requests.is_last, *arguments)
         self._record(
             type_, (cell, None, out), arguments, input=number, narrows=requests.is_last, collectives=collectives
+        )
+        return self.stand_in(Role.ROWS, out)
+
+    def attend_cached(
+        self,
+        query_TX: TracedTensor,
+        width: int,
+        requests: TracedRequests,
+        kv_cache: Tensor,
+        arguments: Sequence[Argument],
+    ) -> TracedTensor:
+        """Record attention of queries alone to what the cache holds."""
+        if self._is_last:
+            raise Untraceable("an attention follows the one that leaves last tokens")
+        out = Cell(width)
+        self.keeps_alive.append(kv_cache)
+        self._record(
+            self.types["cross_attention"], (self._cell(query_TX), None, out), (requests.group, False, *arguments)
         )
         return self.stand_in(Role.ROWS, out)
 

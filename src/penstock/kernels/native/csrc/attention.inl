@@ -56,6 +56,7 @@ struct AttentionBuffers {
   float* query;         // [rows][head_size], scaled; quantised to int16 for an int8 cache, rounded for bfloat16 products
   float* query_scale;   // [rows], quantisation scales of the query
   float* slope;         // [rows], of ALiBi
+  int32_t* head;        // [rows], query head
   int32_t* seen_from;   // [rows], first visible position
   int32_t* seen_to;     // [rows], end of the visible positions
   float* scores;        // [rows][tile]; softmax weights as the query
@@ -122,6 +123,7 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
         prepare_head(a, from, head % own_heads(a), token, a.scale * kLog2e, query);
         if (kIsInt8<T>) buffers.query_scale[row] = narrow(query, a.head_size, largest_of(a.head_size));
         if (kIsPaired<T>) round_in_place(query, a.head_size);
+        buffers.head[row] = static_cast<int32_t>(head);
         buffers.slope[row] = a.slopes == nullptr ? 0.0f : a.slopes[head] * kLog2e;
         buffers.seen_from[row] = static_cast<int32_t>(seen_from(a, whole_position));
         buffers.seen_to[row] = static_cast<int32_t>(kept(a, whole_position + 1));
@@ -287,10 +289,12 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
   for (int64_t row = 0; row < run.rows; ++row) {
     const float old_peak = sums.peak[run.first_row + row];
     const float slope = buffers.slope[run.first_row + row];
+    const float* biases =
+        a.biases == nullptr ? nullptr : a.biases + buffers.head[run.first_row + row] * a.num_biases;
     const int64_t distance = buffers.seen_to[run.first_row + row] - 1 - start;  // from the tile's first position
     const float peak = find_peak(a.soft_cap * kLog2e, buffers.scores + row * stride,
                                  visible_to(buffers, run.first_row + row, start, stop),
-                                 kIsInt8<T> ? buffers.key_scale : nullptr, slope, distance);
+                                 kIsInt8<T> ? buffers.key_scale : nullptr, slope, distance, biases, a.num_biases);
     buffers.keep[row] = peak > old_peak ? old_peak - peak : 0.0f;
     if (peak > old_peak) sums.peak[run.first_row + row] = peak;
   }
@@ -494,7 +498,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
   const int64_t packed = kIsPaired<T> ? PackedTile::floats(a, stride, rows) : 0;
   float* memory =
-      scratch.get(static_cast<size_t>(packed + rows * (size + 5 + 2 * sums) + scores + 2 * stride + keep));
+      scratch.get(static_cast<size_t>(packed + rows * (size + 6 + 2 * sums) + scores + 2 * stride + keep));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   AttentionBuffers b;
   b.packed = memory;
@@ -510,6 +514,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   b.seen_from = reinterpret_cast<int32_t*>(b.weight_scale + rows);
   b.seen_to = b.seen_from + rows;
   b.slope = reinterpret_cast<float*>(b.seen_to + rows);
+  b.head = reinterpret_cast<int32_t*>(b.slope + rows);
   if (plan.writes_first) {
     if (memory != nullptr) write_all<T>(a, thread, team.num_threads, b.scores);
     team.barrier();

@@ -228,10 +228,11 @@ struct Visible {
 
 // Masks the invisible positions of a row's vectors with -infinity, and returns the largest score.
 //
-// key_scale: per position, for int8; nullptr otherwise. slope, distance: of ALiBi, and the query's distance from the
-// first score; 0 for none.
+// key_scale: per position, for int8; nullptr otherwise. slope: of ALiBi; 0 for none. biases: of `num_biases` distances;
+// nullptr for none. distance: of the query from the first score.
 static __attribute__((noinline)) float find_peak(float soft_cap, float* scores, const Visible& visible,
-                                                 const float* key_scale, float slope = 0.0f, int64_t distance = 0) {
+                                                 const float* key_scale, float slope = 0.0f, int64_t distance = 0,
+                                                 const float* biases = nullptr, int64_t num_biases = 0) {
   const int64_t first = visible.first(), last = visible.last();
   if (key_scale != nullptr)
     for (int64_t i = first; i < last; i += kLanes) store(scores + i, load(scores + i) * load(key_scale + i));
@@ -241,6 +242,11 @@ static __attribute__((noinline)) float find_peak(float soft_cap, float* scores, 
       for (int lane = 0; lane < kLanes; ++lane) from_query[lane] = static_cast<float>(i + lane - distance);
       multiply_add(score, from_query, splat(slope));
       store(scores + i, score);
+    }
+  if (biases != nullptr)
+    for (int64_t i = visible.from; i < visible.to; ++i) {
+      const int64_t apart = distance - i;
+      scores[i] += biases[apart < num_biases ? apart : num_biases - 1] * kLog2e;
     }
   for (int64_t i = first; i < visible.from; ++i) scores[i] = kMinusInfinity;
   for (int64_t i = visible.to; i < last; ++i) scores[i] = kMinusInfinity;

@@ -48,6 +48,8 @@ struct GreedyArgs {
 // sees those of its chunk of -window positions; 0 for neither. soft_cap: 0 for none.
 // sinks: scores, without a soft cap, of a position without a value that every softmax of a head has too; alone only.
 // slopes: ALiBi, a bias of -slope for each position between a query and a key; nullptr for none. It has one share.
+// biases: of each head and distance between a query and a key, for distances up to num_biases - 1, which stands for all
+// from there on (Raffel et al. 2019); nullptr for none. It has one share.
 // With a norm weight and a rotary table, query and key heads are normalised and rotated first, in this order unless
 // norm_is_last.
 // phase: kWrite or kAttend for one half alone, when a separate call does the other half. kWrite reads no query and has
@@ -85,6 +87,8 @@ struct AttentionArgs {
   float scale, soft_cap;
   const float* sinks;        // [heads], or nullptr
   const float* slopes;       // [heads], or nullptr
+  const float* biases;       // [heads][num_biases], or nullptr
+  int64_t num_biases;
   const float* norm_weight;  // [heads + kv heads][head_size], or nullptr
   float norm_eps;
   int norm_is_last;

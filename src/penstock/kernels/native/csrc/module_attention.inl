@@ -9,7 +9,7 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Operation operation = read_type(in);
   if (operation.type == nullptr) return nullptr;
   const Kernels* kernels = in.kernels();
-  AttentionArgs rows;
+  AttentionArgs rows{};
   in.read(rows.num_threads, rows.query, rows.query_stride, rows.key, rows.key_stride, rows.value, rows.value_stride,
           rows.out, rows.out_stride, rows.query_start, rows.seq_lens, rows.block_table, rows.block_table_stride,
           rows.num_requests, rows.positions, rows.phase);

@@ -336,6 +336,15 @@ Result attention(const Operation& operation, const Call& call) {
   return attend_without_padding(arguments, call, a);
 }
 
+// Attention of queries alone to what the cache holds. Output rows of padding become zero.
+Result cross_attention(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<AttentionArguments>();
+  AttentionArgs a = of_projection(arguments, call);
+  a.key = a.value = nullptr;
+  a.phase = AttentionPhase::kAttend;
+  return attend_without_padding(arguments, call, a);
+}
+
 // Attention in both directions over whole texts, the requests of the step. Output rows of padding become zero.
 Result encoder_attention(const Operation& operation, const Call& call) {
   const auto arguments = operation.get<AttentionArguments>();
@@ -367,6 +376,20 @@ constexpr FieldType type_of() {
 #define SHAPE(Arguments, shape)                                                                 \
   FIELD(Arguments, shape.bits), FIELD(Arguments, shape.out_features), FIELD(Arguments, shape.in_features), \
       FIELD(Arguments, shape.group_size), FIELD(Arguments, shape.has_minimums), FIELD(Arguments, shape.scale_bytes)
+
+#define ATTENTION_FIELDS                                                                                            \
+  FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),                                             \
+      FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),             \
+      FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),            \
+      FIELD(AttentionArguments, attention.num_heads), FIELD(AttentionArguments, attention.num_kv_heads),            \
+      FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),              \
+      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.latent_size),                \
+      FIELD(AttentionArguments, attention.scale), FIELD(AttentionArguments, attention.soft_cap),                    \
+      FIELD(AttentionArguments, attention.sinks), FIELD(AttentionArguments, attention.slopes),                      \
+      FIELD(AttentionArguments, attention.norm_weight), FIELD(AttentionArguments, attention.norm_eps),              \
+      FIELD(AttentionArguments, attention.norm_is_last), FIELD(AttentionArguments, attention.rotary_table),         \
+      FIELD(AttentionArguments, attention.rotary_half), RANKS(AttentionArguments),                                  \
+      FIELD(AttentionArguments, attention.interleave)
 
 constexpr Scope kRows = Scope::kRows, kStep = Scope::kStep;
 constexpr Use kNone = Use::kNone, kRead = Use::kRead, kReadAny = Use::kReadAny, kChange = Use::kChange,
@@ -405,37 +428,11 @@ const OperationType kTypes[] = {
      {FIELD(QuantizedLinearArguments, kernels), PACKED(QuantizedLinearArguments, product.weight),
       FIELD(QuantizedLinearArguments, product.bias), SHAPE(QuantizedLinearArguments, product.shape)},
      nullptr},
-    {"attention", kStep, kOverwrite, kNone, kMake, kInt64, false, attention,
-     {FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),
-      FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),
-      FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),
-      FIELD(AttentionArguments, attention.num_heads), FIELD(AttentionArguments, attention.num_kv_heads),
-      FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
-      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.latent_size),
-      FIELD(AttentionArguments, attention.scale),
-      FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.sinks),
-      FIELD(AttentionArguments, attention.slopes),
-      FIELD(AttentionArguments, attention.norm_weight), FIELD(AttentionArguments, attention.norm_eps),
-      FIELD(AttentionArguments, attention.norm_is_last),
-      FIELD(AttentionArguments, attention.rotary_table), FIELD(AttentionArguments, attention.rotary_half),
-      RANKS(AttentionArguments),
-      FIELD(AttentionArguments, attention.interleave)},
-     nullptr},
-    {"encoder_attention", kStep, kOverwrite, kNone, kMake, kInt64, false, encoder_attention,
-     {FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),
-      FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),
-      FIELD(AttentionArguments, attention.head_stride), FIELD(AttentionArguments, attention.cache_type),
-      FIELD(AttentionArguments, attention.num_heads), FIELD(AttentionArguments, attention.num_kv_heads),
-      FIELD(AttentionArguments, attention.head_size), FIELD(AttentionArguments, attention.block_size),
-      FIELD(AttentionArguments, attention.window), FIELD(AttentionArguments, attention.latent_size),
-      FIELD(AttentionArguments, attention.scale),
-      FIELD(AttentionArguments, attention.soft_cap), FIELD(AttentionArguments, attention.sinks),
-      FIELD(AttentionArguments, attention.slopes),
-      FIELD(AttentionArguments, attention.norm_weight), FIELD(AttentionArguments, attention.norm_eps),
-      FIELD(AttentionArguments, attention.norm_is_last),
-      FIELD(AttentionArguments, attention.rotary_table), FIELD(AttentionArguments, attention.rotary_half),
-      RANKS(AttentionArguments),
-      FIELD(AttentionArguments, attention.interleave)},
+    {"attention", kStep, kOverwrite, kNone, kMake, kInt64, false, attention, {ATTENTION_FIELDS}, nullptr},
+    {"encoder_attention", kStep, kOverwrite, kNone, kMake, kInt64, false, encoder_attention, {ATTENTION_FIELDS}, nullptr},
+    {"cross_attention", kStep, kRead, kNone, kMake, kNoInput, false, cross_attention, {ATTENTION_FIELDS}, nullptr},
+    {"biased_attention", kStep, kOverwrite, kNone, kMake, kInt64, false, attention,
+     {ATTENTION_FIELDS, FIELD(AttentionArguments, attention.biases), FIELD(AttentionArguments, attention.num_biases)},
      nullptr},
     {"lookup", kRows, kNone, kNone, kMake, kInt32, false, lookup,
      {SHARE(LookupArguments), FIELD(LookupArguments, table.table), FIELD(LookupArguments, table.num_rows),
