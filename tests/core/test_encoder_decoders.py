@@ -13,6 +13,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.features.encoder_decoder.messages import SourcePart
 from penstock.features.encoder_decoder.worker import SourceEncoder
+from penstock.kernels.native import NATIVE
 from support.checkpoints import save_checkpoint
 from support.disturbed_workers import FailingWorker
 from support.encoder_decoders import (
@@ -41,6 +42,17 @@ CIRCUMSTANCES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_encoder_decoder(tmp_path_factory.mktemp("bart"))
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
+    """A T5 model, and each request by itself, layer by layer."""
+    folder = write_encoder_decoder(tmp_path_factory.mktemp("t5"), "t5")
+    core = make_core(folder, **OPTIONS, fast_paths="off")
+    try:
+        return folder, [run(core, [asked])[0] for asked in ASKED]
+    finally:
+        core.close()
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +97,28 @@ def test_mixed_batches_have_the_bits_of_requests_alone(
     assert encoder_of(core).num_encoded == len(ASKED) + num_preemptions
     assert core.scheduler.kv_cache.num_used_blocks == 0
     core.scheduler.kv_cache.check_integrity()
+    core.close()
+
+
+def test_biases_by_distance_depend_on_no_other_request_and_no_chunk(t5: tuple[Path, list[Result]]) -> None:
+    folder, alone = t5
+    core = make_core(folder, **OPTIONS, max_num_batched_tokens=7, max_num_seqs=4)
+    assert_equal(run(core, ASKED), alone)
+    core.close()
+
+
+@pytest.mark.one_path(reason="recorded programs belong to the fast paths")
+@pytest.mark.parametrize("family", ["bart", "t5", "whisper"])
+@pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
+def test_the_decoder_is_one_program(family: str, tmp_path: Path) -> None:
+    core = make_core(write_encoder_decoder(tmp_path, family), **OPTIONS)
+    run(core, asked_of(family), logprobs=None)
+
+    def segments(worker: Any) -> set[int]:
+        recorded = worker.runner.execution.programs._recorded.values()
+        return {program.num_segments for program in recorded if program is not None}
+
+    assert core.collective_rpc(RpcCall(segments)) == [{1}]
     core.close()
 
 

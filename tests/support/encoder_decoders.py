@@ -44,6 +44,21 @@ _BART = {
     "decoder_start_token_id": START,
     "forced_eos_token_id": None,
 }
+_T5 = {
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 112,
+    "num_heads": 4,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": START,
+    "n_positions": 64,
+}
 # Classes and configurations by family.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
@@ -53,6 +68,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MarianMTModel",
         {**_BART, "activation_function": "swish", "scale_embedding": True},
     ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "t5-gated": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "mt5": ("MT5Config", "MT5ForConditionalGeneration", _T5),
+    "umt5": ("UMT5Config", "UMT5ForConditionalGeneration", _T5),
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
@@ -131,6 +154,9 @@ def tiny_encoder_decoder(family: str, *, seed: int = 0, **overrides: Any) -> Pre
             if name == "final_logits_bias":
                 buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
         for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and architecture.startswith(("T5", "MT5")):
+                # Logits are not scaled, and large ones are less exact.
+                module.weight.mul_(0.2 if len(module.weight) == config.vocab_size else 1)
             if hasattr(module, "create_weight"):  # a table that is computed
                 module.weight.copy_(module.create_weight())
     return model.eval()

@@ -45,7 +45,9 @@ CALIBRATION_FILE = "calibration.jsonl"
 # Fields of the longest context, by architecture.
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
 # Longest contexts where `config.json` has none of these, by model type: those of Transformers' configuration.
-_DEFAULT_CONTEXTS = {"bloom": 2048, "falcon": 2048, "mpt": 2048}
+_DEFAULT_CONTEXTS = {"bloom": 2048, "falcon": 2048, "mpt": 2048, "t5": 512, "mt5": 512, "umt5": 512}
+# Model types whose positions are distances alone, so that a longer context may be asked for.
+_WITHOUT_LIMIT = ("t5", "mt5", "umt5")
 # Fields of the hidden size, by architecture.
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "dim", "d_model")
 # Fields of the number of layers, by architecture; of the decoder, beside an encoder.
@@ -175,7 +177,8 @@ class ModelConfig:
             )
         check_integer("max_model_len", self.max_model_len, 1)
         # A model without such a field is refused by the model registry, which knows the architectures.
-        if self.has_longest_context and self.max_model_len > self.longest_context:
+        is_limited = self.has_longest_context and self.hf_config.get("model_type") not in _WITHOUT_LIMIT
+        if is_limited and self.max_model_len > self.longest_context:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} is more than the {self.longest_context} positions that "
                 f"{self.model} was made for ({self.context_source}). Ask for at most that."

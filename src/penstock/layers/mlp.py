@@ -49,14 +49,20 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(activation(up(x))), with biases. activation: a name in `ACTIVATIONS`, or a function like those."""
+    """down(activation(up(x))). activation: a name in `ACTIVATIONS`, or a function like those."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, activation: str | Activation, parallel: ParallelState
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str | Activation,
+        bias: bool = True,
+        parallel: ParallelState,
     ) -> None:
         super().__init__()
-        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias=True, parallel=parallel)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=True, parallel=parallel)
+        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias=bias, parallel=parallel)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, parallel=parallel)
         self.down_proj.has_massive_inputs = True
         self._activate = ACTIVATIONS[activation] if isinstance(activation, str) else activation
 

@@ -34,6 +34,7 @@ _MODELS = {
     "LlamaForCausalLM": "penstock.models.llama",
     "M2M100ForConditionalGeneration": "penstock.models.bart",
     "MBartForConditionalGeneration": "penstock.models.bart",
+    "MT5ForConditionalGeneration": "penstock.models.t5",
     "MarianMTModel": "penstock.models.bart",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MiniMaxM2ForCausalLM": "penstock.models.minimax_m2",
@@ -48,6 +49,8 @@ _MODELS = {
     "Qwen2MoeForCausalLM": "penstock.models.qwen_moe",
     "Qwen3ForCausalLM": "penstock.models.qwen",
     "Qwen3MoeForCausalLM": "penstock.models.qwen_moe",
+    "T5ForConditionalGeneration": "penstock.models.t5",
+    "UMT5ForConditionalGeneration": "penstock.models.t5",
     "WhisperForConditionalGeneration": "penstock.models.whisper",
 }
 # Those with latent attention (MLA).

@@ -97,11 +97,10 @@ class WhisperForConditionalGeneration(Seq2SeqModel):
         )
         super().__init__(config, parallel)
 
-    def encode(self, features_CP: Tensor, context: ForwardContext) -> Tensor:
-        """The encoder's output for one spectrogram, [S, D]."""
+    def encode(self, source: Tensor, context: ForwardContext) -> Tensor:
         encoder = self.encoder
         assert isinstance(encoder, WhisperEncoder), "made by `_make_encoder`"
-        hidden_SD = encoder.convolve(features_CP.t().contiguous(), context)
+        hidden_SD = encoder.convolve(source.t().contiguous(), context)
         rows_S = torch.arange(len(hidden_SD), dtype=torch.int32, device=hidden_SD.device)
         return encoder(hidden_SD, rows_S, context)  # type: ignore[no-any-return]
 

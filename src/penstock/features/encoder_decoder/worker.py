@@ -18,8 +18,8 @@ from penstock.contract import NewRequestData, part_of
 from penstock.errors import InvalidRequest
 from penstock.features.encoder_decoder.messages import SourcePart
 from penstock.features.encoder_decoder.speech_rules import SpeechRules
+from penstock.models.encoder_decoder import POSITION_IDS
 from penstock.models.interface import LanguageModel
-from penstock.models.seq2seq import POSITION_IDS
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.slot_owner import SlotOwner
