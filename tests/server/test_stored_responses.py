@@ -265,3 +265,28 @@ def test_a_stored_response_is_json_that_only_its_user_reads(tmp_path: Path) -> N
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["body"]["id"] == id_of(1)
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_response_ends_once_and_not_after_it_was_deleted(tmp_path: Path) -> None:
+    stores = [store_in(tmp_path) for _ in range(2)]
+
+    def response(number: int, status: str) -> StoredResponse:
+        return StoredResponse({"id": id_of(number), "output": [], "status": status}, [])
+
+    for store in stores:
+        store.put(response(1, "in_progress"))
+    ended = [store.end(response(1, status)) for store, status in zip(stores, ("cancelled", "completed"), strict=True)]
+    assert [one.body["status"] for one in ended if one is not None] == ["cancelled", "cancelled"]
+
+    def end(number: int) -> None:
+        stores[number % 2].end(response(number // 2, "completed"))
+
+    numbers = range(1, 101)
+    for number in numbers:
+        stores[0].put(response(number, "in_progress"))
+    with ThreadPoolExecutor(8) as threads:
+        ends = [threads.submit(end, number) for one in numbers for number in (2 * one, 2 * one + 1)]
+        deleted = list(threads.map(stores[1].delete, [id_of(number) for number in numbers]))
+        _ = [one.result() for one in ends]
+    assert all(deleted)
+    assert list(tmp_path.iterdir()) == []

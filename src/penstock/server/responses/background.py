@@ -75,7 +75,7 @@ class BackgroundResponses:
                     now = await asyncio.to_thread(self._store.get, id)
                     if now is None or now.body["status"] != "in_progress":
                         return
-                await asyncio.to_thread(self._store.put, StoredResponse(answer.result(), stored.items))
+                await asyncio.to_thread(self._store.end, StoredResponse(answer.result(), stored.items))
         except OSError as error:
             logger.error("The response %s cannot be stored, and is cancelled: %s", id, error)
             if not begun.done():

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
-from penstock.system.file_lock import is_locked, lock_while_open
+from penstock.system.file_lock import is_locked, lock_while_open, locked_folder
 from penstock.system.temporary_folder import TemporaryFolder
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
@@ -80,6 +80,18 @@ class ResponseStore:
             raise
         self._drop_oldest()
 
+    def end(self, stored: StoredResponse) -> StoredResponse | None:
+        """Write how a response in progress has ended. One that was deleted or has ended meanwhile stays as it is.
+
+        Returns what is stored then, None for nothing.
+        """
+        with locked_folder(self._folder):
+            now = self.get(stored.body["id"])
+            if now is None or now.body["status"] != "in_progress":
+                return now
+            self.put(stored)
+        return stored
+
     def get(self, id: str) -> StoredResponse | None:
         """The response, which now counts as used; None if it is not stored."""
         if _ID.fullmatch(id) is None:
@@ -116,10 +128,11 @@ class ResponseStore:
         """Delete a response. Returns whether it was stored."""
         if _ID.fullmatch(id) is None:
             return False
-        try:
-            self._path(id).unlink()
-        except FileNotFoundError:
-            return False
+        with locked_folder(self._folder):
+            try:
+                self._path(id).unlink()
+            except FileNotFoundError:
+                return False
         return True
 
     def _drop_oldest(self) -> None:

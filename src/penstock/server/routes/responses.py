@@ -88,8 +88,10 @@ async def cancel_response(id: str, http: Request) -> Response:
     store = _store(http)
     stored = await _stored(store, id)
     if stored.body["status"] == "in_progress":
-        stored = StoredResponse(cancelled(stored.body), stored.items)
-        await asyncio.to_thread(store.put, stored)
+        ended = await asyncio.to_thread(store.end, StoredResponse(cancelled(stored.body), stored.items))
+        if ended is None:
+            raise _not_found(id)
+        stored = ended
     if stored.body["status"] != "cancelled":
         raise ApiError(400, f"The response {id!r} has ended: it is {stored.body['status']}.")
     return json_response(stored.body)
