@@ -29,6 +29,7 @@ _BUILT_IN = (
     "penstock.features.pooling",
     "penstock.features.structured_output",
     "penstock.features.hidden_states",
+    "penstock.features.multimodal",
     "penstock.features.encoder_decoder",
 )
 

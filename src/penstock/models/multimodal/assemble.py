@@ -48,7 +48,6 @@ class WithEncoder(CausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__(model_config, parallel)
         checkpoint, self.encoder = model_config.multimodal, None
-        self.features = (*self.features, "penstock.features.multimodal")
         is_first = not isinstance(self, DecoderForCausalLM) or self.model.is_first
         if checkpoint is None or not model_config.media_limits or not is_first:
             return
