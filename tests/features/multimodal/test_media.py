@@ -170,6 +170,13 @@ def test_detail_of_an_image_is_kept_and_any_other_refused(detail: str) -> None:
         LOADER.load("image", PIXELS, "x", detail="medium")
 
 
+def test_an_image_of_low_detail_fits_into_512_pixels() -> None:
+    for size, low in (((1024, 256), (512, 128)), ((300, 900), (171, 512)), ((64, 48), (64, 48))):
+        image = Image.new("RGB", size)
+        assert LOADER.load("image", image, "x", detail="low").value.size == low
+        assert image.size == LOADER.load("image", image, "x", detail="high").value.size == size
+
+
 def tone(rate: int = 16_000, seconds: float = 0.5, hertz: float = 440.0) -> np.ndarray[Any, Any]:
     return (0.5 * np.sin(2 * np.pi * hertz * np.arange(int(rate * seconds)) / rate)).astype(np.float32)
 

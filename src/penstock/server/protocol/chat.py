@@ -73,6 +73,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     """Request of a chat completion. max_completion_tokens, max_tokens: without them, as many as fit.
 
     echo: with continue_final_message, the answer begins with the message that it continues.
+    mm_processor_kwargs: options of the processor of images, audio and video.
     include_reasoning: whether reasoning is returned. reasoning_effort: a variable of the chat template.
     """
 
@@ -86,6 +87,7 @@ class ChatCompletionRequest(TemplateFields, SamplingFields):
     echo: bool = False
     include_reasoning: bool = True
     reasoning_effort: str | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:

@@ -48,8 +48,7 @@ OTHER_FIELDS: dict[str, OtherField] = {
     "length_penalty": OtherField((1, 1.0), "it belongs to beam search, which LLM.beam_search has"),
     "logits_processors": OtherField(([],), "the engine's option logits_processors loads them"),
     "prompt_embeds": OtherField((), "prompts here are text or token ids"),
-    "mm_processor_kwargs": OtherField(({},), _ONE_MODEL_OF_TEXT),
-    "media_io_kwargs": OtherField(({},), _ONE_MODEL_OF_TEXT),
+    "media_io_kwargs": OtherField(({},), "it is an option of the engine"),
     "kv_transfer_params": OtherField((), "KV caches are not sent between engines here"),
 }
 

@@ -17,6 +17,8 @@ def render_request(model: ChatModel, request: ChatCompletionRequest) -> PromptDi
     prompt = render(model, request.messages, request, tools, variables)
     if request.add_special_tokens:
         prompt["prompt"] = str(prompt["prompt"])
+    if request.mm_processor_kwargs:
+        prompt["mm_processor_kwargs"] = request.mm_processor_kwargs
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
     return prompt

@@ -15,6 +15,8 @@ from penstock.features.multimodal.inputs.sources import MediaSources
 from penstock.features.multimodal.inputs.video import decode_video, video_of
 
 DETAILS = ("auto", "low", "high")
+# Longer side of an image of low detail, as OpenAI's.
+_LOW_PIXELS = 512
 
 
 class MediaLoader:
@@ -53,6 +55,8 @@ class MediaLoader:
                 raise InvalidMedia(f"detail={shown(detail)} is not valid. Allowed: {', '.join(DETAILS)}.")
             options = self._options.image
             image = image_of(given, options) if content is None else decode_image(content, options)
+            if detail == "low":
+                image.thumbnail((_LOW_PIXELS, _LOW_PIXELS))
             return Media(IMAGE, image, detail=detail or "auto")
         if modality == AUDIO:
             return self._audio(given, content)
