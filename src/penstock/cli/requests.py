@@ -16,7 +16,7 @@ from penstock.cli.results import OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
-from penstock.engine.inputs.prompts import PROMPT_KEYS
+from penstock.engine.inputs.prompts import MEDIA_KEYS, PROMPT_KEYS
 from penstock.errors import InvalidRequest
 from penstock.server.batches.lines import BATCH_FIELDS
 from penstock.server.options import REASONING_OPTIONS, ServerOptions
@@ -26,7 +26,7 @@ _LONGEST_LINE_BYTES = 32 << 20
 _CUSTOM_ID = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 # Files are not streamed.
 _SAMPLING_FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "output_kind")
-_ALL_FIELDS = (*PROMPT_KEYS, "messages", *TEMPLATE_FIELDS, "id", "priority", *_SAMPLING_FIELDS)
+_ALL_FIELDS = (*PROMPT_KEYS, *MEDIA_KEYS, "messages", *TEMPLATE_FIELDS, "id", "priority", *_SAMPLING_FIELDS)
 
 
 def server_options(model: str, engine: Mapping[str, Any], **given: Any) -> ServerOptions:
@@ -118,7 +118,7 @@ def _read_line(where: str, fields: dict[str, Any] | InvalidRequest, defaults: Sa
 
 
 def _take_prompt(fields: dict[str, Any]) -> Any:
-    prompt = {key: fields.pop(key) for key in PROMPT_KEYS if key in fields}
+    prompt = {key: fields.pop(key) for key in (*PROMPT_KEYS, *MEDIA_KEYS) if key in fields}
     has_prompt = not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
     if "messages" in fields:
         if has_prompt:

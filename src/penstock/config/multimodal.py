@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.checkpoints.json_file import parse_json_text, shown
@@ -21,11 +22,18 @@ class MultimodalConfig:
     None takes max_num_batched_tokens, at least 4,096.
     max_num_encoder_input_tokens: tokens of items that a step encodes; None takes encoder_cache_size.
     mm_processor_cache_gb: GiB of processed items that each front end keeps, by their content; 0 for none.
+    allowed_local_media_path: folder of the files that requests may name; None allows none.
+    allowed_media_domains: servers from which items may be fetched; None allows all with public addresses, an empty list
+        none.
+    media_io_kwargs: options and limits of reading items, by modality, such as {"video": {"num_frames": 64}}, or JSON.
     """
 
     encoder_cache_size: int | None = None
     max_num_encoder_input_tokens: int | None = None
     mm_processor_cache_gb: float = 4.0
+    allowed_local_media_path: str | Path | None = None
+    allowed_media_domains: Sequence[str] | None = None
+    media_io_kwargs: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("encoder_cache_size", "max_num_encoder_input_tokens"):
@@ -34,6 +42,12 @@ class MultimodalConfig:
         cache_gb = self.mm_processor_cache_gb
         if not isinstance(cache_gb, (int, float)) or isinstance(cache_gb, bool) or not 0 <= cache_gb <= _MAX_CACHE_GB:
             raise ConfigError(f"mm_processor_cache_gb={cache_gb!r} is not valid. Allowed: 0 to {_MAX_CACHE_GB:,}.")
+        object.__setattr__(self, "media_io_kwargs", _read("media_io_kwargs", self.media_io_kwargs))
+        domains = self.allowed_media_domains
+        domains = [domains] if isinstance(domains, str) else domains
+        if domains is not None and not all(isinstance(domain, str) for domain in domains):
+            raise ConfigError(f"allowed_media_domains={domains!r} is not valid. Allowed: a list of names of servers.")
+        object.__setattr__(self, "allowed_media_domains", domains)
 
     def cache_rows(self, max_num_batched_tokens: int) -> int:
         """Rows of the encoder cache."""
@@ -53,7 +67,7 @@ def media_limits(given: Mapping[str, Any] | str | None, modalities: tuple[str, .
 
     given: value of limit_mm_per_prompt. Raises ConfigError for another value.
     """
-    limits = _read(given)
+    limits = _read("limit_mm_per_prompt", given)
     for name, limit in limits.items():
         count = limit.get("count", DEFAULT_LIMIT) if isinstance(limit, Mapping) else limit
         if name not in MODALITIES or not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -66,15 +80,14 @@ def media_limits(given: Mapping[str, Any] | str | None, modalities: tuple[str, .
     return {modality: count for modality, count in counts.items() if count}
 
 
-def _read(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+def _read(name: str, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Dictionary of an option by modality."""
     try:
         fields = parse_json_text(given) if isinstance(given, str) else given
     except ValueError as error:
-        raise ConfigError(f"limit_mm_per_prompt={shown(given)} is not JSON: {error}.") from error
+        raise ConfigError(f"{name}={shown(given)} is not JSON: {error}.") from error
     if fields is None:
         return {}
     if not isinstance(fields, Mapping):
-        raise ConfigError(
-            f'limit_mm_per_prompt={shown(given)} is not valid. Allowed: counts by modality, such as {{"image": 2}}.'
-        )
+        raise ConfigError(f"{name}={shown(given)} is not valid. Allowed: a dictionary by modality, or JSON.")
     return dict(fields)

@@ -31,6 +31,7 @@ _BUILT_IN = (
     "penstock.features.hidden_states",
     "penstock.features.multimodal",
     "penstock.features.encoder_decoder",
+    "penstock.features.multimodal",
 )
 
 

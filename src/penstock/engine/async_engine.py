@@ -27,7 +27,7 @@ from penstock.engine.inputs.default_sampling import default_sampling_params
 from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.params_processor import check_is_params
 from penstock.engine.inputs.pooling_prompts import check_is_pooling_params
-from penstock.engine.inputs.prompts import Prompt, with_parts
+from penstock.engine.inputs.prompts import Prompt, PromptDict, has_field, with_parts
 from penstock.engine.inputs.request_intake import RequestIntake, checked_id
 from penstock.engine.inputs.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.output.output_stream import OutputStream, StreamLock
@@ -341,9 +341,15 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         """Limits of the fields of requests."""
         return self._input_processor.limits
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises InvalidRequest for one that is longer than a prompt may be."""
+    async def tokenize(self, prompt: str | PromptDict, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, or of a prompt's text with its media.
+
+        Raises InvalidRequest for one that is longer than a prompt may be, and for media that cannot be read.
+        """
+        text = prompt if isinstance(prompt, str) else str(prompt["prompt"])
         check_text(text, self.request_limits)
+        if not isinstance(prompt, str) and has_field(prompt, "multi_modal_data"):
+            return await self._intake.encode_media_prompt(prompt, add_special_tokens=add_special_tokens)
         if len(text) < self._tokenizer.quick_characters:
             return self._tokenizer.encode(text, add_special_tokens)
         return await self._intake.in_thread(lambda: self._tokenizer.encode(text, add_special_tokens))

@@ -16,6 +16,7 @@ from penstock.engine.output.progress import Inbox, Progress
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import EngineMetrics, Metric
 from penstock.errors import InvalidRequest
+from penstock.features.multimodal.inputs.decode import MediaLoader
 from penstock.features.multimodal.inputs.request_media import request_media
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.text.tokenizer import Tokenizer
@@ -57,6 +58,9 @@ def input_processor_for(
     config: EngineConfig, tokenizer: Tokenizer, core: CoreClient, front_end: int = 0
 ) -> InputProcessor:
     """Input processor of an engine, with the limits of its core. front_end: its number among those of one broker."""
+    media = request_media(config, tokenizer)
+    if media is not None:
+        tokenizer.media_markers = media.markers
     return InputProcessor(
         config.model,
         tokenizer,
@@ -69,7 +73,8 @@ def input_processor_for(
         engine=config.parallel.data_parallel_rank or 0,
         front_end=front_end,
         features={feature.name for feature in features_of(config)},
-        media=request_media(config, tokenizer),
+        media=media,
+        loader=MediaLoader.of(config.multimodal),
     )
 
 

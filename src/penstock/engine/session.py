@@ -86,6 +86,9 @@ class Session:
         number: input of the seed of a request without one; None takes the number of requests before it.
         Raises InvalidRequest, InvalidParameter or ContextTooLong; LifecycleError after `close`.
         """
+        with located(where):
+            # Before the lock, which other threads wait for: a download may take long.
+            prompt = self._input_processor.media_intake.load(prompt)
         with self._lock:
             self._check_open()
             return self._input_processor.process(

@@ -21,13 +21,25 @@ from penstock.contract import Parts, PoolingParams, SamplingParams
 from penstock.contract.feature import why_refused
 from penstock.contract.param_checks import check_sendable, shown
 from penstock.engine.inputs.field_limits import check_name, check_products, check_sampling_fields, check_text
+from penstock.engine.inputs.media_intake import MediaIntake
 from penstock.engine.inputs.params_processor import ParamsProcessor
 from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
 from penstock.engine.inputs.prompt_encoder import PromptEncoder
-from penstock.engine.inputs.prompts import PROMPT_KEYS, Prompt, RenderedText, TextPair, check_fields, list_of_ids
+from penstock.engine.inputs.prompts import (
+    PROMPT_KEYS,
+    Prompt,
+    PromptDict,
+    RenderedText,
+    TextPair,
+    check_fields,
+    has_field,
+    list_of_ids,
+)
 from penstock.engine.inputs.source_prompts import SourcePrompts
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.features.multimodal.inputs.media import AUDIO
 from penstock.features.multimodal.inputs.request_media import RequestMedia
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 
@@ -73,7 +85,7 @@ class InputProcessor:
 
     max_model_len, vocab_size: limits of the core. sampling, structured, limits: of requests; None takes the defaults.
     policy: scheduling policy; only "priority" allows priorities. features: names of those whose parts
-        requests may have. media: reader of media in prompts; None for models of text.
+        requests may have. media: processor of media in prompts; None for models of text. loader: of media.
     engine: data parallel rank among engines of the same seed behind an external load balancer; front_end: number among
         the front ends of one broker. Both are mixed into the seeds.
 
@@ -96,6 +108,7 @@ class InputProcessor:
         front_end: int = 0,
         features: Collection[str] = (),
         media: RequestMedia | None = None,
+        loader: MediaLoader | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -106,7 +119,10 @@ class InputProcessor:
         )
         self._policy = policy
         self._features = features
-        self.media = media
+        self._media = media
+        # An encoder of speech takes one sound.
+        limits_of_media = {AUDIO: 1} if model.is_encoder_decoder else {} if media is None else media.limits
+        self.media_intake = MediaIntake(loader or MediaLoader(), limits_of_media)
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
         if front_end:
             self._seed += f" from {front_end}"
@@ -126,7 +142,12 @@ class InputProcessor:
         self._sources: SourcePrompts | None = None
         if model.is_encoder_decoder:
             self._sources = SourcePrompts(
-                model, tokenizer, self.limits, max_model_len=max_model_len, vocab_size=vocab_size
+                model,
+                tokenizer,
+                self.limits,
+                max_model_len=max_model_len,
+                vocab_size=vocab_size,
+                loader=self.media_intake.loader,
             )
         self._numbers = itertools.count()
 
@@ -156,6 +177,7 @@ class InputProcessor:
                     "This engine generates text, and PoolingParams are for one that pools. Start it with "
                     "runner='pooling' for embeddings."
                 )
+            prompt = self.media_intake.load(prompt)
             request, text = self._process(prompt, sampling_params, request_id, priority, number)
         return AcceptedRequest(request, text, where)
 
@@ -194,13 +216,20 @@ class InputProcessor:
         check_sendable({"prompt": text})
         return self._prompts.encode(text or "", add_special_tokens=is_first) if token_ids is None else token_ids
 
+    def encode_media_prompt(self, prompt: PromptDict, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise a text with loaded media, whose placeholders become their tokens. Raises InvalidRequest."""
+        encode = partial(self._prompts.encode, add_special_tokens=add_special_tokens)
+        expanded: Any = prompt if self._media is None else self._media.expand(prompt, encode)
+        check_fields(expanded)
+        return list_of_ids(expanded["prompt_token_ids"])
+
     def take_number(self) -> int:
         """Return and increment the number of requests so far, for a seed; thread-safe."""
         return next(self._numbers)
 
     def is_quick(self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams) -> bool:
         """Whether `process` takes no more than a few milliseconds."""
-        if self._sources is not None and isinstance(prompt, Mapping):
+        if has_field(prompt, "multi_modal_data") or (self._sources is not None and isinstance(prompt, Mapping)):
             return False
         return _size_of(prompt) < self._tokenizer.quick_characters and _is_small(sampling_params)
 
@@ -217,8 +246,8 @@ class InputProcessor:
             prompt = self._sources.decoder_prompt(prompt)
         if isinstance(sampling_params, SamplingParams):
             check_sampling_fields(sampling_params, self.limits)
-        if self.media is not None:
-            prompt = self.media.expand(prompt, partial(self._encode_expanded, sampling_params))
+        if self._media is not None:
+            prompt = self._media.expand(prompt, partial(self._encode_expanded, sampling_params))
         num_kept = getattr(sampling_params, "truncate_prompt_tokens", None)
         if num_kept is None:
             self._prompts.check_num_ids(prompt, sampling_params)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 from penstock.contract.param_checks import shown
-from penstock.engine.inputs.prompts import Prompt, as_list
+from penstock.engine.inputs.prompts import Prompt, as_list, has_field
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.content_parts import GivenMedia
 from penstock.features.multimodal.inputs.decode import MediaLoader
@@ -44,7 +44,7 @@ class MediaIntake:
     """Loader of the media of prompts. limits: most items of a prompt, by modality that the model takes."""
 
     def __init__(self, loader: MediaLoader, limits: Mapping[str, int]) -> None:
-        self._loader = loader
+        self.loader = loader
         self._limits = limits
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-media")
 
@@ -79,20 +79,27 @@ class MediaIntake:
 
     def _begin(self, prompt: Prompt) -> _Loading | None:
         """Begin to load the media of a prompt; None for one without. Raises InvalidRequest for a wrong number."""
-        fields: Any = prompt
-        if not isinstance(fields, Mapping) or not fields.get("multi_modal_data"):
+        if not has_field(prompt, "multi_modal_data"):
             return None
+        fields: Any = prompt
         given = self._checked(fields["multi_modal_data"], fields.get("multi_modal_uuids"))
         budget = _Budget()
 
         def load(modality: str, item: GivenMedia) -> Media:
             budget.check(item.name)
-            media = self._loader.load(modality, item.given, item.name, detail=item.detail)
+            media = self.loader.load(modality, item.given, item.name, detail=item.detail)
             budget.spend(media.num_bytes)
             return media
 
-        futures = {name: [self._threads.submit(load, name, item) for item in items] for name, items in given.items()}
-        return _Loading(fields, futures)
+        def future(modality: str, item: GivenMedia) -> Future[Media]:
+            if not isinstance(item.given, Media):
+                return self._threads.submit(load, modality, item)
+            # It was loaded before.
+            done: Future[Media] = Future()
+            done.set_result(item.given)
+            return done
+
+        return _Loading(fields, {name: [future(name, item) for item in items] for name, items in given.items()})
 
     def _checked(self, data: Any, uuids: Any) -> dict[str, list[GivenMedia]]:
         if not isinstance(data, Mapping):

@@ -15,6 +15,8 @@ from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest, UnsupportedParameter
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
+# Further fields, for models that take images, audio or video.
+MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 # Fields of a prompt of an encoder-decoder model.
 ENCODER_PROMPT, DECODER_PROMPT = "encoder_prompt", "decoder_prompt"
 _NO_ENCODER = "It is for encoder-decoder models, and this model has a decoder only"
@@ -56,12 +58,18 @@ class PromptDict(TypedDict, total=False):
     prompt_token_ids: tokens, used as they are.
     cache_salt: cached prefixes are shared only among requests of the same salt.
     parts: data for plugins' features, by name: a `Part`, or its fields as plain data.
+    multi_modal_data: images, audio and videos, by modality: an item or a list of items; the prompt has a placeholder
+        for each.
+    mm_processor_kwargs: options of the processor of these. multi_modal_uuids: names of the items, for caches.
     """
 
     prompt: str
     prompt_token_ids: TokenIds
     cache_salt: str | None
     parts: Mapping[str, Any] | None
+    multi_modal_data: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    multi_modal_uuids: Mapping[str, Any] | None
 
 
 Prompt: TypeAlias = str | TokenIds | PromptDict | TextPair
@@ -79,6 +87,12 @@ def as_list(value: Any) -> list[Any] | None:
     if isinstance(value, (str, bytes, bytearray)):
         return None
     return list(value) if isinstance(value, (Sequence, Iterator, ValuesView)) else None
+
+
+def has_field(prompt: Any, key: str) -> bool:
+    """Whether a prompt has a field that is not empty."""
+    value = prompt.get(key) if isinstance(prompt, Mapping) else None
+    return value is not None and not (isinstance(value, Mapping) and not value)
 
 
 def with_parts(prompt: Prompt, parts: Iterable[Part]) -> Prompt:
@@ -164,9 +178,13 @@ def check_fields(prompt: Mapping[Any, Any]) -> None:
 
     A field of vLLM's raises UnsupportedParameter (an InvalidRequest), which names its feature.
     """
-    if not prompt.keys() <= set(PROMPT_KEYS):
-        for key in vllm.fields_as_ours(prompt, PROMPT_KEYS):
-            if key not in PROMPT_KEYS:
+    for key in MEDIA_KEYS:
+        if has_field(prompt, key):
+            raise UnsupportedParameter(f"The prompt has {key}, and this model takes text. Leave it out.")
+    known = (*PROMPT_KEYS, *MEDIA_KEYS)
+    if not prompt.keys() <= set(known):
+        for key in vllm.fields_as_ours(prompt, known):
+            if key not in known:
                 hint = f" {_HINTS[key]}." if key in _HINTS else ""
                 raise InvalidRequest(f"The prompt has a field {shown(key)}.{hint} Allowed: {', '.join(PROMPT_KEYS)}.")
     if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:

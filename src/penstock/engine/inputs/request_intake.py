@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from penstock.contract import PoolingParams, SamplingParams
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.input_processor import AcceptedRequest, InputProcessor
-from penstock.engine.inputs.prompts import Prompt
+from penstock.engine.inputs.prompts import Prompt, PromptDict
 from penstock.errors import InvalidParameter
 
 _Result = TypeVar("_Result")
@@ -44,9 +44,10 @@ class RequestIntake:
         is_quick = self._processor.is_quick(prompt, params)
         # The seed follows the order of arrival, not the timing of the threads.
         number = None if is_quick else self._processor.take_number()
+        loaded = await self._processor.media_intake.load_async(prompt)
 
         def work() -> AcceptedRequest:
-            return self._processor.process(prompt, params, request_id=name, priority=priority, number=number)
+            return self._processor.process(loaded, params, request_id=name, priority=priority, number=number)
 
         return work() if is_quick else await self.in_thread(work)
 
@@ -56,6 +57,13 @@ class RequestIntake:
             return self._processor.encode_part(part, is_first)
         return await self.in_thread(lambda: self._processor.encode_part(part, is_first))
 
+    async def encode_media_prompt(self, prompt: PromptDict, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise a text with media; raises what `InputProcessor.encode_media_prompt` and `MediaIntake.load` do."""
+        loaded: Any = await self._processor.media_intake.load_async(prompt)
+        return await self.in_thread(
+            lambda: self._processor.encode_media_prompt(loaded, add_special_tokens=add_special_tokens)
+        )
+
     async def in_thread(self, work: Callable[[], _Result]) -> _Result:
         """Result of work that would block the event loop."""
         self._check_running()
@@ -63,6 +71,7 @@ class RequestIntake:
 
     def shutdown(self) -> None:
         """End the threads after their current work, without waiting."""
+        self._processor.media_intake.shutdown()
         self._threads.shutdown(wait=False)
 
 

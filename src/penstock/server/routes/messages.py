@@ -41,5 +41,5 @@ async def count_tokens(request: CountTokensRequest, http: Request) -> Response:
     chat, names = chat_request(request, has_reasoning=model.options.reasoning_parser is not None)
     with refusals(type(request).model_fields, names):
         prompt = await asyncio.to_thread(render_request, model, chat)
-        token_ids = await model.engine.tokenize(str(prompt["prompt"]), add_special_tokens=False)
+        token_ids = await model.engine.tokenize(prompt, add_special_tokens=False)
     return json_response({"input_tokens": len(token_ids)})

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.checkpoints.json_file import read_json_object
+from penstock.engine.inputs.prompts import PromptDict
 from penstock.errors import TokenizerError
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response, refusals
@@ -30,13 +31,13 @@ async def tokenize(request: TokenizeRequest, http: Request) -> Response:
     """Token ids of a text or of a conversation, as a request with it would have them."""
     model = await served_model(http).named(request.model)
     with refusals(request.model_fields_set):
-        text, adds_special = request.prompt, True
+        prompt: str | PromptDict = request.prompt or ""
+        adds_special = request.messages is None
         if request.messages is not None:
             prompt = await asyncio.to_thread(render, model, request.messages, request, request.tools, {})
-            text, adds_special = str(prompt["prompt"]), False
         if request.add_special_tokens is not None:
             adds_special = request.add_special_tokens
-        token_ids = await model.engine.tokenize(text or "", add_special_tokens=adds_special)
+        token_ids = await model.engine.tokenize(prompt, add_special_tokens=adds_special)
     texts = await model.token_texts(token_ids) if request.return_token_strs else None
     body = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids, "token_strs": texts}
     return json_response(body)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from penstock.config.multimodal import MultimodalConfig
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia, InvalidRequest
 from penstock.features.multimodal.inputs.audio import audio_of, decode_audio
@@ -25,6 +26,13 @@ class MediaLoader:
     def __init__(self, sources: MediaSources | None = None, options: MediaOptions | None = None) -> None:
         self._sources = sources or MediaSources()
         self._options = options or MediaOptions()
+
+    @classmethod
+    def of(cls, config: MultimodalConfig) -> Self:
+        """Loader with the options of an engine. Raises ConfigError for a wrong one."""
+        sources = MediaSources(config.allowed_local_media_path, config.allowed_media_domains)
+        given: Any = config.media_io_kwargs
+        return cls(sources, MediaOptions.read(given))
 
     def load(self, modality: str, given: Any, name: str, *, detail: str | None = None) -> Media:
         """Load an item.
