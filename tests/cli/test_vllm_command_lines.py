@@ -75,12 +75,18 @@ SERVE: dict[str, dict[str, Any]] = {
     "vllm serve demo --enable-lora --lora-target-modules q_proj v_proj": {"lora_target_modules": ["q_proj", "v_proj"]},
     "vllm serve demo --config CONFIG": {"max_model_len": 512, "served_model_name": ("a", "b")},
     "vllm serve demo --api-server-count 2 --data-parallel-size 2": {"data_parallel_size": 2},
-    """vllm serve demo --limit-mm-per-prompt '{"image": 0}' --no-enable-expert-parallel""": {},
+    """vllm serve demo --limit-mm-per-prompt '{"image": 0}' --no-enable-expert-parallel""": {
+        "limit_mm_per_prompt": {"image": 0}
+    },
+    "vllm serve demo --allowed-media-domains a.org b.org --port 80": {"allowed_media_domains": ["a.org", "b.org"]},
+    """vllm serve demo --allowed-local-media-path /tmp --media-io-kwargs '{"video": {"num_frames": 8}}'""": {
+        "allowed_local_media_path": "/tmp",
+        "media_io_kwargs": {"video": {"num_frames": 8}},
+    },
     "vllm serve demo --enable-server-load-tracking --disable-uvicorn-access-log --swap-space 4": {},
 }
 
 REFUSED = {
-    """vllm serve demo --limit-mm-per-prompt '{"image": 2}'""": "images, audio and video",
     """vllm serve demo --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'""": "KV transfer",
     "vllm serve demo --enable-sleep-mode": "sleep mode",
     "vllm serve demo --data-parallel-size 4 --data-parallel-address 10.0.0.1": "several nodes",
@@ -88,7 +94,6 @@ REFUSED = {
     "vllm serve demo --enable-expert-parallel": "expert parallelism",
     "vllm serve demo --tokenizer-mode mistral": "other tokenizers",
     "vllm serve demo --middleware first.module second.module": "further options of vLLM's server",
-    "vllm serve demo --allowed-media-domains a.org b.org --port 80": "images, audio and video",
     "vllm serve demo --port 80 81": "unexpected extra argument",
     "vllm serve demo --headless": "further options of vLLM's server",
     "vllm serve demo --chat-template-content-format zebra": "Allowed: auto, string, openai",

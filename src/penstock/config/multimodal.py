@@ -42,7 +42,7 @@ class MultimodalConfig:
         cache_gb = self.mm_processor_cache_gb
         if not isinstance(cache_gb, (int, float)) or isinstance(cache_gb, bool) or not 0 <= cache_gb <= _MAX_CACHE_GB:
             raise ConfigError(f"mm_processor_cache_gb={cache_gb!r} is not valid. Allowed: 0 to {_MAX_CACHE_GB:,}.")
-        object.__setattr__(self, "media_io_kwargs", _read("media_io_kwargs", self.media_io_kwargs))
+        object.__setattr__(self, "media_io_kwargs", _read("media_io_kwargs", self.media_io_kwargs) or None)
         domains = self.allowed_media_domains
         domains = [domains] if isinstance(domains, str) else domains
         if domains is not None and not all(isinstance(domain, str) for domain in domains):

@@ -79,6 +79,7 @@ _CONTENTS = (
     "instructions",
     "tools",
     "documents",
+    "images",
     "query",
     "text_1",
     "text_2",

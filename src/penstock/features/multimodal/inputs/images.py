@@ -64,12 +64,18 @@ def _upright_rgb(image: Image.Image, options: ImageOptions) -> Image.Image:
         # Gray of 16 bits, which PIL itself would clip.
         values = np.clip(np.asarray(image), 0, 0xFFFF)
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
+    if _has_alpha(image):
         seen = image.convert("RGBA")
         behind = Image.new("RGB", seen.size, options.rgba_background_color)
         behind.paste(seen, mask=seen.getchannel("A"))
         return behind
     return image.convert("RGB")
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    if image.mode == "P" and image.palette is not None and image.palette.mode.endswith("A"):
+        return True
+    return image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
 
 
 def _pixels(given: Any) -> NDArray[np.uint8]:
@@ -82,7 +88,7 @@ def _pixels(given: Any) -> NDArray[np.uint8]:
         values = values.transpose(1, 2, 0)
     if values.ndim == 3 and values.shape[-1] == 1:
         values = values[..., 0]
-    if values.ndim == 2 or (values.ndim == 3 and values.shape[-1] in _CHANNELS):
+    if values.size and (values.ndim == 2 or (values.ndim == 3 and values.shape[-1] in _CHANNELS)):
         if values.dtype == np.uint8:
             return np.ascontiguousarray(values)
         if values.dtype.kind == "f" and bool(((values >= 0) & (values <= 1)).all()):
