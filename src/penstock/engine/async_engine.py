@@ -42,6 +42,7 @@ from penstock.executor.processes import refuse_at_exit
 from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.methods import AsyncAdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
+from penstock.features.multimodal.inputs.media import DATA
 from penstock.observability.logging import configure_logging
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.worker.capabilities import check_async_engine
@@ -348,7 +349,7 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         """
         text = prompt if isinstance(prompt, str) else str(prompt["prompt"])
         check_text(text, self.request_limits)
-        if not isinstance(prompt, str) and has_field(prompt, "multi_modal_data"):
+        if not isinstance(prompt, str) and has_field(prompt, DATA):
             return await self._intake.encode_media_prompt(prompt, add_special_tokens=add_special_tokens)
         if len(text) < self._tokenizer.quick_characters:
             return self._tokenizer.encode(text, add_special_tokens)

@@ -220,6 +220,12 @@ def test_one_item_or_several_are_told_apart(data: Any, expected: dict[str, int])
     assert counts(intake().load(prompt)) == counts(asyncio.run(intake().load_async(prompt))) == expected
 
 
+def test_one_name_of_one_item_is_a_list_of_names() -> None:
+    prompt: Any = {"prompt": "x", "multi_modal_data": {"image": PICTURE}, "multi_modal_uuids": {"image": "abc"}}
+    loaded: Any = intake().load(prompt)
+    assert loaded["multi_modal_uuids"] == {"image": ["abc"]}
+
+
 def test_a_prompt_without_media_is_returned_as_it_is() -> None:
     for prompt in ("text", [1, 2], {"prompt": "x"}, {"prompt": "x", "multi_modal_data": None}):
         given: Any = prompt

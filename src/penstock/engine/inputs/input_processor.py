@@ -39,7 +39,7 @@ from penstock.engine.inputs.source_prompts import SourcePrompts
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.decode import MediaLoader
-from penstock.features.multimodal.inputs.media import AUDIO
+from penstock.features.multimodal.inputs.media import AUDIO, DATA
 from penstock.features.multimodal.inputs.request_media import RequestMedia
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 
@@ -229,7 +229,7 @@ class InputProcessor:
 
     def is_quick(self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams) -> bool:
         """Whether `process` takes no more than a few milliseconds."""
-        if has_field(prompt, "multi_modal_data") or (self._sources is not None and isinstance(prompt, Mapping)):
+        if has_field(prompt, DATA) or (self._sources is not None and isinstance(prompt, Mapping)):
             return False
         return _size_of(prompt) < self._tokenizer.quick_characters and _is_small(sampling_params)
 

@@ -13,7 +13,7 @@ from penstock.engine.inputs.prompts import Prompt, as_list, has_field
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.content_parts import GivenMedia
 from penstock.features.multimodal.inputs.decode import MediaLoader
-from penstock.features.multimodal.inputs.media import AUDIO, IMAGE, VIDEO, Media
+from penstock.features.multimodal.inputs.media import AUDIO, DATA, IMAGE, UUIDS, VIDEO, Media
 
 _NUM_THREADS = 8
 # Decoded media of one prompt.
@@ -21,10 +21,11 @@ _MAX_BYTES = 2 << 30
 
 
 class _Loading(NamedTuple):
-    """Items of a prompt that are being loaded, by modality."""
+    """Items of a prompt that are being loaded, and their names, by modality."""
 
     prompt: Mapping[str, Any]
     futures: dict[str, list[Future[Media]]]
+    uuids: dict[str, list[str | None]]
 
     @property
     def all(self) -> list[Future[Media]]:
@@ -37,7 +38,7 @@ class _Loading(NamedTuple):
     def loaded(self) -> Prompt:
         """The prompt with the items, when all are there."""
         media = {modality: [future.result() for future in futures] for modality, futures in self.futures.items()}
-        return cast("Prompt", {**self.prompt, "multi_modal_data": media})
+        return cast("Prompt", {**self.prompt, DATA: media, **({UUIDS: self.uuids} if self.uuids else {})})
 
 
 class MediaIntake:
@@ -79,10 +80,11 @@ class MediaIntake:
 
     def _begin(self, prompt: Prompt) -> _Loading | None:
         """Begin to load the media of a prompt; None for one without. Raises InvalidRequest for a wrong number."""
-        if not has_field(prompt, "multi_modal_data"):
+        if not has_field(prompt, DATA):
             return None
         fields: Any = prompt
-        given = self._checked(fields["multi_modal_data"], fields.get("multi_modal_uuids"))
+        given = self._checked(fields[DATA])
+        uuids = _uuids(fields.get(UUIDS), {modality: len(items) for modality, items in given.items()})
         budget = _Budget()
 
         def load(modality: str, item: GivenMedia) -> Media:
@@ -99,9 +101,9 @@ class MediaIntake:
             done.set_result(item.given)
             return done
 
-        return _Loading(fields, {name: [future(name, item) for item in items] for name, items in given.items()})
+        return _Loading(fields, {name: [future(name, item) for item in items] for name, items in given.items()}, uuids)
 
-    def _checked(self, data: Any, uuids: Any) -> dict[str, list[GivenMedia]]:
+    def _checked(self, data: Any) -> dict[str, list[GivenMedia]]:
         if not isinstance(data, Mapping):
             raise InvalidRequest(
                 f"multi_modal_data={shown(data)} is not valid. Allowed: a dictionary of lists by modality."
@@ -125,7 +127,6 @@ class MediaIntake:
                 item if isinstance(item, GivenMedia) else GivenMedia(item, f"multi_modal_data.{modality}[{number}]")
                 for number, item in enumerate(listed)
             ]
-        _check_uuids(uuids, {modality: len(items) for modality, items in checked.items()})
         return checked
 
 
@@ -167,14 +168,16 @@ def _is_frame(item: Any) -> bool:
     return getattr(item, "ndim", None) in (2, 3) or callable(getattr(item, "getchannel", None))
 
 
-def _check_uuids(uuids: Any, counts: Mapping[str, int]) -> None:
-    if uuids is None:
-        return
-    for modality, given in uuids.items() if isinstance(uuids, Mapping) else [("", uuids)]:
-        listed = [given] if isinstance(given, str) else as_list(given)
+def _uuids(given: Any, counts: Mapping[str, int]) -> dict[str, list[str | None]]:
+    """Names of items, a list per modality. Raises InvalidRequest for other numbers than of items."""
+    uuids = {}
+    for modality, names in given.items() if isinstance(given, Mapping) else [] if given is None else [("", given)]:
+        listed = [names] if isinstance(names, str) else as_list(names)
         count = counts.get(modality, 0)
-        if listed is None or len(listed) != count or not all(one is None or isinstance(one, str) for one in listed):
+        if listed is None or len(listed) != count or not all(name is None or isinstance(name, str) for name in listed):
             raise InvalidRequest(
-                f"multi_modal_uuids={shown(uuids)} is not valid. Allowed: a dictionary of lists by modality, with a "
-                f"text or None for each item: {dict(counts)}."
+                f"{UUIDS}={shown(given)} is not valid. Allowed: a dictionary of lists by modality, with a text or None "
+                f"for each item: {dict(counts)}."
             )
+        uuids[modality] = listed
+    return uuids

@@ -13,10 +13,9 @@ from penstock.contract import Part, Parts
 from penstock.contract.feature import feature_of_part
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.inputs.media import MEDIA_KEYS
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
-# Further fields, for models that take images, audio or video.
-MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 # Fields of a prompt of an encoder-decoder model.
 ENCODER_PROMPT, DECODER_PROMPT = "encoder_prompt", "decoder_prompt"
 _NO_ENCODER = "It is for encoder-decoder models, and this model has a decoder only"

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.prompts import PromptDict, RenderedText, has_field
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
+from penstock.features.multimodal.inputs.media import DATA
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import ApiError, json_response, refusals
@@ -84,7 +85,7 @@ async def _rendered(
         message = "return_hidden_states is not available: the answers of /inference/v1/generate have no hidden states."
         raise ApiError(400, message, param="return_hidden_states")
     prompt: Any = submission.prompt
-    if has_field(prompt, "multi_modal_data"):
+    if has_field(prompt, DATA):
         raise ApiError(400, "Images, audio and video are not available: /inference/v1/generate takes tokens alone.")
     token_ids = prompt.get("prompt_token_ids")
     if token_ids is None:

@@ -18,6 +18,8 @@ from penstock.errors import ConfigError, InvalidMedia, UnsupportedParameter
 
 Samples: TypeAlias = NDArray[np.float32]
 Frames: TypeAlias = NDArray[np.uint8]
+# Fields of a prompt with media.
+DATA, OPTIONS, UUIDS = MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 # Options of which -1 is no limit.
 _UNLIMITED = ("num_frames", "fps")
 IMAGE, AUDIO, VIDEO = MODALITIES = ("image", "audio", "video")

@@ -10,13 +10,11 @@ from penstock.config.multimodal import MultimodalConfig
 from penstock.contract import Parts
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
+from penstock.features.multimodal.inputs.media import DATA, MEDIA_KEYS, OPTIONS, UUIDS
 from penstock.features.multimodal.inputs.placeholders import PlacedItem, Placeholders
 from penstock.features.multimodal.inputs.processor import MediaProcessor
 from penstock.text.tokenizer import Tokenizer
 
-# Fields of a prompt with media.
-DATA, OPTIONS, UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
-MEDIA_KEYS = (DATA, OPTIONS, UUIDS)
 _GIB = 1 << 30
 
 
