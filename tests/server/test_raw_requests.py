@@ -93,6 +93,24 @@ def test_a_body_that_is_too_large_is_not_read(server: Served, chunked: bool) -> 
         if chunked:
             sock.sendall(b"%x\r\n" % (LIMIT + 1) + b" " * (LIMIT + 1) + b"\r\n")
         answer = b""
+        while b"request_too_large" not in answer and (data := sock.recv(65536)):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"request_too_large" in answer
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_before_it_reads_gets_the_refusal(server: Served, chunked: bool) -> None:
+    piece, num_pieces = b"x" * 1_000_000, 40
+    size = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {num_pieces * len(piece)}"
+    kind = "Content-Type: application/json"
+    with server.connect() as sock:
+        sock.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{kind}\r\n{size}\r\n\r\n".encode())
+        for _ in range(num_pieces):
+            sock.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+        if chunked:
+            sock.sendall(b"0\r\n\r\n")
+        answer = b""
         while data := sock.recv(65536):
             answer += data
     assert answer.startswith(b"HTTP/1.1 413 ")

@@ -22,7 +22,7 @@ from penstock.server.batches.store import BatchStore
 from penstock.server.http.body import body_model
 from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
 from penstock.server.http.errors import ApiError, api_error
-from penstock.server.http.guards import ApiKeys, BodyLimits
+from penstock.server.http.guards import ApiKeys, BodyLimits, UnreadBodies
 from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
 from penstock.server.ollama import routes as ollama
@@ -102,6 +102,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
         max_open_bytes=options.max_open_request_bytes,
         timeout_s=options.request_read_timeout_s,
     )
+    app.add_middleware(UnreadBodies, timeout_s=options.request_read_timeout_s)
     app.add_middleware(ApiKeys, keys=options.api_keys, admin_key=options.admin_api_key)
     if options.allowed_origins:
         app.add_middleware(

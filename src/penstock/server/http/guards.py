@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -18,6 +19,9 @@ _PAGE = "/"
 PUBLIC_PATHS = frozenset((_PAGE, "/health", "/ready", "/ping", "/version", "/metrics"))
 _KEY_HEADER = "x-api-key"
 _RETRY_AFTER_S = 2
+# Bounds of what is discarded of a refused body, and of the wait for more of it.
+_MOST_DISCARDED_BYTES = 1 << 28
+_DISCARD_IDLE_S = 2.0
 # Largest body that is as small as what the server reads ahead of a connection.
 _SMALL_BYTES = 1 << 16
 ADMIN_PATHS = frozenset(
@@ -161,6 +165,56 @@ class BodyLimits:
         )
         headers = {"Connection": "close", "Retry-After": str(_RETRY_AFTER_S)}
         return ApiError(429, message, code="overloaded", headers=headers)
+
+
+class UnreadBodies:
+    """Discard of what is left of a body after a response that closes the connection.
+
+    A connection that is closed before is reset by what arrives then, and a client that sends all before it reads gets
+    no response. Bounds: `timeout_s` from the request's begin, bytes, and the wait for more.
+    """
+
+    def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        is_whole = closes = is_held = False
+
+        async def watched_receive() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole = is_whole or not message.get("more_body", False)
+            return message
+
+        async def held_send(message: Message) -> None:
+            nonlocal closes, is_held
+            if message["type"] == "http.response.start":
+                closes = Headers(raw=message.get("headers", [])).get("Connection") == "close"
+            elif closes and not is_whole and not message.get("more_body", False):
+                is_held, message = True, {**message, "more_body": True}
+            await send(message)
+
+        await self._app(scope, watched_receive, held_send)
+        if is_held:
+            await _discard(receive, deadline)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive, deadline: float) -> None:
+    """Take what is left of a body, within bounds."""
+    left, loop = _MOST_DISCARDED_BYTES, asyncio.get_running_loop()
+    with suppress(TimeoutError):
+        while left > 0:
+            async with asyncio.timeout_at(min(deadline, loop.time() + _DISCARD_IDLE_S)):
+                message = await receive()
+            if not message.get("more_body", False):
+                return
+            left -= len(message["body"])
 
 
 def request_read_timeout(timeout_s: float) -> ApiError:
