@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from core.plugins import assert_equal
 from penstock.contract import CrossAttentionSpec, Parts, RpcCall
+from penstock.device.tensor_memory import TensorMemory
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.features.encoder_decoder.messages import SourcePart
@@ -21,6 +23,7 @@ from support.encoder_decoders import (
     FAMILIES,
     START,
     Asked,
+    AskedOfAudio,
     asked_of,
     assert_as_the_oracle,
     run,
@@ -119,6 +122,19 @@ def test_the_decoder_is_one_program(family: str, tmp_path: Path) -> None:
         return {program.num_segments for program in recorded if program is not None}
 
     assert core.collective_rpc(RpcCall(segments)) == [{1}]
+    core.close()
+
+
+@pytest.mark.one_path(reason="the encoder runs layer by layer in either case")
+@pytest.mark.parametrize("family", ["bart", "t5", "umt5", "whisper"])
+def test_the_plan_has_room_for_the_longest_source(family: str, tmp_path: Path) -> None:
+    core = make_core(write_encoder_decoder(tmp_path, family, d_model=128), **OPTIONS)
+    encoder = encoder_of(core)
+    plan = core.collective_rpc(RpcCall("determine_available_memory"))[0]
+    part = AskedOfAudio(torch.randn(20, 60)).part() if family == "whisper" else Asked([5] * 64).part()
+    with TensorMemory() as memory:
+        encoder._encode(part)
+    assert memory.peak_bytes <= plan["encoder_decoder"] <= 4 * memory.peak_bytes
     core.close()
 
 

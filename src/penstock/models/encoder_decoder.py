@@ -95,12 +95,14 @@ class EncoderDecoder(CausalLM):
     """Decoder with its LM head, and the encoder beside it.
 
     sources: lengths of the requests' sources. first_position: row of the first token among the decoder's positions.
-    shared: embedding of both sides. embedding_name, head_name: of its weight, and of the LM head, in checkpoints.
+    shared: embedding of both sides. encoder_heads: heads of the encoder whose scores are in memory at once; 0 for none.
+    embedding_name, head_name: of its weight, and of the LM head, in checkpoints.
     """
 
     embedding_name: ClassVar[str] = "model.shared.weight"
     head_name: ClassVar[str] = "lm_head"
     first_position = 0
+    encoder_heads = 0
     unrotated: Tensor
 
     def __init__(self, max_source_positions: int, shared: VocabEmbedding, lm_head: LMHead) -> None:

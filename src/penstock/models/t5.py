@@ -213,6 +213,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         head = LMHead(config.vocab_size, config.hidden_size, parallel=parallel, tied_to=tied_to)
         super().__init__(config.num_positions, shared, head)
         self.config = config
+        self.encoder_heads = config.num_heads
         self.encoder = T5Stack("encoder.", config, config.num_encoder_layers, parallel, None)
         self.decoder = T5Stack("decoder.", config, config.num_decoder_layers, parallel, self.sources)
 

@@ -44,5 +44,6 @@ class SourceScheduling(SchedulerFeature):
     def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
         """Whether the step's encoder has room for the request's source."""
         begun = sum(one.source_length for one in in_step if one.req_id not in self._running)
-        budget = self._services.config.scheduler.max_num_batched_tokens
+        config = self._services.config
+        budget = config.multimodal.max_num_encoder_input_tokens or config.scheduler.max_num_batched_tokens
         return not begun or begun + request.source_length <= budget
