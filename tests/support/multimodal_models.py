@@ -129,6 +129,7 @@ SPECIAL_TOKENS = {
     VOCAB_SIZE - 5: "<fake_token_around_image>",
     VOCAB_SIZE - 6: "<global-img>",
     VOCAB_SIZE - 7: "<row_1_col_1>",
+    VOCAB_SIZE - 8: "[IMG_BREAK]",
 }
 _NAMED_TOKENS = {
     "image_token": "<image>",
@@ -188,6 +189,15 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
         "processor_config": {"image_seq_length": 4},
     },
 }
+PROCESSORS["mistral3"] = {
+    "preprocessor_config": {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}},
+    "processor_config": {
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "image_token": "<image>",
+        "image_end_token": "<vision_end>",
+    },
+}
 PROCESSORS["qwen2.5-vl"] = PROCESSORS["qwen2-vl"]
 # Text in the place of an image.
 PLACEHOLDERS = dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl"), "<vision_start> <image> <vision_end>")
@@ -226,6 +236,11 @@ def save_multimodal(folder: Path, name: str, **text: Any) -> PreTrainedModel:
     model = tiny_multimodal_model(name, **text)
     save_checkpoint(model, folder)
     save_tokenizer(folder)
+    write_processor(folder, name)
+    return model
+
+
+def write_processor(folder: Path, name: str) -> None:
+    """Write the files of a family's processor."""
     for file, content in PROCESSORS[name].items():
         (folder / f"{file}.json").write_text(json.dumps(content))
-    return model

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
 from penstock.features.multimodal.inputs.audio import resampled
 from penstock.features.multimodal.inputs.media import Media
+from penstock.features.multimodal.inputs.processors.pixtral import PixtralProcessor
 
 logger = logging.getLogger(__name__)
 # Results of a processor that belong to the text.
@@ -29,6 +30,17 @@ _READERS = {
     "audio": ("feature_extractor", "audio_processor"),
     "video": ("video_processor",),
 }
+
+
+class _OwnProcessor(NamedTuple):
+    """A processor that is not Transformers'. parts: those of a model's folder that it is made of."""
+
+    make: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
+    parts: tuple[str, ...]
+
+
+# By the name of the class of Transformers that it takes the place of.
+_OWN = {"PixtralProcessor": _OwnProcessor(PixtralProcessor, ("image_processor", "tokenizer"))}
 
 
 class ProcessedItem(NamedTuple):
@@ -158,17 +170,20 @@ def read_processor(folder: Path, model_type: str) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = PROCESSOR_MAPPING_NAMES.get(model_type)
+    own = _OWN.get(str(name))
     processor_class = None if name is None else getattr(transformers, name, None)
     if processor_class is None:
         raise ModelError(f"Transformers {transformers.__version__} has no processor for model_type={model_type!r}.")
-    made: Any = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": _unchecked})
     try:
+        if own is not None:
+            fields, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
+            return own.make({part: _read_part(folder, part) for part in own.parts}, fields)
+        made: Any = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": _unchecked})
         fields, _ = made.get_processor_dict(folder, local_files_only=True)
-        parts = [_read_part(folder, part) for part in made.get_attributes()]
-        return made.from_args_and_dict(parts, fields)
+        return made.from_args_and_dict([_read_part(folder, part) for part in made.get_attributes()], fields)
     except Exception as error:  # damaged files raise anything
         raise ModelError(
-            f"The processor of {folder.name} ({processor_class.__name__}) cannot be read: {error} It needs "
+            f"The processor of {folder.name} ({name}) cannot be read: {error} It needs "
             "preprocessor_config.json or processor_config.json, and the tokenizer's files."
         ) from error
 
