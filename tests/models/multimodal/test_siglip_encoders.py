@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
+from penstock.kernels.native import NATIVE
 from penstock.layers.quantization.method import choose_method
 from penstock.models.multimodal import vision_layers
 from support.media_encoders import TEXT, assert_names_are_complete, encoder_of, random_model
 
+of_native_kernels = pytest.mark.skipif(NATIVE is None, reason="rows of torch's products depend on each other")
 _VISION = {
     "hidden_size": 48,
     "intermediate_size": 72,
@@ -93,6 +95,7 @@ def test_published_names_load_too(make: Any, tmp_path: Path) -> None:
     assert_names_are_complete(make(), tmp_path)
 
 
+@of_native_kernels
 def test_a_tile_has_the_same_bits_alone_and_among_others() -> None:
     pixels = images(1, 7, 3, 32, 32)
     encoder = encoder_of(idefics())
@@ -102,6 +105,7 @@ def test_a_tile_has_the_same_bits_alone_and_among_others() -> None:
         assert torch.equal(alone, together[tile])
 
 
+@of_native_kernels
 def test_tiles_that_are_encoded_some_at_a_time_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     of_tiles, of_crops = {"pixel_values": images(1, 5, 3, 32, 32)}, {"pixel_values": images(3, 3, 32, 32)}
     encoders = [(encoder_of(idefics()), of_tiles), (encoder_of(gemma3()), of_crops)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from penstock.attention import NO_CONTEXT, AttentionStep, LayerAttention, Projec
 from penstock.attention.whole_texts import WholeTextsBackend
 from penstock.errors import ModelError
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, Activation, quick_gelu
+from penstock.kernels.native import NATIVE
 from penstock.kernels.rotary import Rotation, gather_rotation, rotary_table
 from penstock.kernels.rows import sum_rows
 from penstock.layers.linear import LinearLayer
@@ -159,14 +161,25 @@ class Segments:
     def __init__(self, lengths: np.ndarray, device: torch.device, is_visible_NS: Tensor | None = None) -> None:
         starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         tensors = [torch.from_numpy(values).to(device) for values in (starts, lengths.astype(np.int32))]
-        geometry = SequenceGeometry(tensors[0], starts, tensors[1], int(starts[-1]), len(lengths), int(lengths.max()))
+        self.longest = int(lengths.max())
+        geometry = SequenceGeometry(tensors[0], starts, tensors[1], int(starts[-1]), len(lengths), self.longest)
         self.metadata = WholeTextsBackend().make_metadata(geometry)
         self.is_visible_NS = is_visible_NS
+        self.are_equal = bool((lengths == self.longest).all())
+        self._lengths, self._starts, self._device = lengths, starts, device
 
     @classmethod
     def equal(cls, num_runs: int, length: int, device: torch.device) -> Segments:
         """Runs of one length."""
         return cls(np.full(num_runs, length), device)
+
+    @cached_property
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs padded to the longest: the token at each place, [N, S]; whether there is one; and each token's place."""
+        offsets, lengths = np.arange(self.longest), self._lengths[:, None]
+        tokens = self._starts[:-1, None] + np.minimum(offsets, lengths - 1)
+        is_token = offsets < lengths
+        return tuple(torch.from_numpy(x).to(self._device) for x in (tokens, is_token, np.flatnonzero(is_token)))  # type: ignore[return-value]
 
 
 class AxialRotary(nn.Module):
@@ -271,20 +284,31 @@ class VisionAttention(nn.Module):
         self._backend = WholeTextsBackend()
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation | None, segments: Segments) -> Tensor:
-        rows = Projection(self.qkv_proj(hidden_TD, NO_CONTEXT), self.norm, rotation)
-        if segments.is_visible_NS is None:
+        qkv_TX = self.qkv_proj(hidden_TD, NO_CONTEXT)
+        if self.norm is not None:
+            query_key_THD = qkv_TX[:, : 2 * hidden_TD.shape[1]].unflatten(-1, (-1, self._layer.head_size))
+            query_key_THD.copy_(self.norm(query_key_THD))
+        rows = Projection(qkv_TX, None, rotation)
+        if NATIVE is not None and NATIVE.runs(qkv_TX) and segments.is_visible_NS is None:
             mixed_TX = self._backend.run(AttentionStep(self._layer, rows, _NO_CACHE, segments.metadata))
         else:
-            mixed_TX = _attend_visible(self._layer, rows, segments.is_visible_NS)
+            mixed_TX = _attend_by_torch(self._layer, rows, segments)
         return self.o_proj(mixed_TX, NO_CONTEXT)  # type: ignore[no-any-return]
 
 
-def _attend_visible(layer: LayerAttention, rows: Projection, is_visible_NS: Tensor) -> Tensor:
-    """Attention of the tokens of each of N runs to the visible ones: [T, X]."""
-    num_runs, length = is_visible_NS.shape
-    query, key, value = (x_THD.unflatten(0, (num_runs, length)).transpose(1, 2) for x_THD in rows.heads(layer))
-    mixed = F.scaled_dot_product_attention(query, key, value, is_visible_NS[:, None, None], scale=layer.scale)
-    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+def _attend_by_torch(layer: LayerAttention, rows: Projection, segments: Segments) -> Tensor:
+    """Attention among the tokens of all runs in one call: [T, X]."""
+    mask_NS = segments.is_visible_NS
+    if segments.are_equal:
+        runs_NSHD = [x_THD.unflatten(0, (-1, segments.longest)) for x_THD in rows.heads(layer)]
+    else:
+        tokens_NS, mask_NS, places_T = segments.padded
+        runs_NSHD = [x_THD[tokens_NS] for x_THD in rows.heads(layer)]
+    query, key, value = (x_NSHD.transpose(1, 2) for x_NSHD in runs_NSHD)
+    mask = None if mask_NS is None else mask_NS[:, None, None]
+    mixed = F.scaled_dot_product_attention(query, key, value, mask, scale=layer.scale)
+    mixed_TX = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+    return mixed_TX if segments.are_equal else mixed_TX.index_select(0, places_T)
 
 
 class LayerScales(nn.Module):
