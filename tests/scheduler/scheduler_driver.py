@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from scheduler_fakes import EOS, Block, FakeWorker, cache_config, guess, pooled_vector, undisturbed
@@ -13,6 +13,7 @@ from scheduler_fakes import EOS, Block, FakeWorker, cache_config, guess, pooled_
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, SamplingParams, SchedulerOutput, decode, encode
 from penstock.scheduler.draft_budget import Speculation
+from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
@@ -88,6 +89,7 @@ class Driver:
         num_lookahead_tokens: int = 0,
         num_speculative_tokens: int = 0,
         max_concurrent_steps: int = 1,
+        features: Sequence[Callable[[Scheduler], SchedulerFeature]] = (),
     ) -> None:
         self.config = kv_cache_config or cache_config(33)
         self.depth = depth
@@ -110,6 +112,7 @@ class Driver:
             ),
             max_concurrent_steps=max_concurrent_steps,
             tell_ends=self._note,
+            features=features,
         )
         self.max_drafts = max_drafts
         self.pools = pools

@@ -57,6 +57,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Positions of the encoder's output that the request's cross attention reads; 0 without any."""
         return 0
 
+    def of_tokens_from(self, start: int) -> Part:
+        """Return the part for a worker that computes the tokens from start on, without data of earlier ones."""
+        return self
+
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         """Return extra keys of the block of the tokens from start to stop, such as of an image among them.
 
@@ -125,6 +129,10 @@ class Parts(dict[str, Part]):
     def source_length(self) -> int:
         """Positions of the encoder's output."""
         return sum(part.source_length for part in self.values())
+
+    def of_tokens_from(self, start: int) -> Parts:
+        """As `Part.of_tokens_from`, of all parts."""
+        return Parts((name, part.of_tokens_from(start)) for name, part in self.items())
 
     def anon_repr(self) -> str:
         """Describe all parts for logs."""

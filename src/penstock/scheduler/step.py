@@ -129,7 +129,7 @@ class StepBuilder:
             sampling_params=request.sampling_params,
             block_ids=block_ids,
             num_computed_tokens=hit.num_tokens,
-            parts=request.parts,
+            parts=None if request.parts is None else request.parts.of_tokens_from(hit.num_tokens),
             pooling_params=request.pooling_params,
         )
         found = [block for blocks in hit.blocks for block in blocks]

@@ -73,6 +73,10 @@ class MediaPart(Part, frozen=True, kw_only=True):
     feature = "images, audio and video"
     items: list[MediaItem]
 
+    def of_tokens_from(self, start: int) -> MediaPart:
+        items = [item if item.stop > start else msgspec.structs.replace(item, inputs={}) for item in self.items]
+        return MediaPart(items=items)
+
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         inside = (item for item in self.items if item.overlaps(start, stop))
         return tuple(f"{item.key} at {item.start}" for item in inside)

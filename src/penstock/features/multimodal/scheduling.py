@@ -82,11 +82,13 @@ class MediaScheduling(SchedulerFeature):
         config, step = services.config.multimodal, services.config.scheduler.max_num_batched_tokens
         self.cache = EncoderCache(config.cache_rows(step))
         self._budget = min(config.budget(step), self.cache.capacity)
-        self._max_num_tokens = step
+        self._max_num_tokens, self._runs_chunks = step, services.config.scheduler.enable_chunked_prefill
         # Items of running requests that are not taken in whole.
         self._running: dict[str, list[MediaItem]] = {}
         # Keys and rows of the features that the requests of the step being built need to be computed or kept.
         self._planned: dict[str, dict[str, int]] = {}
+        # Whether a request is kept out of that step.
+        self._is_short = False
 
     def request_added(self, request: Request) -> None:
         stop = 0
@@ -98,6 +100,13 @@ class MediaScheduling(SchedulerFeature):
                 )
             self._check_size(item)
             stop = item.stop
+        num_rows = sum({item.key: item.num_rows for item in _items(request)}.values())
+        if num_rows > self._budget and not self._runs_chunks:
+            raise InvalidRequest(
+                f"The prompt's media have {num_rows:,} tokens, which one step computes here. Allowed: up to "
+                f"{self._budget:,} (encoder_cache_size, max_num_encoder_input_tokens). Give fewer of them, or smaller "
+                "ones."
+            )
 
     def _check_size(self, item: MediaItem) -> None:
         if item.num_rows > self._budget:
@@ -118,25 +127,24 @@ class MediaScheduling(SchedulerFeature):
         items = _items(request)
         if not items or items[-1].stop <= start:
             return num_tokens
-        stop, planned = start + num_tokens, {}
-        others: dict[str, int] = {}
+        stop, planned = start + num_tokens, self._planned.setdefault(request.req_id, {})
+        of_step: dict[str, int] = {}
         for one in self._planned.values():
-            others.update(one)
+            of_step.update(one)
         for item in items:
             if not item.overlaps(start, stop):
                 continue
-            if not item.may_cut and item.stop > stop:
+            of_step[item.key] = item.num_rows
+            if (not item.may_cut and item.stop > stop) or not self._fits(of_step):
                 stop = max(start, item.start)
                 break
-            if item.key in others or item.key in planned:
-                continue
             planned[item.key] = item.num_rows
-            if not self._fits({**others, **planned}):
-                del planned[item.key]
-                stop = max(start, item.start)
-                break
-        self._planned[request.req_id] = planned
+        self._is_short |= stop == start
         return stop - start
+
+    def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
+        """Whether no running request waits for room, which new ones might take again and again."""
+        return not self._is_short
 
     def _fits(self, planned: Mapping[str, int]) -> bool:
         """Whether the cache has room for these items and the used ones, and the step's budget for the new ones."""
@@ -146,6 +154,7 @@ class MediaScheduling(SchedulerFeature):
 
     def part_of_step(self, message: SchedulerOutput) -> Part | None:
         self._planned.clear()
+        self._is_short = False
         for req_id in message.preempted_req_ids | message.finished_req_ids:
             self._forget(req_id)
         for new in message.scheduled_new_reqs:
