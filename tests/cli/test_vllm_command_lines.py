@@ -101,6 +101,11 @@ REFUSED = {
     "vllm bench serve --backend vllm --model demo --dataset-name hf": "Allowed: random, sharegpt, custom",
     "vllm bench latency --model demo --profile": "`penstock profile` traces the steps of a model",
     "vllm bench sweep serve": "There is no workload 'sweep'",
+    "vllm serve demo -O5": "Allowed: 0, 1, 2, 3",
+    "vllm serve demo -Ox": "Allowed: 0, 1, 2, 3",
+    "vllm serve --lora-modules a=x b=y": "Write --lora-modules b=y for it",
+    "vllm generate x --lora-modules a=x b=y": "--lora-modules takes one value, and b=y behind it is another.",
+    "vllm generate x --lora-modules=a=x --option c=1 d=2": "Write --option d=2 for it",
     "vllm chat --url http://localhost:8000/v1": "the HTTP server, outside of `penstock serve`",
 }
 

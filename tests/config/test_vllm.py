@@ -40,7 +40,7 @@ def of_kind(kind: str, *, refused: bool) -> list[str]:
 
 def harmless(kind: str, name: str) -> tuple[Any, ...]:
     entry = TABLE.entries[kind].get(name)
-    return (True, 7, ASKS, {"key": 1}) if entry is None else entry.harmless
+    return tuple(TABLE.allowed.get(name, (True, 7, ASKS, {"key": 1}))) if entry is None else entry.harmless
 
 
 def asking(entry: vllm.Entry) -> Any:
@@ -149,7 +149,7 @@ def test_a_flag_of_a_command_means_the_option(name: str, model: str) -> None:
 
 @pytest.mark.parametrize("name", of_kind("options", refused=False))
 def test_a_flag_that_changes_nothing_is_accepted(name: str, model: str) -> None:
-    value = [] if option_is_flag(name) else ["7"]
+    value = [] if option_is_flag(name) else TABLE.allowed.get(name, ["7"])[:1]
     assert create_by_flags(model, f"--{name}", *value) == EngineConfig.create(model)
 
 
@@ -243,6 +243,15 @@ def test_what_is_ignored_is_logged(model: str, caplog: pytest.LogCaptureFixture)
     assert message == "performance_mode='throughput' is an option of vLLM's that has no effect here."
 
 
+@pytest.mark.parametrize("given", [{"optimization_level": 5}, {"optimization_level": "x"}, {"performance_mode": "x"}])
+def test_options_without_an_effect_have_vllms_values_only(model: str, given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"{name}=.* is not valid. Allowed: (0, 1, 2, 3|balanced, )"):
+        EngineConfig.create(model, **given)
+    for value in (0, 3, {"mode": 3}, None):
+        EngineConfig.create(model, optimization_level=value)
+
+
 def test_who_uses_our_own_names_does_not_pay_for_the_table() -> None:
     code = (
         "import sys; from penstock import EngineConfig, SamplingParams; "
@@ -269,7 +278,7 @@ def test_who_uses_our_own_names_does_not_pay_for_the_table() -> None:
         (["--enable-lora=false"], {"enable_lora": False}),
         (["-O3"], {"optimization_level": 3}),
         (["-O", "2"], {"optimization_level": 2}),
-        (["-O.mode=3"], {"optimization_level": ".mode=3"}),
+        (["-O.mode=3"], {"optimization_level": {"mode": 3}}),
         (["-cc.mode=3"], {"compilation_config": {"mode": 3}}),
         (
             ["--hf-overrides.rope_scaling.factor", "4.0", "--hf-overrides.rope_scaling.rope_type=yarn"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ MODEL_WORD = "model_tag"
 _OPTION, _YES, _CONFIG = (f"{ENGINE}{name}" for name in ("option", "yes", "config"))
 # Engine options that the file of `--config` gives by flags that the command does not declare; in `Context.meta`.
 _FROM_FILE = "penstock.from_file"
+# Value of an option such as `--lora-modules NAME=PATH`.
+_PAIR = re.compile(r"[\w.-]*\w=\S+")
 # Flags of commands whose outputs may be constrained.
 _CONSTRAINT_FLAGS = ("--json-schema", "--regex", "--choice", "--grammar")
 
@@ -34,6 +37,7 @@ class EngineCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self._check_second_values(ctx, args)
         unlisted = self._add_unlisted(args)
         path, options = None, list[str]()
         try:
@@ -63,14 +67,28 @@ class EngineCommand(TyperCommand):
         like: dict[str | None, Any] = {one.name: one for one in self.params}
         for arg in args:
             flag, equals, _ = arg.partition("=")
-            # One letter may have its value behind it: -O3.
-            flag = with_dashes(flag) if flag.startswith("--") else arg[:2] if arg[1:2].isupper() else flag
+            if flag.startswith("--"):
+                flag = with_dashes(flag)
+            elif arg[1:2].isupper() and arg[2:3] != ".":
+                # One letter may have its value behind it: -O3.
+                flag = arg[:2]
             if self._parameter(flag) is None and (option := _engine_option(flag)) is not None:
                 unlisted[flag] = option[0], None if equals else option[1]
                 parameter = copy.copy(like[_OPTION if unlisted[flag][1] is None else _YES])
                 parameter.name, parameter.opts, parameter.hidden = flag, [flag], True
                 self.params = [*self.params, parameter]
         return unlisted
+
+    def _check_second_values(self, ctx: Any, args: Sequence[str]) -> None:
+        """Refuse a word that is one more value of the option before it, and would be the prompt or the model."""
+        for before, last, word in zip(["", "", *args], ["", *args], args, strict=False):
+            flag = last.partition("=")[0] if last.startswith("--") and "=" in last else before
+            parameter = self._parameter(flag)
+            if getattr(parameter, "multiple", False) and "=" in (parameter.metavar or "") and _PAIR.fullmatch(word):
+                ctx.fail(
+                    f"{flag} takes one value, and {word} behind it is another. Write {flag} {word} for it; a prompt or "
+                    "a model of this form comes before the option."
+                )
 
     def _parameter(self, flag: str) -> Any:
         """Parameter of a flag; None for a flag that the command does not declare."""

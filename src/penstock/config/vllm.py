@@ -69,6 +69,7 @@ class Entry(NamedTuple):
 class Table(NamedTuple):
     """same, other_names: Penstock's names, by kind of name. values: Penstock's, by option and vLLM's value.
     ignored: names without an effect, by kind ("options", "flags", "parameters", "arguments").
+    allowed: values of ignored options that are checked all the same, as texts, by option.
     lists: options that take several values, by kind ("options").
     modules: names of each module that only vLLM has. homes: of names that penstock itself does not have, as
         "module:name". programs: commands of modules.
@@ -81,6 +82,7 @@ class Table(NamedTuple):
     other_names: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     ignored: Mapping[str, list[str]]
+    allowed: Mapping[str, list[str]]
     lists: Mapping[str, list[str]]
     modules: Mapping[str, list[str]]
     homes: Mapping[str, str]
@@ -133,6 +135,10 @@ def options_as_ours(options: Mapping[str, Any], known: Iterable[str]) -> dict[st
             if own_value is not None:
                 ours[own_name] = own_value
         elif name in ignored:
+            # A dictionary has vLLM's settings of compilation: -O.mode=3.
+            allowed = table().allowed.get(name, [])
+            if value and allowed and not isinstance(value, Mapping) and str(value) not in allowed:
+                raise ConfigError(f"{_said(name, value)} is not valid. Allowed: {', '.join(allowed)}.")
             if value:
                 _log(f"{_said(name, value)} is an option of vLLM's that has no effect here.")
         elif (entry := table().entries["options"].get(name)) is None:

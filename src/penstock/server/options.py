@@ -78,7 +78,7 @@ class ServerOptions:
     """
 
     served_model_name: tuple[str, ...]
-    lora_modules: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME=PATH"})
     api_keys: tuple[str, ...] = field(default=(), metadata={"flag": "--api-key"})
     enable_admin: bool = False
     admin_api_key: str | None = None
