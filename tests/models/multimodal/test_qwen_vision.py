@@ -144,6 +144,7 @@ def test_a_grid_that_does_not_fit_the_patches_is_an_error() -> None:
         ("hidden_act", "mish", r"vision_config\.hidden_act='mish', which Qwen2_5_VLForConditionalGeneration"),
         ("window_size", 4, r"vision_config\.window_size=4, .* Supported: 8 or more"),
         ("hidden_size", 50, r"vision_config\.hidden_size=50, .*multiples of 4 heads"),
+        ("fullatt_block_indexes", "all", r"fullatt_block_indexes='all', .* Supported: a list of indices of layers"),
         ("depth", None, r"vision_config\.depth=None\. It must be a positive integer"),
     ],
 )
@@ -152,3 +153,12 @@ def test_an_unsupported_field_is_named(field: str, value: Any, message: str) -> 
     config["vision_config"] = {**config["vision_config"], field: value}
     with pytest.raises((ModelError, UnsupportedFeature), match=message):
         make_encoder(config, ())
+
+
+def test_a_level_after_the_last_layer_and_a_missing_object_are_named() -> None:
+    config = full_config(model_of("qwen3"))
+    vision = {**config["vision_config"], "deepstack_visual_indexes": [0, 4]}
+    with pytest.raises(UnsupportedFeature, match=r"deepstack_visual_indexes=\[0, 4\], .* of depth=4 layers"):
+        make_encoder({**config, "vision_config": vision}, ())
+    with pytest.raises(ModelError, match=r"vision_config=None\. It must be an object"):
+        make_encoder({**config, "vision_config": None}, ())

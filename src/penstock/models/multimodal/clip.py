@@ -164,6 +164,8 @@ class OneVision(LlavaVision):
         assert isinstance(self.tower, SiglipTower), "onevision() makes no other"
         self._side, self._tile_size = self.tower.side, self.tower.side * self.tower.patch_size
         self._pinpoints = np.array(hf_config["image_grid_pinpoints"])
+        if self._pinpoints.ndim != 2 or self._pinpoints.shape[1] != 2:
+            raise fields.unsupported("image_grid_pinpoints", hf_config["image_grid_pinpoints"], "pairs of sizes")
         ratio = hf_config.get("vision_aspect_ratio") or "anyres_max_9"
         match = re.fullmatch(r"anyres_max_(\d+)", ratio)
         if match is None:

@@ -108,6 +108,14 @@ class Grid:
         return order, np.bincount(window)
 
 
+def _layers(fields: Fields, name: str) -> list[int]:
+    """A list of indices of layers. Raises UnsupportedFeature for another value."""
+    value = fields.hf_config.get(name)
+    if not isinstance(value, list | tuple) or not all(isinstance(layer, int) and layer >= 0 for layer in value):
+        raise fields.unsupported(name, value, "a list of indices of layers")
+    return list(value)
+
+
 class PatchMerger(nn.Module):
     """Projection of merged patches. norms_merged: whether the norm is over merged patches."""
 
@@ -202,7 +210,7 @@ class Qwen25Vision(QwenVision):
         if self._window_side == 0:
             allowed = f"{self.merge_size * patch_size} or more"
             raise fields.unsupported("window_size", fields.hf_config["window_size"], allowed)
-        self._full_layers = frozenset(fields.hf_config["fullatt_block_indexes"])
+        self._full_layers = frozenset(_layers(fields, "fullatt_block_indexes"))
 
     def _encode(self, hidden_TD: Tensor, grid: Grid) -> Tensor:
         order, sizes = grid.windows(self._window_side)
@@ -232,7 +240,9 @@ class Qwen3Vision(QwenVision):
         num_positions = fields.integer("num_position_embeddings")
         self._side = int(num_positions**0.5)
         self.position_embeddings = VocabEmbedding(num_positions, config.hidden_size, parallel=ParallelState())
-        levels = list(fields.hf_config["deepstack_visual_indexes"])
+        levels = _layers(fields, "deepstack_visual_indexes")
+        if not set(levels) <= set(range(self.num_layers)):
+            raise fields.unsupported("deepstack_visual_indexes", levels, f"indices of depth={self.num_layers} layers")
         self.num_levels = len(levels)
         self._wanted = sorted({*(layer + 1 for layer in levels), self.num_layers})
         self._levels = [self._wanted.index(layer + 1) for layer in levels]

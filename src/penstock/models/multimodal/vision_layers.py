@@ -179,7 +179,9 @@ class Segments:
         offsets, lengths = np.arange(self.longest), self._lengths[:, None]
         tokens = self._starts[:-1, None] + np.minimum(offsets, lengths - 1)
         is_token = offsets < lengths
-        return tuple(torch.from_numpy(x).to(self._device) for x in (tokens, is_token, np.flatnonzero(is_token)))  # type: ignore[return-value]
+        arrays = tokens, is_token, np.flatnonzero(is_token)
+        tokens_NS, is_token_NS, places_T = (torch.from_numpy(array).to(self._device) for array in arrays)
+        return tokens_NS, is_token_NS, places_T
 
 
 class AxialRotary(nn.Module):
