@@ -45,6 +45,8 @@ def test_chat_and_beam_search_take_an_adapter(llm: LLM, folder: Path) -> None:
     ]
     for answer, one in zip(answers, (None, adapter), strict=True):
         assert answer.outputs[0].token_ids == tokens(llm, {"prompt_token_ids": answer.prompt_token_ids}, one)
+        said = answer.lora_request
+        assert (said and (said.lora_name, said.lora_int_id, said.lora_path)) == (one and ("mine", 1, str(folder)))
     assert answers[0].outputs[0].token_ids != answers[1].outputs[0].token_ids
     params = BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True)
     (found,) = llm.beam_search(["ROMEO:"], params, lora_request=adapter)

@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.contract import ArrayBytes
 from penstock.features.hidden_states.messages import HiddenStates, OutputHiddenStates
+from penstock.features.lora.request import LoRARequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 
@@ -120,6 +121,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     pooled_data: pooled hidden states of the prompt, from an engine that pools; the outputs have no tokens then.
     error: why the request failed, when an output's finish_reason is "error"; the output so far is kept.
     is_invalid: whether the request itself is the cause of its error, such as a JSON schema that nothing satisfies.
+    lora_request: its adapter, without weights from memory; None for the model itself.
     """
 
     request_id: str
@@ -133,6 +135,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     error: str | None = None
     is_invalid: bool = False
     pooled_data: ArrayBytes | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def pooled(self) -> list[Any] | None:

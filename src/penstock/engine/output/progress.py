@@ -12,6 +12,7 @@ from penstock.contract.parts import OutputPart
 from penstock.contract.sampling_params import ALL_LOGPROBS
 from penstock.engine.messages import EngineRequest
 from penstock.engine.output.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from penstock.features.lora.request import adapter_of
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.text.detokenizer import Detokenizer, NoDetokenizer, SpecialTokens
@@ -210,6 +211,7 @@ class RequestProgress:
             error=self.error,
             is_invalid=self.finish_reason is FinishReason.INVALID,
             pooled_data=self.pooled,
+            lora_request=adapter_of(self.request.parts),
         )
 
     def metrics(self) -> RequestMetrics:

@@ -96,6 +96,12 @@ def parts_of_adapter(lora_request: Any) -> list[AdapterPart]:
     return [lora_request.part]
 
 
+def adapter_of(parts: Mapping[str, Part] | None) -> LoRARequest | None:
+    """The adapter of a request with these parts."""
+    part = (parts or {}).get(AdapterPart.feature)
+    return part.adapter if isinstance(part, AdapterPart) else None
+
+
 def stamp_of(folder: str) -> str:
     """Sizes and times of change of an adapter's files, which tell whether they are still the same; "" without files."""
     try:
