@@ -211,3 +211,19 @@ def test_embeddings_are_the_oracles(embedder: tuple[Served, Any]) -> None:
     refused = served.post("/api/embed", {"input": long, "truncate": False})
     assert refused.status == 400
     assert "longer" in refused.json["error"] or "tokens" in refused.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "what"),
+    [
+        ("POST", "/api/pull", "pull models"),
+        ("DELETE", "/api/delete", "delete models"),
+        ("POST", "/api/create", "create models"),
+        ("POST", "/api/blobs/sha256:0", "store files of models"),
+    ],
+)
+def test_routes_that_manage_models_say_what_the_server_does(server: Served, method: str, path: str, what: str) -> None:
+    reply = server.request(method, path, b'{"model": "llama3"}')
+    assert reply.status == 404
+    assert f"This server cannot {what}: it serves demo, other-name as long as it runs." in reply.json["error"]
+    assert "`penstock serve MODEL`" in reply.json["error"]

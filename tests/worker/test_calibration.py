@@ -67,7 +67,10 @@ def layer_weights(llm: LLM) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_model_rounded_for_texts_is_closer_to_what_it_was(few_texts: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_rounded_for_texts_is_closer_to_what_it_was(
+    few_texts: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.worker.calibration._PROGRESS_S", 0.0)
     with LLM("demo", **OPTIONS) as llm:
         exact = log_likelihood(llm)
     with LLM("demo", **INT4, quantization_calibration="none") as llm:
@@ -79,6 +82,8 @@ def test_a_model_rounded_for_texts_is_closer_to_what_it_was(few_texts: Path, cap
     changed = {name for name in rounded if not torch.equal(rounded[name], rounded_alone[name])}
     assert changed == set(rounded)
     assert any("int4 calibrated on" in message and "few.jsonl" in message for message in caplog.messages)
+    for progress in ("calibrating int4, which takes a while", " calibration texts read", "layers rounded"):
+        assert any(progress in message for message in caplog.messages)
     assert any("GPTQ in one pass, inputs of 18 layers smoothed" in message for message in caplog.messages)
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from penstock.worker.calibration_texts import MAX_SMOOTHING_TOKENS, CalibrationT
 from penstock.worker.profile import throwaway_kv_cache
 
 logger = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
 # Tokens per step; longer texts are split.
 _MAX_TOKENS = 2048
 _BLOCK_SIZE = 16
@@ -41,6 +43,8 @@ _GRAM_VALUE_BYTES = 4
 # Rows of inputs below which peaks say too little: those of a single row made an expert's products six times as wrong as
 # no smoothing.
 _MIN_SMOOTHING_ROWS = 16
+# Interval of the lines that say how far the calibration is.
+_PROGRESS_S = 10.0
 # Share of free memory for Gram matrices of layer inputs. The data runs again for layers beyond it.
 _SHARE_OF_FREE = 4
 
@@ -72,6 +76,7 @@ def load_for_device(
     # Gram matrices are of exact inputs; ranges may be of rounded ones, which come sooner.
     model = load(replace(floats, cpu_arithmetic="float32") if texts.feeds_gptq else floats)
     begin = time.monotonic()
+    logger.info("Quantized weights: calibrating %s, which takes a while", model_config.quantization)
     calibration = _Calibration(model, texts, model_config, device, dtype)
     with torch.no_grad():
         num_smoothed = 0 if keeps_inputs else calibration.smooth(parallel)
@@ -140,7 +145,7 @@ class _Calibration:
             ]
             with accumulate_grams(part, only_inputs_of=heads) as grams:
                 self._read(self._texts.token_ids, reaches_heads=bool(heads))
-            for layer in part:
+            for layer in _told(part, "layers rounded"):
                 gram = grams.pop(0)
                 # With fewer rows than features the Gram matrix is singular: GPTQ moves errors to directions without
                 # inputs, which is worse than rounding to nearest.
@@ -156,6 +161,16 @@ class _Calibration:
     def _read(self, texts: Sequence[list[int]], *, reaches_heads: bool) -> None:
         """Run texts through the model. reaches_heads: whether to run the output projection too."""
         _read(self._model, texts, self._config, self._device, self._dtype, reaches_heads=reaches_heads)
+
+
+def _told(items: Sequence[_Item], what: str) -> Iterator[_Item]:
+    """The items; after each `_PROGRESS_S` of work a line says how many are done."""
+    last = time.monotonic()
+    for number, item in enumerate(items):
+        if time.monotonic() >= last + _PROGRESS_S:
+            last = time.monotonic()
+            logger.info("Quantized weights: %d of %d %s", number, len(items), what)
+        yield item
 
 
 def _round_once_for(gram_II: Tensor) -> Quantizer:
@@ -210,7 +225,7 @@ def _read(
         ),
         fast_paths=False,
     )
-    for text in texts:
+    for text in _told(texts, "calibration texts read"):
         for begin in range(0, len(text), max_tokens):
             hidden_TD = run_prompt(runner, text[begin : begin + max_tokens])
             if reaches_heads:

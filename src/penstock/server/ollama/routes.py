@@ -59,6 +59,15 @@ class _UntypedBodyRoute(BodyRoute):
 
 router = APIRouter(route_class=_UntypedBodyRoute)
 _ERRORS = errors(400, 401, 404, 408, 413, 429, 500, 503, model=OllamaErrorResponse)
+# What routes do that manage models, which this server does not.
+_MANAGING = {
+    "pull": "pull models",
+    "push": "push models",
+    "create": "create models",
+    "copy": "copy models",
+    "delete": "delete models",
+    "blobs": "store files of models",
+}
 _LATEST = ":latest"
 _LISTED = {200: {"description": "The served names."}, **errors(401)}
 
@@ -149,6 +158,23 @@ async def show(request: OllamaShowRequest, http: Request) -> Response:
 async def version() -> Response:
     """Version of Penstock."""
     return json_response({"version": __version__})
+
+
+@router.api_route("/api/pull", methods=["POST"], include_in_schema=False)
+@router.api_route("/api/push", methods=["POST"], include_in_schema=False)
+@router.api_route("/api/create", methods=["POST"], include_in_schema=False)
+@router.api_route("/api/copy", methods=["POST"], include_in_schema=False)
+@router.api_route("/api/delete", methods=["DELETE"], include_in_schema=False)
+@router.api_route("/api/blobs/{digest}", methods=["HEAD", "POST"], include_in_schema=False)
+async def refuse_to_manage_models(http: Request) -> Response:
+    """Refuse routes that manage models."""
+    what = http.scope["route"].path.split("/")[2]
+    names = ", ".join(await served_model(http).all_names())
+    raise ApiError(
+        404,
+        f"This server cannot {_MANAGING[what]}: it serves {names} as long as it runs. For another model start a server "
+        "with it, such as `penstock serve MODEL`, which fetches one that is not there.",
+    )
 
 
 async def _generate(request: OllamaChatRequest | OllamaGenerateRequest, http: Request, *, is_chat: bool) -> Response:
