@@ -192,6 +192,7 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: str = "auto",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         return_hidden_states: bool | str = False,
         hidden_states_layers: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
@@ -206,6 +207,7 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         chat_template_kwargs: other variables of the template, such as `documents` or `enable_thinking`.
         chat_template_content_format: contents of messages for the template: "string", "openai" (lists of parts), or
             "auto", what it reads.
+        mm_processor_kwargs: options of the model's processor of images, audio and video.
 
         Otherwise as `generate`; raises InvalidRequest also when there is no template or it refuses the messages.
         """
@@ -224,6 +226,8 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
                     chat_template_kwargs=chat_template_kwargs,
                     chat_template_content_format=chat_template_content_format,
                 )
+            if mm_processor_kwargs:
+                prompt["mm_processor_kwargs"] = mm_processor_kwargs
             prompts.append(prompt)
         return self.generate(
             prompts,
@@ -260,6 +264,15 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
         reset_running_requests: preempt running requests first; their KV cache is recomputed.
         """
         return self._session.reset_prefix_cache(reset_running_requests)
+
+    def reset_mm_cache(self) -> None:
+        """Forget what was made of images, audio and videos of earlier prompts."""
+        self._session.reset_mm_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """Drop the encoders' outputs that the workers keep; running requests have theirs computed again."""
+        if self._session.model_config.media_limits:
+            self.collective_rpc("reset_encoder_cache")
 
     def _call_workers(self, call: RpcCall) -> list[Any]:
         return self._session.collective_rpc(call)

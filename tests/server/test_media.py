@@ -200,3 +200,19 @@ def test_errors_name_the_clients_field(server: Served) -> None:
     blocks = [{"type": "image", "source": {"type": "url", "url": wrong}}]
     body = {"model": "seeing", "max_tokens": 5, "messages": [{"role": "user", "content": blocks}]}
     assert "messages[0].content[0]: It is not an image" in server.post("/v1/messages", body).json["error"]["message"]
+
+
+def test_caches_of_media_are_reset(folder: Path) -> None:
+    """What is asked again is processed and encoded again, and answered equally."""
+    prompt: Any = {"prompt": f"<vision_start> <image> <vision_end> {TEXT}", "multi_modal_data": {"image": IMAGES[0]}}
+    params = SamplingParams(max_tokens=5, temperature=0)
+    with LLM(str(folder), **OPTIONS, enable_prefix_caching=False) as llm:
+        outputs, encoded = [], []
+        for reset in (lambda: None, lambda: None, llm.reset_mm_cache, llm.reset_encoder_cache):
+            reset()
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            outputs.append(output.outputs[0].token_ids)
+            (stats,) = llm.collective_rpc("get_encoder_timing_stats")
+            encoded.append(stats["num_items"])
+    assert outputs == outputs[:1] * 4
+    assert encoded == [1, 1, 1, 2]

@@ -567,11 +567,7 @@ REFUSED = {
         LLM(model="demo", cpu_offload_gb=10)
         """,
     ],
-    "images, audio and video": [
-        """
-        from vllm import LLM
-        LLM(model="demo").generate("Hello", mm_processor_kwargs={"num_crops": 4})
-        """,
+    "which this model does not take": [
         """
         from vllm import LLM
         llm = LLM(model="demo", limit_mm_per_prompt={"image": 1})

@@ -52,10 +52,13 @@ def transcribe(
     from penstock.cli.output_file import PartialFile, output_file
     from penstock.config import EngineConfig
     from penstock.engine.session import Session
+    from penstock.features.multimodal.inputs.decode import MediaLoader
 
     config = EngineConfig.create(model, **engine)
     with closing(Session(config)) as session:
-        transcriber = Transcriber(config.model, session.tokenizer, session.max_model_len)
+        transcriber = Transcriber(
+            config.model, session.tokenizer, session.max_model_len, MediaLoader.of(config.multimodal)
+        )
         speech = transcriber.speech(file, asked, str(file))
 
         def run(prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:

@@ -241,6 +241,7 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: str = "auto",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the answer to one conversation; the arguments are those of `LLM.chat` and `generate`.
 
@@ -258,6 +259,8 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
                 chat_template_content_format=chat_template_content_format,
             )
         )
+        if mm_processor_kwargs:
+            prompt["mm_processor_kwargs"] = mm_processor_kwargs
         outputs = self.generate(
             prompt,
             sampling_params,
@@ -298,6 +301,15 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         """
         reset = self._dispatcher.core.reset_prefix_cache
         return await self._thread.call("reset_prefix_cache", lambda: reset(reset_running_requests))
+
+    async def reset_mm_cache(self) -> None:
+        """As `LLM.reset_mm_cache`, of this front end."""
+        self._input_processor.reset_mm_cache()
+
+    async def reset_encoder_cache(self) -> None:
+        """As `LLM.reset_encoder_cache`."""
+        if self.config.model.media_limits:
+            await self.collective_rpc("reset_encoder_cache")
 
     async def _call_workers(self, call: RpcCall) -> list[Any]:
         core = self._dispatcher.core

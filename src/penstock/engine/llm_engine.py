@@ -104,6 +104,15 @@ class LLMEngine(AdapterMethods, WorkerCalls[list[Any]], RefusesMethods):
         """As `LLM.reset_prefix_cache`."""
         return self._session.reset_prefix_cache(reset_running_requests)
 
+    def reset_mm_cache(self) -> None:
+        """As `LLM.reset_mm_cache`."""
+        self._session.reset_mm_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """As `LLM.reset_encoder_cache`."""
+        if self._session.model_config.media_limits:
+            self.collective_rpc("reset_encoder_cache")
+
     @property
     def model_config(self) -> ModelConfig:
         """Configuration of the model."""

@@ -187,6 +187,10 @@ class Session:
             with InterruptAfterwards():
                 return self._core.reset_prefix_cache(reset_running_requests)
 
+    def reset_mm_cache(self) -> None:
+        """Forget what was made of the media of earlier prompts."""
+        self._input_processor.reset_mm_cache()
+
     def metrics(self) -> list[Metric]:
         """Current metrics of the engine and its requests."""
         with self._lock:

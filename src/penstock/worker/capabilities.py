@@ -356,11 +356,6 @@ MISSING = (
         "Save a checkpoint, and call reload_weights with its folder.",
     ),
     Missing("saving tensorised models", ("save_tensorized_model",), "Use save_sharded_state."),
-    Missing(
-        "multimodal inputs",
-        ("reset_mm_cache", "reset_encoder_cache", "get_encoder_timing_stats"),
-        "Use a text model.",
-    ),
     Missing("KV transfer", ("get_kv_connector_handshake_metadata",), "Run prefill and decode in one engine."),
     Missing("elastic expert parallelism", ("elastic_ep_execute",), "Start the engine again with another size."),
 )

@@ -223,6 +223,11 @@ class InputProcessor:
         check_fields(expanded)
         return list_of_ids(expanded["prompt_token_ids"])
 
+    def reset_mm_cache(self) -> None:
+        """Forget processed media."""
+        if self._media is not None:
+            self._media.processor.reset_cache()
+
     def take_number(self) -> int:
         """Return and increment the number of requests so far, for a seed; thread-safe."""
         return next(self._numbers)

@@ -45,7 +45,7 @@ class SourcePrompts:
         *,
         max_model_len: int,
         vocab_size: int,
-        loader: MediaLoader | None = None,
+        loader: MediaLoader,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -53,7 +53,7 @@ class SourcePrompts:
         self._vocab_size = vocab_size
         self._longest = source_positions(model.hf_config) or max_model_len
         self._start = self._first_tokens()
-        self._loader = loader or MediaLoader()
+        self._loader = loader
         takes_audio = "num_mel_bins" in model.hf_config
         self._spectrograms = Spectrograms(model.folder, model.hf_config) if takes_audio else None
 

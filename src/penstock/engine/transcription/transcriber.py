@@ -40,9 +40,7 @@ class Asked:
 class Transcriber:
     """Transcriber of one model. Raises UnsupportedFeature for a model that is none of speech."""
 
-    def __init__(
-        self, model: ModelConfig, tokenizer: Tokenizer, max_model_len: int, loader: MediaLoader | None = None
-    ) -> None:
+    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, max_model_len: int, loader: MediaLoader) -> None:
         self.tokens = SpeechTokens.of(model, tokenizer)
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -50,7 +48,7 @@ class Transcriber:
         # Seconds of a position of the encoder's output, between two timestamps.
         positions = model.hf_config.get("max_source_positions", 1500)
         self.seconds_of_stamp = self.spectrograms.seconds / positions
-        self._loader = loader or MediaLoader()
+        self._loader = loader
 
     def speech(self, sound: Any, asked: Asked, name: str = "audio") -> Speech:
         """Prepare the transcription of a sound; takes as long as its decoding.

@@ -16,6 +16,7 @@ from penstock.engine.transcription.speech_tokens import TASKS
 from penstock.engine.transcription.transcriber import Speech, Transcriber
 from penstock.engine.transcription.transcript import usage_of
 from penstock.errors import UnsupportedFeature
+from penstock.features.multimodal.inputs.decode import MediaLoader
 from penstock.server.audio.form import TranscriptionForm
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
@@ -87,7 +88,12 @@ def _transcriber(http: Request, model: ServedModel) -> Transcriber:
     state = http.app.state
     if not hasattr(state, "transcriber"):
         try:
-            state.transcriber = Transcriber(model.engine.model_config, model.tokenizer, model.max_model_len)
+            state.transcriber = Transcriber(
+                model.engine.model_config,
+                model.tokenizer,
+                model.max_model_len,
+                MediaLoader.of(model.engine.config.multimodal),
+            )
         except UnsupportedFeature as error:
             raise ApiError(400, str(error), param="model") from error
     transcriber: Transcriber = state.transcriber

@@ -29,6 +29,8 @@ ADMIN_PATHS = frozenset(
         "/abort_requests",
         "/server_info",
         "/reset_prefix_cache",
+        "/reset_mm_cache",
+        "/reset_encoder_cache",
         "/start_profile",
         "/stop_profile",
         "/v1/load_lora_adapter",

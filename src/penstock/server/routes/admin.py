@@ -33,6 +33,20 @@ async def reset_prefix_cache(http: Request) -> Response:
     return json_response({"reset": await served_model(http).engine.reset_prefix_cache()})
 
 
+@router.post("/reset_mm_cache", responses={200: {"description": "It is reset."}, **errors(401, 500, 503)})
+async def reset_mm_cache(http: Request) -> Response:
+    """Forget what this front end has made of images, audio and videos of earlier requests."""
+    await served_model(http).engine.reset_mm_cache()
+    return Response()
+
+
+@router.post("/reset_encoder_cache", responses={200: {"description": "It is reset."}, **errors(401, 500, 503)})
+async def reset_encoder_cache(http: Request) -> Response:
+    """Drop the encoders' outputs that the workers keep."""
+    await served_model(http).engine.reset_encoder_cache()
+    return Response()
+
+
 @router.post("/abort_requests", responses={200: {"description": "They are aborted."}, **errors(400, 401, 500, 503)})
 async def abort_requests(request: AbortRequest, http: Request) -> Response:
     """End requests by the ids of their responses; those that this front end does not run are ignored."""
