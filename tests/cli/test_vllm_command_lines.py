@@ -173,6 +173,22 @@ def test_gpt_oss_has_the_parser_of_its_reasoning_unless_it_is_named(server: dict
         assert server["reasoning_parser"] == server["engine_reasoning_parser"] == parser
 
 
+def test_answers_to_files_have_the_parser_of_gpt_oss_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, parsers = tmp_path / "in.jsonl", list[Any]()
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Who?"}]}
+    given.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+
+    def note(work: Any, model: str, engine: dict[str, Any], *others: Any, **more: Any) -> None:
+        parsers.append(engine["reasoning_parser"])
+
+    monkeypatch.setattr("penstock.cli.generate.run_requests", note)
+    more = ["-i", str(given), "-o", str(tmp_path / "out.jsonl"), "--hf-overrides", '{"model_type": "gpt_oss"}']
+    for command in ("run-batch", "generate"):
+        result = CliRunner().invoke(app, [command, *more])
+        assert result.exit_code == 0, result.output
+    assert parsers == ["openai_gptoss", "openai_gptoss"]
+
+
 @pytest.mark.parametrize("line", REFUSED)
 def test_a_command_line_is_refused_with_why(line: str, server: dict[str, Any]) -> None:
     result = CliRunner().invoke(app, shlex.split(line)[1:])

@@ -347,3 +347,14 @@ def test_a_form_has_any_bytes(batch_server: Served, batch_client: OpenAI) -> Non
     file = batch_server.post("/v1/files", FILE + data + b"\r\n" + PURPOSE + b"--b--\r\n", **FORM).json
     assert (file["filename"], file["bytes"]) == ("é.jsonl", len(data))
     assert batch_client.files.content(file["id"]).content == data
+
+
+def test_the_oldest_ended_batches_are_forgotten(quick_store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.batches.store._MOST_ENDED", 2)
+    ids = [f"batch_{number:032x}" for number in range(5)]
+    for number, id in enumerate(ids):
+        quick_store.save({"id": id, "created_at": number, "status": "in_progress"})
+    for id in ids[1:]:
+        quick_store.finish({"id": id, "created_at": ids.index(id), "status": "in_progress"}, "cancelled")
+    assert [one["id"] for one in quick_store.batches()] == [ids[4], ids[3], ids[0]]
+    assert quick_store.unfinished() == [ids[0]]

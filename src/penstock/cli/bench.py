@@ -41,7 +41,9 @@ def bench(
     num_prompts: Annotated[str | None, typer.Option(help="Number of prompts (other workloads)")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Outputs per prompt  [default: 1]")] = None,
     num_iters: Annotated[int | None, typer.Option(help="Measured iterations")] = None,
-    num_iters_warmup: Annotated[int | None, typer.Option(help="Warm-up iterations")] = None,
+    num_iters_warmup: Annotated[
+        int | None, typer.Option("--num-iters-warmup", "--num-warmups", help="Warm-up iterations")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the prompts")] = 0,
     output_json: Annotated[Path | None, typer.Option("--output-json", "-o", help="Write all figures here")] = None,
     expert_stats: Annotated[

@@ -82,6 +82,7 @@ def generate(
         "structured_outputs": _structured_outputs(json_schema, regex, choice, grammar),
     }
     sampling = options.with_defaults(sampling, model, engine, max_tokens=128)
+    engine = options.with_reasoning_parser(model, engine)
     parts = options.media_parts(image, audio, video)
     work = _read_work(prompt, input, output, parts, sampling, model, engine)
     as_json = json or input is not None or output is not None or logprobs is not None or n > 1

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,9 @@ from penstock.config.engine import sections
 from penstock.config.flags import listed
 from penstock.errors import ConfigError
 from penstock.observability.logging import configure_logging, log_uncaught_errors
+
+if TYPE_CHECKING:
+    from penstock.config import ModelConfig
 
 # A command's function gets the model; the command takes it as a word too (`engine_command`).
 Model = Annotated[
@@ -177,14 +180,29 @@ def with_defaults(flags: Mapping[str, Any], model: str, engine: Mapping[str, Any
 
     Raises InvalidParameter for an invalid flag before the model is resolved, and the errors of its configuration.
     """
-    from penstock.checkpoints.resolve import resolve_metadata_folder
-    from penstock.config import ModelConfig
     from penstock.contract import SamplingParams
     from penstock.engine.inputs.default_sampling import read_default_sampling
 
     given = {name: value for name, value in flags.items() if value is not None}
     SamplingParams(**{**defaults, **given})
+    return {**defaults, **read_default_sampling(_described(model, engine)).fields, **given}
+
+
+def with_reasoning_parser(model: str, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine options with the reasoning parser of a model whose every answer is in that form, unless one is given."""
+    from penstock.config.reasoning import PARSERS_OF_MODELS
+
+    if "reasoning_parser" in engine:
+        return dict(engine)
+    parser = PARSERS_OF_MODELS.get(str(_described(model, engine).hf_config.get("model_type")))
+    return {**engine, **({} if parser is None else {"reasoning_parser": parser})}
+
+
+def _described(model: str, engine: Mapping[str, Any]) -> ModelConfig:
+    """The model by its configuration alone."""
+    from penstock.checkpoints.resolve import resolve_metadata_folder
+    from penstock.config import ModelConfig
+
     folder, _ = resolve_metadata_folder(model, engine.get("revision"))
     names = ("generation_config", "override_generation_config", "hf_config_path", "hf_overrides")
-    options = {name: engine[name] for name in names if name in engine}
-    return {**defaults, **read_default_sampling(ModelConfig.load(folder, **options)).fields, **given}
+    return ModelConfig.load(folder, **{name: engine[name] for name in names if name in engine})

@@ -38,6 +38,7 @@ def run_batch(
 
     if resume and is_url(output):
         raise ConfigError("--resume is for an --output-file on this machine, and this one is a URL. Leave it out.")
+    engine = options.with_reasoning_parser(model, engine)
     server = server_options(
         model, engine, tool_call_parser=tool_call_parser, enable_auto_tool_choice=enable_auto_tool_choice
     )

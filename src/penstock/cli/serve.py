@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,6 @@ from penstock.cli import options
 from penstock.cli.failures import check_server_packages
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.queue import QueueLimits
-from penstock.config.reasoning import PARSERS_OF_MODELS
 from penstock.config.recording import RecordingConfig
 from penstock.server.options import REASONING_OPTIONS, ServerOptions
 from penstock.server.processes.network import NetworkOptions
@@ -35,6 +33,8 @@ def serve(
     keys = (*server.pop("api_keys", ()), *env.api_keys())
     # The engine's constraints begin after the reasoning, and the server's parser splits it off.
     engine.update({name: server[name] for name in REASONING_OPTIONS if name in server})
+    engine = options.with_reasoning_parser(model, engine)
+    server.update({name: engine[name] for name in REASONING_OPTIONS if name in engine})
     server_options = ServerOptions(**{"served_model_name": (model,), **server}, api_keys=keys)
     check_server_packages("penstock serve")
     if server_options.otlp_traces_endpoint is not None:
@@ -47,11 +47,6 @@ def serve(
 
     began = time.monotonic()
     config = EngineConfig.create(model, **engine)
-    if "reasoning_parser" not in engine and (
-        parser := PARSERS_OF_MODELS.get(str(config.model.hf_config.get("model_type")))
-    ):
-        config = replace(config, structured=replace(config.structured, reasoning_parser=parser))
-        server_options = replace(server_options, reasoning_parser=parser)
     for adapter in server_options.adapters:
         PeftConfig.read(adapter.lora_name, read_fields(adapter.lora_name, Path(adapter.lora_path).expanduser()))
     Launcher(config, server_options, network, queue, began=began).run()

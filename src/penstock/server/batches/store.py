@@ -31,6 +31,8 @@ UNFINISHED = ("validating", "in_progress", "finalizing")
 FINAL = ("completed", "failed", "expired", "cancelled")
 _FILE = re.compile(r"file-[0-9a-f]{32}(?:_output|_errors)?")
 _BATCH = re.compile(r"batch_[0-9a-f]{32}")
+# Descriptions of ended batches that are kept, the newest ones.
+_MOST_ENDED = 1000
 # Broken lines that a failed batch names.
 _MOST_ERRORS = 100
 
@@ -110,7 +112,11 @@ class BatchStore:
 
     def batches(self) -> list[dict[str, Any]]:
         """Descriptions of all batches, the newest first."""
-        return [self.batch(one["id"]) for one in _newest_first(self.folder / "batches")]
+        found = []
+        for one in _newest_first(self.folder / "batches"):
+            with suppress(ApiError):  # dropped meanwhile
+                found.append(self.batch(one["id"]))
+        return found
 
     def unfinished(self) -> list[str]:
         """Ids of the batches that have not ended, the oldest first. Those that have are read once."""
@@ -220,6 +226,10 @@ class BatchStore:
         self.save(batch)
         for ending in ("cancel", "lock"):
             self._of_batch(id, ending).unlink(missing_ok=True)
+        ended = [one["id"] for one in _newest_first(self.folder / "batches") if one["status"] in FINAL]
+        for old in ended[_MOST_ENDED:]:
+            self._of_batch(old, "json").unlink(missing_ok=True)
+            self._ended.discard(old)
 
     def _num_bytes(self) -> int:
         """Size of all files, and of the answers so far."""
