@@ -12,6 +12,7 @@ from core.plugins import assert_equal
 from penstock.contract import CrossAttentionSpec, Parts, RpcCall
 from penstock.device.tensor_memory import TensorMemory
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.replay import replay
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.features.encoder_decoder.messages import SourcePart
 from penstock.features.encoder_decoder.worker import SourceEncoder
@@ -33,6 +34,7 @@ from support.encoder_decoders import (
 from support.engines import Result, add, greedy, make_core
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4}
+has_equal_bits = pytest.mark.skipif(NATIVE is None, reason="torch's own kernels do not promise it")
 # Requests in chunks, preempted, and in steps that are scheduled before their tokens are known.
 CIRCUMSTANCES: list[dict[str, Any]] = [
     {},
@@ -87,6 +89,7 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(family: str, tmp
     core.close()
 
 
+@has_equal_bits
 @pytest.mark.parametrize("options", CIRCUMSTANCES, ids=str)
 def test_mixed_batches_have_the_bits_of_requests_alone(
     bart: Path, alone: list[Result], options: dict[str, Any]
@@ -103,6 +106,7 @@ def test_mixed_batches_have_the_bits_of_requests_alone(
     core.close()
 
 
+@has_equal_bits
 def test_biases_by_distance_depend_on_no_other_request_and_no_chunk(t5: tuple[Path, list[Result]]) -> None:
     folder, alone = t5
     core = make_core(folder, **OPTIONS, max_num_batched_tokens=7, max_num_seqs=4)
@@ -172,12 +176,27 @@ class FailingInADecode(FailingWorker):
     """Fails in a step, once."""
 
 
+@has_equal_bits
 def test_requests_go_on_in_a_worker_that_replaces_a_failed_one(bart: Path, alone: list[Result]) -> None:
     FailingInADecode.fails_at = {("execute", 5)}
     core = make_core(bart, **OPTIONS, worker_cls=f"{__name__}.FailingInADecode")
     assert_equal(run(core, ASKED), alone)
     assert not FailingInADecode.fails_at
     core.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"record_window_s": 0.02}], ids=str)
+@pytest.mark.each_value_quick
+def test_recordings_are_replayed_with_their_sources(bart: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    file = tmp_path / "steps.rec"
+    core = make_core(bart, **OPTIONS, **options, record=str(file), record_prompts=True)
+    for _ in range(4):
+        run(core, ASKED)
+    core.close()
+    for recording in [file, *tmp_path.glob("steps.rec.*")]:
+        report = replay(recording)
+        assert report.is_equal, report.differences
+        assert report.num_steps > 0
 
 
 @pytest.mark.parametrize(
@@ -197,6 +216,7 @@ def test_requests_that_no_encoder_takes_are_refused(
     core.close()
 
 
+@has_equal_bits
 def test_a_wrong_source_ends_its_own_request_only(bart: Path, alone: list[Result]) -> None:
     core = make_core(bart, **OPTIONS)
     wrong = Asked([5, 2000], [START])

@@ -163,7 +163,7 @@ def test_a_stream_has_the_text_of_a_whole_answer(served: Served, sound: Path) ->
 @pytest.mark.one_path(reason="equal to a server's answer")
 def test_the_command_writes_the_transcript(folder: Path, served: Served, sound: Path, tmp_path: Path) -> None:
     text = served.client().audio.transcriptions.create(model="demo", file=sound).text
-    options = [f"--option={name}={value}" for name, value in OPTIONS.items()]
+    options = [part for name, value in OPTIONS.items() for part in ("--option", f"{name}={value}")]
     for form in ("text", "verbose_json"):
         path = tmp_path / form
         command = ["transcribe", str(sound), str(folder), "--format", form, "-o", str(path), *options]

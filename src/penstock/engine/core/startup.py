@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.config import EngineConfig
-from penstock.contract import KVCacheConfig, KVCachePool, KVCacheSpec, RecurrentStateSpec, RpcCall
+from penstock.contract import CrossAttentionSpec, KVCacheConfig, KVCachePool, KVCacheSpec, RecurrentStateSpec, RpcCall
 from penstock.engine.planning.kv_cache_size import (
     bound_kv_cache,
     choose_max_model_len,
@@ -119,6 +119,9 @@ def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_mode
         concurrency,
         f"{max_model_len:,}",
     )
+    has_sources = any(isinstance(group.spec, CrossAttentionSpec) for group in kv_cache_config.groups)
+    if config.cache.enable_prefix_caching and has_sources:
+        logger.info("Prefix caching: off, since the KV of all tokens depends on the encoder's output")
 
 
 def _log_times(what: str, begin: float, executor: Executor, config: EngineConfig) -> None:

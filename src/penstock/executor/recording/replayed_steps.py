@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from penstock.contract import (
     AttentionSpec,
     CachedRequestData,
+    CrossAttentionSpec,
     KVCacheConfig,
     ModelRunnerOutput,
     NewRequestData,
@@ -34,7 +35,7 @@ def num_scratch_blocks(config: KVCacheConfig, positions_per_block: int, max_mode
     """
     counts = [0] * len(config.pools)
     for group in config.groups:
-        if not isinstance(group.spec, RecurrentStateSpec):
+        if not group.spec.num_own_blocks:
             counts[group.pool] += _num_blocks(group.spec.block_size * positions_per_block, max_model_len)
     return counts
 
@@ -139,6 +140,8 @@ class ReplayedSteps:
     def _filled_blocks(self, request: NewRequestData, group: int) -> list[int]:
         """Blocks of one group: the request's own, and scratch ones before its window, where it may have none."""
         spec, own = self._groups[group].spec, request.block_ids[group]
+        if isinstance(spec, CrossAttentionSpec):
+            return own
         if isinstance(spec, RecurrentStateSpec):
             # Those of its own states, and the snapshot that it begins from.
             return own[: spec.num_own_blocks + request.num_computed_tokens // spec.block_size]
@@ -154,7 +157,7 @@ class ReplayedSteps:
         ranges, ends = [], [pool.num_blocks for pool in start.kv_cache_config.pools]
         for group in self._groups:
             first = ends[group.pool]
-            if not isinstance(group.spec, RecurrentStateSpec):
+            if not group.spec.num_own_blocks:
                 ends[group.pool] += _num_blocks(group.spec.block_size * self._positions_per_block, start.max_model_len)
             ranges.append(range(first, ends[group.pool]))
         return ranges
