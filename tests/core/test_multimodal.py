@@ -1,4 +1,4 @@
-"""Answers to prompts with images equal those of Transformers in float32, however the work is cut into steps."""
+"""Answers to prompts with images and videos equal those of Transformers in float32, however steps cut the work."""
 
 from __future__ import annotations
 
@@ -8,43 +8,69 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from transformers import PreTrainedModel
+from transformers.video_utils import VideoMetadata
 
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.features.multimodal.inputs.processor import read_processor
-from support.multimodal_models import PLACEHOLDERS, PROCESSORS, picture, save_multimodal, words
+from support.multimodal_models import PLACEHOLDERS, PROCESSORS, film, picture, save_multimodal, words
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 6
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 128}
 
 
-def prompts_of(name: str) -> list[tuple[str, list[Image.Image]]]:
-    """Texts with images of several sizes: one, several, none; at the beginning, in the middle and at the end."""
+# Text, and items by modality.
+Prompt = tuple[str, dict[str, list[Any]]]
+# Families whose prompts have videos, and whether these may be beside images in Transformers.
+WITH_VIDEOS = {"qwen2-vl": True, "qwen2.5-vl": True, "qwen3-vl": True, "smolvlm": False, "internvl": True}
+RATE = 2.0
+
+
+def prompts_of(name: str) -> list[Prompt]:
+    """Texts with items of several sizes: one, several, none; at the beginning, in the middle and at the end."""
     image = PLACEHOLDERS.get(name, "<image>")
-    return [
-        (f"{words(5, 6)} {image} {words(7, 8, 9)}", [picture(40, 24, 1)]),
-        (words(*range(10, 31)), []),
-        (f"{image} {words(11)} {image} {words(12, 13)}", [picture(16, 48, 2), picture(33, 31, 3)]),
-        (f"{words(*range(20, 30))} {image}", [picture(24, 24, 4)]),
+    prompts: list[Prompt] = [
+        (f"{words(5, 6)} {image} {words(7, 8, 9)}", {"image": [picture(40, 24, 1)]}),
+        (words(*range(10, 31)), {}),
+        (f"{image} {words(11)} {image} {words(12, 13)}", {"image": [picture(16, 48, 2), picture(33, 31, 3)]}),
+        (f"{words(*range(20, 30))} {image}", {"image": [picture(24, 24, 4)]}),
     ]
+    if name in WITH_VIDEOS:
+        prompts.append((f"{words(5)} <video> {words(7, 8)}", {"video": [film(5, 24, 16, 5)]}))
+    if WITH_VIDEOS.get(name):
+        data = {"image": [picture(20, 20, 6), picture(30, 20, 7)], "video": [film(4, 24, 24, 8)]}
+        prompts.append((f"{image} {words(9)} <video> {words(6)} {image}", data))
+    return prompts
 
 
-def as_prompt(text: str, images: Sequence[Image.Image]) -> Any:
-    return {"prompt": text, "multi_modal_data": {"image": list(images)}} if images else text
+def as_prompt(text: str, data: dict[str, list[Any]]) -> Any:
+    data = {**data, **({"video": [(frames, {"fps": RATE}) for frames in data["video"]]} if "video" in data else {})}
+    return {"prompt": text, "multi_modal_data": data} if data else text
 
 
-def answer(llm: LLM, prompts: Sequence[tuple[str, list[Image.Image]]]) -> list[RequestOutput]:
+def arguments_of(data: dict[str, list[Any]]) -> dict[str, Any]:
+    """Arguments of a processor of Transformers."""
+    given: dict[str, Any] = {"images": data["image"]} if "image" in data else {}
+    if "video" in data:
+        given["videos"] = data["video"]
+        given["video_metadata"] = [
+            VideoMetadata(len(one), RATE, duration=len(one) / RATE, frames_indices=list(range(len(one))))
+            for one in data["video"]
+        ]
+    return given
+
+
+def answer(llm: LLM, prompts: Sequence[Prompt]) -> list[RequestOutput]:
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=2, ignore_eos=True)
     return llm.generate([as_prompt(*prompt) for prompt in prompts], params, use_tqdm=False)
 
 
 def assert_answered_as_by(
-    model: PreTrainedModel, processor: Any, text: str, images: Any, output: RequestOutput
+    model: PreTrainedModel, processor: Any, text: str, data: dict[str, list[Any]], output: RequestOutput
 ) -> None:
     """Tokens and log-probabilities are those of Transformers, up to a token that is as likely as another one."""
-    given = processor(text=[text], **({"images": images} if images else {}), return_tensors="pt")
+    given = processor(text=[text], **arguments_of(data), return_tensors="pt")
     assert given["input_ids"][0].tolist() == list(output.prompt_token_ids or ())
     with torch.no_grad():
         expected = model.generate(
@@ -82,8 +108,8 @@ def test_answers_equal_those_of_transformers(seeing: tuple[str, Path, Any]) -> N
     prompts = prompts_of(name)
     with LLM(str(folder), **OPTIONS, enable_prefix_caching=False, fast_paths="off") as llm:
         alone = [answer(llm, [prompt])[0] for prompt in prompts]
-    for (text, images), output in zip(prompts, alone, strict=True):
-        assert_answered_as_by(model, processor, text, images, output)
+    for (text, data), output in zip(prompts, alone, strict=True):
+        assert_answered_as_by(model, processor, text, data, output)
     for options in ({}, {"max_num_batched_tokens": 7, "async_scheduling": False}):
         with LLM(str(folder), **OPTIONS, **options) as llm:
             for _ in range(2):

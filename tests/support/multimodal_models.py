@@ -52,6 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
             "intermediate_size": 48,
             "out_hidden_size": 64,
             "window_size": 16,
+            "tokens_per_second": 1,
             "fullatt_block_indexes": [1],
         },
         _QWEN_IDS,
@@ -134,6 +135,8 @@ SPECIAL_TOKENS = {
 _NAMED_TOKENS = {
     "image_token": "<image>",
     "video_token": "<video>",
+    "vision_start_token": "<vision_start>",
+    "vision_end_token": "<vision_end>",
     "boi_token": "<vision_start>",
     "eoi_token": "<vision_end>",
     "start_image_token": "<vision_start>",
@@ -209,6 +212,11 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (3, 3, 3), dtype=np.uint8))
     return coarse.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def film(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
+    """A video of smooth random colours, uint8 [F, H, W, 3]."""
+    return np.stack([np.asarray(picture(width, height, seed + number)) for number in range(num_frames)])
 
 
 def words(*ids: int) -> str:

@@ -28,6 +28,8 @@ _TEXT_CLASSES = {
 }
 # Model types whose tokens of an image attend to one another in both directions.
 _BIDIRECTIONAL = ("gemma3",)
+# Model types whose videos are images, frame by frame, so that their configuration has no token of videos.
+_FRAMES = ("smolvlm", "internvl")
 # Fields of the whole configuration that hold for the language model.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
 # Settings of multimodal rotary embedding; text alone has equal positions in all sections.
@@ -109,7 +111,8 @@ def _architecture(hf_config: Mapping[str, Any]) -> str | None:
 
 def _modalities(whole: Mapping[str, Any]) -> tuple[str, ...]:
     named = [modality for field, modality in _PARTS.items() if isinstance(whole.get(field), Mapping)]
-    if whole.get("video_token_id") is not None or whole.get("video_token_index") is not None:
+    has_token = whole.get("video_token_id") is not None or whole.get("video_token_index") is not None
+    if has_token or whole.get("model_type") in _FRAMES:
         named.append("video")
     return tuple(named)
 

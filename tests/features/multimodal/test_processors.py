@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+from transformers.video_utils import VideoMetadata
+
 from penstock.features.multimodal.inputs.processor import read_processor
-from support.multimodal_models import picture, save_tokenizer, write_processor
+from penstock.features.multimodal.inputs.processors.videos import (
+    InternVLVideos,
+    Qwen2Videos,
+    Qwen3Videos,
+    SmolVLMVideos,
+    VideoProcessor,
+    patches_of,
+)
+from support.multimodal_models import film, picture, save_tokenizer, write_processor
 
 
 def test_an_image_of_pixtral_is_rows_of_tokens_that_end_with_a_break(tmp_path: Path) -> None:
@@ -18,3 +34,74 @@ def test_an_image_of_pixtral_is_rows_of_tokens_that_end_with_a_break(tmp_path: P
     rows = "<image>" * 4 + "[IMG_BREAK]" + "<image>" * 4 + "<vision_end>"
     expected = f"w1 {rows} w2 <image>[IMG_BREAK]<image><vision_end>"
     assert made["input_ids"].tolist() == processor.tokenizer([expected])["input_ids"]
+
+
+def metadata_of(num_frames: int, rate: float | None) -> VideoMetadata:
+    duration = None if rate is None else num_frames / rate
+    return VideoMetadata(num_frames, rate, duration=duration, frames_indices=list(range(num_frames)))
+
+
+def test_frames_are_taken_by_the_rules_of_each_family() -> None:
+    film_of_10_s = metadata_of(240, 24.0)
+    qwen2 = Qwen2Videos({"fps": 1, "do_sample_frames": True})
+    assert qwen2.sampled(film_of_10_s, qwen2.options) == [24 * second for second in range(10)]
+    assert qwen2.sampled(film_of_10_s, {**qwen2.options, "num_frames": 5}) == [0, 60, 120, 180]
+    assert qwen2.sampled(film_of_10_s, {**qwen2.options, "fps": 0.1}) == [0, 60, 120, 180]
+    assert qwen2.sampled(metadata_of(5, 24.0), qwen2.options) == [0, 1, 2, 3]
+    intern = InternVLVideos({"num_frames": 4})
+    assert intern.sampled(film_of_10_s, intern.options) == [30, 90, 150, 210]
+    onevision = VideoProcessor({"num_frames": 7})
+    assert onevision.sampled(film_of_10_s, onevision.options) == [0, 34, 68, 102, 137, 171, 205]
+    smol = SmolVLMVideos({"video_sampling": {"max_frames": 4, "fps": 1, "video_size": {"longest_edge": 512}}})
+    assert smol.options["size"] == {"longest_edge": 512}
+    # Longer than 4 s without the first and the last second: these are skipped.
+    assert smol.sampled(film_of_10_s, smol.options) == [24, 88, 152, 216]
+    with pytest.raises(ValueError, match="fps is not known"):
+        smol.sampled(metadata_of(5, None), smol.options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_videos_of_qwen3_vl_and_smolvlm_are_sampled_and_sized_as_by_transformers(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    qwen3, smol = Qwen3Videos({}), SmolVLMVideos({"num_frames": 8, "fps": 2})
+    for _ in range(50):
+        num_frames, rate = int(rng.integers(2, 400)), float(rng.uniform(1, 60))
+        theirs, own = metadata_of(num_frames, rate), metadata_of(num_frames, rate)
+        expected = Qwen3VLVideoProcessor.sample_frames(Qwen3VLVideoProcessor, theirs)
+        assert qwen3.sampled(own, qwen3.options) == expected.tolist()
+        expected = SmolVLMVideoProcessor.sample_frames(None, theirs, num_frames=8, fps=2)
+        assert smol.sampled(own, smol.options) == expected.tolist()
+        height, width = (int(side) for side in rng.integers(20, 900, 2))
+        limits = {"min_pixels": 128 * 32 * 32, "max_pixels": 32 * 32 * 768}
+        size = smart_resize(num_frames, height, width, factor=32, **limits)
+        assert qwen3.frame_size(height, width, num_frames, qwen3.options) == size
+
+
+def test_patches_of_a_video_are_those_of_transformers() -> None:
+    frames = torch.from_numpy(film(5, 24, 32)).permute(0, 3, 1, 2).float()
+    options = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    patches, grid = patches_of(frames, options)
+    (expected,), *expected_grid = Qwen3VLVideoProcessor.patchify(None, frames[None], 4, 2, 2)
+    assert grid == expected_grid == [3, 8, 6]
+    assert torch.equal(patches, expected)
+
+
+def test_pixels_of_a_video_are_normalised_and_near_those_of_pil() -> None:
+    frames = film(3, 50, 40)
+    processor = Qwen2Videos({"min_pixels": 16 * 16, "max_pixels": 28 * 28, "patch_size": 2})
+    made = processor([frames], video_metadata=[metadata_of(3, None)])
+    assert made["video_grid_thw"].tolist() == [[2, 12, 14]]
+    # The first frame again, from the first rows of its patches.
+    pixels = made["pixel_values_videos"].view(2, 6, 7, 2, 2, 3, 2, 2, 2).permute(0, 6, 5, 1, 3, 7, 2, 4, 8)
+    mean, std = (np.array(processor.options[name])[:, None, None] for name in ("image_mean", "image_std"))
+    values = pixels.reshape(4, 3, 24, 28)[0].numpy() * std + mean
+    image = Image.fromarray(frames[0]).resize((28, 24), Image.Resampling.BICUBIC)
+    assert np.abs(values * 255 - np.asarray(image).transpose(2, 0, 1)).max() < 2
+
+
+def test_a_selection_of_frames_is_not_sampled_again() -> None:
+    frames, processor = film(2, 16, 16), Qwen3Videos({"size": {"shortest_edge": 64, "longest_edge": 4096}})
+    selection = VideoMetadata(100, 10.0, duration=10.0, frames_indices=[0, 99])
+    with pytest.raises(ValueError, match="do_sample_frames=True samples a whole video, and these are 2 of its 100"):
+        processor([frames], video_metadata=[selection])
+    processor([frames], video_metadata=[selection], do_sample_frames=False)

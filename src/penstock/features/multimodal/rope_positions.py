@@ -45,7 +45,9 @@ def grid_positions(run: Run) -> np.ndarray:
     """Positions of a run's rows relative to its first one, int64 [3, L]."""
     assert run.grid is not None, "a run of an image or a video"
     time, height, width = np.indices(run.grid, dtype=np.int64).reshape(3, -1)
-    return np.stack([np.floor(time * run.time_step).astype(np.int64), height, width])
+    # Float32, as in Transformers: a product just below a whole number is rounded to it, or is not.
+    time = np.floor(time.astype(np.float32) * np.float32(run.time_step)).astype(np.int64)
+    return np.stack([time, height, width])
 
 
 class RopePositions(SlotOwner):

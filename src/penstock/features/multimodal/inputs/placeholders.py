@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,9 @@ from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
 
 
 class PlacedItem(NamedTuple):
-    """An item of a prompt. placeholder: its text in the prompt."""
+    """An item of a prompt."""
 
     modality: str
-    placeholder: str
     processed: ProcessedItem
 
 
@@ -33,62 +33,98 @@ class Placeholders:
             if (token_id := _token_id(checkpoint.hf_config, modality)) is not None
         }
 
-    def expand_text(self, text: str, items: Sequence[PlacedItem]) -> str:
+    def expand_text(self, text: str, items: Sequence[PlacedItem]) -> tuple[str, list[PlacedItem]]:
         """Replace the placeholders of a text, of each modality in the order of its items.
 
-        Raises InvalidRequest unless there are as many as items.
+        Returns the items in the order of the text too. Raises InvalidRequest unless there are as many as items.
         """
-        for modality in dict.fromkeys(item.modality for item in items):
-            texts = [item.processed.text for item in items if item.modality == modality]
-            placeholder = next(item.placeholder for item in items if item.modality == modality)
-            pieces = text.split(placeholder)
-            self._check_count(modality, len(pieces) - 1, len(texts), repr(placeholder))
-            text = pieces[0] + "".join(new + piece for new, piece in zip(texts, pieces[1:], strict=True))
-        return text
+        by_modality = _by_modality(items)
+        forms = {
+            modality: "|".join(map(re.escape, own[0].processed.placeholders)) for modality, own in by_modality.items()
+        }
+        pattern = "|".join(f"(?P<{modality}>{form})" for modality, form in forms.items())
+        found = list(re.finditer(pattern, text)) if pattern else []
+        ordered = self._in_order([str(match.lastgroup) for match in found], by_modality)
+        pieces, done = [], 0
+        for match, item in zip(found, ordered, strict=True):
+            pieces += [text[done : match.start()], item.processed.text]
+            done = match.end()
+        return "".join([*pieces, text[done:]]), ordered
 
-    def expand_ids(self, token_ids: list[int], items: Sequence[PlacedItem]) -> list[int]:
-        """Replace the placeholders among token ids, unless they are expanded already."""
-        for modality in dict.fromkeys(item.modality for item in items):
-            own = [item for item in items if item.modality == modality]
-            texts = [list(self._tokenize(item.processed.text)) for item in own]
-            row_id = self._row_ids[modality]
-            if token_ids.count(row_id) == sum(ids.count(row_id) for ids in texts) > 0 and len(texts) > 0:
-                continue
-            (placeholder_id,) = self._tokenize(own[0].placeholder)
-            places = [place for place, token_id in enumerate(token_ids) if token_id == placeholder_id]
-            self._check_count(modality, len(places), len(own), f"token id {placeholder_id}")
-            expanded: list[int] = []
-            for place, start, ids in zip(places, [0, *(one + 1 for one in places)], texts, strict=False):
-                expanded += [*token_ids[start:place], *ids]
-            token_ids = expanded + token_ids[places[-1] + 1 :]
-        return token_ids
+    def expand_ids(self, token_ids: list[int], items: Sequence[PlacedItem]) -> tuple[list[int], list[PlacedItem]]:
+        """Replace the placeholders among token ids, unless they are expanded already; otherwise as `expand_text`."""
+        by_modality = _by_modality(items)
+        if self._are_expanded(token_ids, by_modality):
+            return token_ids, list(items)
+        forms = [
+            (list(self._tokenize(form)), modality)
+            for modality, own in by_modality.items()
+            for form in own[0].processed.placeholders
+        ]
+        firsts = np.unique([ids[0] for ids, _ in forms])
+        found: list[tuple[int, int, str]] = []
+        for place in np.flatnonzero(np.isin(token_ids, firsts)).tolist():
+            for ids, modality in forms:
+                if token_ids[place : place + len(ids)] == ids and (not found or place >= found[-1][1]):
+                    found.append((place, place + len(ids), modality))
+        ordered = self._in_order([modality for _, _, modality in found], by_modality)
+        expanded, done = [], 0
+        for (start, stop, _), item in zip(found, ordered, strict=True):
+            expanded += [*token_ids[done:start], *self._tokenize(item.processed.text)]
+            done = stop
+        return [*expanded, *token_ids[done:]], ordered
 
     def part(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> MediaPart:
-        """Find the items' tokens in an expanded prompt. Raises InvalidRequest for tokens that belong to no item."""
+        """Find the items' tokens in an expanded prompt. items: in the prompt's order.
+
+        Raises InvalidRequest for tokens that belong to no item.
+        """
         ids = np.asarray(token_ids, dtype=np.int64)
+        places = {row_id: np.flatnonzero(ids == row_id) for row_id in self._row_ids.values()}
+        begins = dict.fromkeys(places, 0)
         made: list[MediaItem] = []
-        for modality in dict.fromkeys(item.modality for item in items):
-            row_id = self._row_ids[modality]
-            places = np.flatnonzero(ids == row_id)
-            begin = 0
-            for item in (one for one in items if one.modality == modality):
-                count = list(self._tokenize(item.processed.text)).count(row_id)
-                own = places[begin : begin + count]
-                if len(own) < count or count == 0:
-                    self._check_count(modality, len(places), begin + count, f"tokens of id {row_id}")
-                    raise InvalidRequest(f"The {modality} has no tokens in the prompt.")
-                made.append(self._item(item, own))
-                begin += count
-            if begin != len(places):
-                self._check_count(modality, len(places), begin, f"tokens of id {row_id}")
+        for item in items:
+            row_id = self._row_ids[item.modality]
+            begin, count = begins[row_id], list(self._tokenize(item.processed.text)).count(row_id)
+            own = places[row_id][begin : begin + count]
+            if len(own) < count or count == 0:
+                self._check_count(item.modality, len(places[row_id]), begin + count, f"tokens of id {row_id}")
+                raise InvalidRequest(f"The {item.modality} has no tokens in the prompt.")
+            made.append(self._item(item, own))
+            begins[row_id] += count
+        for item in items:
+            row_id = self._row_ids[item.modality]
+            self._check_count(item.modality, len(places[row_id]), begins[row_id], f"tokens of id {row_id}")
         return MediaPart(items=sorted(made, key=lambda item: item.start))
+
+    def _are_expanded(self, token_ids: list[int], by_modality: Mapping[str, list[PlacedItem]]) -> bool:
+        """Whether token ids have the tokens of all items already."""
+        wanted: dict[int, int] = {}
+        for modality, own in by_modality.items():
+            row_id = self._row_ids[modality]
+            count = sum(list(self._tokenize(item.processed.text)).count(row_id) for item in own)
+            wanted[row_id] = wanted.get(row_id, 0) + count
+        is_expanded = all(0 < count == token_ids.count(row_id) for row_id, count in wanted.items())
+        if is_expanded and len(wanted) < len(by_modality):
+            raise InvalidRequest(
+                f"The prompt's tokens do not tell {' and '.join(by_modality)} apart. Give one placeholder per item."
+            )
+        return is_expanded
+
+    def _in_order(self, found: list[str], by_modality: Mapping[str, list[PlacedItem]]) -> list[PlacedItem]:
+        """The items in the order of their placeholders. found: modality of each."""
+        for modality, own in by_modality.items():
+            self._check_count(modality, found.count(modality), len(own), repr(own[0].processed.placeholders[-1]))
+        waiting = {modality: iter(own) for modality, own in by_modality.items()}
+        return [next(waiting[modality]) for modality in found]
 
     def _item(self, item: PlacedItem, places: np.ndarray) -> MediaItem:
         breaks = np.flatnonzero(np.diff(places) != 1) + 1
         pieces = np.split(places, breaks)
-        grids = self._grids(item, len(pieces))
+        grids, time_step = self._grids(item, len(pieces)), self._time_step(item)
         runs = tuple(
-            Run(start=int(piece[0]), length=len(piece), grid=grid) for piece, grid in zip(pieces, grids, strict=True)
+            Run(start=int(piece[0]), length=len(piece), grid=grid, time_step=time_step)
+            for piece, grid in zip(pieces, grids, strict=True)
         )
         return MediaItem(
             modality=item.modality,
@@ -109,6 +145,13 @@ class Placeholders:
             return [(1, height // merge, width // merge)] * time
         return [(time, height // merge, width // merge)]
 
+    def _time_step(self, item: PlacedItem) -> float:
+        """Positions between two rows in time, rounded as Transformers rounds them (Qwen2.5-VL, section 2.1.1)."""
+        per_second = self._checkpoint.hf_config.get("vision_config", {}).get("tokens_per_second")
+        if per_second is None or item.processed.row_seconds is None:
+            return 1.0
+        return float(np.float32(per_second) * np.float32(item.processed.row_seconds))
+
     def _check_count(self, modality: str, found: int, wanted: int, what: str) -> None:
         if found != wanted:
             raise InvalidRequest(
@@ -117,6 +160,13 @@ class Placeholders:
             )
 
 
+def _by_modality(items: Sequence[PlacedItem]) -> dict[str, list[PlacedItem]]:
+    modalities = dict.fromkeys(item.modality for item in items)
+    return {modality: [item for item in items if item.modality == modality] for modality in modalities}
+
+
 def _token_id(hf_config: Mapping[str, Any], modality: str) -> int | None:
-    names = (f"{modality}_token_id", f"{modality}_token_index")
+    """Id of the tokens that take an item's features; the frames of some models' videos are images."""
+    kinds = (modality, "image") if modality == "video" else (modality,)
+    names = [f"{kind}_token_{end}" for kind in kinds for end in ("id", "index")]
     return next((hf_config[name] for name in names if isinstance(hf_config.get(name), int)), None)

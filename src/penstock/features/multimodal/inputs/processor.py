@@ -19,10 +19,13 @@ from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
 from penstock.features.multimodal.inputs.audio import resampled
 from penstock.features.multimodal.inputs.media import Media
 from penstock.features.multimodal.inputs.processors.pixtral import PixtralProcessor
+from penstock.features.multimodal.inputs.processors.videos import VIDEO_PROCESSORS, read_fields
 
 logger = logging.getLogger(__name__)
 # Results of a processor that belong to the text.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
+# Result of a processor of videos: seconds between two rows in time, for each.
+_ROW_SECONDS = "second_per_grid_ts"
 # Arguments of a processor by modality, and its parts that read them.
 _ARGUMENTS = {"image": "images", "audio": "audio", "video": "videos"}
 _READERS = {
@@ -46,13 +49,15 @@ _OWN = {"PixtralProcessor": _OwnProcessor(PixtralProcessor, ("image_processor", 
 class ProcessedItem(NamedTuple):
     """What the processor makes of an item.
 
-    key: of its content and the processor's options. text: what takes the place of its placeholder in the prompt.
-    inputs: of the encoder, by name.
+    key: of its content and the processor's options. placeholders: its place in a prompt, in one of these forms. text:
+    what takes the placeholder's place. inputs: of the encoder, by name. row_seconds: time of a row of a video's grid.
     """
 
     key: str
+    placeholders: tuple[str, ...]
     text: str
     inputs: dict[str, ArrayBytes]
+    row_seconds: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -124,12 +129,16 @@ class MediaProcessor:
             wanted = next(part for name in _READERS[modality] if (part := getattr(processor, name, None)) is not None)
             rate = wanted.sampling_rate
             arguments = {"audio": [resampled(media.value, media.rate or rate, rate)], "sampling_rate": rate}
+        elif modality == "video":
+            arguments |= _video_arguments(media)
         try:
-            made = processor(text=[placeholder], **arguments, return_tensors="pt", **options)
+            made = processor(text=[placeholder], **{**arguments, **options}, return_tensors="pt")
         except Exception as error:  # a processor's errors have no common class
             raise InvalidRequest(f"The model's processor does not take the {modality}: {error}") from error
         inputs = {name: _array(values) for name, values in made.items() if name not in _OF_TEXT}
-        return ProcessedItem(key, heard[-1], inputs)
+        seconds = inputs.pop(_ROW_SECONDS, None)
+        row_seconds = None if seconds is None else float(seconds.to_numpy()[0])
+        return ProcessedItem(key, _forms(processor, placeholder, heard[-1]), heard[-1], inputs, row_seconds)
 
     def _read(self) -> Any:
         with self._lock:
@@ -163,7 +172,7 @@ def _listening(processor: Any) -> tuple[Any, list[str]]:
 def read_processor(folder: Path, model_type: str) -> Any:
     """Read the processor of a model's folder.
 
-    A part whose package is not installed, such as that of videos without torchvision, is None. Raises ModelError for a
+    A part whose package is not installed, such as some of videos without torchvision, is None. Raises ModelError for a
     folder whose files are missing or damaged.
     """
     import transformers
@@ -177,10 +186,12 @@ def read_processor(folder: Path, model_type: str) -> Any:
     try:
         if own is not None:
             fields, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
-            return own.make({part: _read_part(folder, part) for part in own.parts}, fields)
-        made: Any = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": _unchecked})
+            return own.make({part: _read_part(folder, part, name) for part in own.parts}, fields)
+        # Its text is logged, and not all parts are JSON.
+        changes = {"check_argument_for_proper_class": _unchecked, "__repr__": object.__repr__}
+        made: Any = type(processor_class.__name__, (processor_class,), changes)
         fields, _ = made.get_processor_dict(folder, local_files_only=True)
-        return made.from_args_and_dict([_read_part(folder, part) for part in made.get_attributes()], fields)
+        return made.from_args_and_dict([_read_part(folder, part, name) for part in made.get_attributes()], fields)
     except Exception as error:  # damaged files raise anything
         raise ModelError(
             f"The processor of {folder.name} ({name}) cannot be read: {error} It needs "
@@ -193,7 +204,7 @@ def _unchecked(_: Any, __: str, argument: Any) -> type[Any]:
     return type(argument)
 
 
-def _read_part(folder: Path, name: str) -> Any:
+def _read_part(folder: Path, name: str, processor: str) -> Any:
     import transformers
 
     readers = {
@@ -203,6 +214,8 @@ def _read_part(folder: Path, name: str) -> Any:
         "audio_processor": transformers.AutoFeatureExtractor,
     }
     if name == "video_processor":
+        if processor in VIDEO_PROCESSORS:
+            return VIDEO_PROCESSORS[processor](read_fields(folder))
         from transformers.utils import is_torchvision_available
 
         if not is_torchvision_available():
@@ -211,10 +224,36 @@ def _read_part(folder: Path, name: str) -> Any:
     return readers[name].from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def _video_arguments(media: Media) -> dict[str, Any]:
+    """Arguments of a processor beside a video. Frames that are a selection already are not sampled again."""
+    from transformers.video_utils import VideoMetadata
+
+    num_frames = len(media.value)
+    total = media.num_file_frames or num_frames
+    metadata = VideoMetadata(
+        total_num_frames=total,
+        fps=media.rate,
+        height=media.value.shape[1],
+        width=media.value.shape[2],
+        duration=None if media.rate is None else total / media.rate,
+        frames_indices=list(media.frame_indices or range(num_frames)),
+    )
+    is_selection = total != num_frames
+    return {"video_metadata": [metadata], **({"do_sample_frames": False} if is_selection else {})}
+
+
+def _forms(processor: Any, placeholder: str, text: str) -> tuple[str, ...]:
+    """Forms of a placeholder in prompts: with the tokens around it too, if these are in the text that replaces it."""
+    around = [getattr(processor, f"vision_{end}_token", None) for end in ("start", "end")]
+    if all(token is not None and token in text for token in around):
+        return f"{around[0]}{placeholder}{around[1]}", placeholder
+    return (placeholder,)
+
+
 def _key(media: Media, options: Mapping[str, Any], uuid: str | None) -> str:
     """Key of an item: its content, or the caller's name for it, with the processor's options."""
     content = media.content_hash() if uuid is None else f"uuid {uuid}"
-    form = f"{media.modality} {media.detail} {sorted(options.items())!r} {content}"
+    form = f"{media.modality} {media.detail} {media.num_file_frames} {sorted(options.items())!r} {content}"
     return hashlib.blake2b(form.encode(), digest_size=16).hexdigest()
 
 

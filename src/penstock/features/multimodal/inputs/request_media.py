@@ -50,9 +50,10 @@ class RequestMedia:
         if token_ids is None:
             if not isinstance(text, str):
                 raise InvalidRequest("The prompt has media, but neither text nor tokens. Give prompt.")
-            token_ids = encode(type(text)(self._placeholders.expand_text(text, placed)))
+            expanded, placed = self._placeholders.expand_text(text, placed)
+            token_ids = encode(type(text)(expanded))
         else:
-            token_ids = self._placeholders.expand_ids(list(token_ids), placed)
+            token_ids, placed = self._placeholders.expand_ids(list(token_ids), placed)
         part = self._placeholders.part(token_ids, placed)
         parts = {**(fields.get("parts") or {}), **Parts.of([part])}
         return {**fields, "prompt_token_ids": token_ids, "parts": parts}
@@ -64,9 +65,9 @@ class RequestMedia:
         data, uuids = prompt.get(DATA) or {}, prompt.get(UUIDS) or {}
         placed = []
         for modality, items in data.items():
-            placeholder, names = self.processor.placeholder(modality), uuids.get(modality) or [None] * len(items)
+            names = uuids.get(modality) or [None] * len(items)
             for media, uuid in zip(items, names, strict=True):
-                placed.append(PlacedItem(modality, placeholder, self.processor.process(media, options, uuid)))
+                placed.append(PlacedItem(modality, self.processor.process(media, options, uuid)))
         return placed
 
 
