@@ -41,6 +41,8 @@ from support.checkpoints import (
     tiny_model,
 )
 from support.draft_heads import HIDDEN, eagle3_weights, eagle_weights, write_head, write_mimo
+from support.encoder_decoders import FAMILIES as ENCODER_DECODERS
+from support.encoder_decoders import write_encoder_decoder
 from support.engines import SMALL, make_core
 from support.quantized_checkpoints import gptq_layer, write_quantized
 from support.transformers_models import FAMILIES as FALLBACK_FAMILIES
@@ -201,8 +203,14 @@ def test_a_plan_is_what_the_engine_uses(tmp_path: Path, family: str, changes: di
     compare(tmp_path, **PLANNED)
 
 
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_a_plan_of_an_encoder_decoder_is_what_the_engine_uses(tmp_path: Path, family: str) -> None:
+    compare(write_encoder_decoder(tmp_path, family), **PLANNED)
+
+
 def test_every_native_family_is_compared() -> None:
     compared = {{**NATIVE_FAMILIES, **MIXTURES}[family].architecture for family, _ in FAMILIES}
+    compared |= {architecture for _, architecture, _ in ENCODER_DECODERS.values()}
     assert compared | {"MiMoForCausalLM", "PhiMoEForCausalLM"} == set(supported_architectures())
 
 

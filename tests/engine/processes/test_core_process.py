@@ -107,11 +107,6 @@ def process_id(core: FakeCore) -> int:
     return os.getpid()
 
 
-def sleeping(core: FakeCore) -> str:
-    time.sleep(1.0)
-    return "awake"
-
-
 def by_zero(core: FakeCore, number: int) -> float:
     return number / 0
 
@@ -329,6 +324,10 @@ def test_a_core_that_hangs_is_not_waited_for_forever(start: Callable[..., CoreGr
 
 
 def test_a_call_may_take_longer_than_a_step_unless_it_has_a_limit(start: Callable[..., CoreGroup]) -> None:
+    def sleeping(core: FakeCore) -> str:  # sent by value: the core does not import this module, which may take longer
+        time.sleep(1.0)
+        return "awake"
+
     core = start(step_timeout_s=0.5)
     with pytest.raises(WaitTimeout, match=r"waited 0.2 s in collective_rpc for the core"):
         core.collective_rpc(RpcCall(sleeping, timeout_s=0.2))
