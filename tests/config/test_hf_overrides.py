@@ -11,7 +11,8 @@ import pytest
 
 from penstock import LLM, EngineConfig, SamplingParams
 from penstock.config.hf_overrides import as_fields, with_overrides
-from penstock.errors import ConfigError
+from penstock.engine.planning.plan import plan_engine
+from penstock.errors import ConfigError, ModelError
 from penstock.layers.rope_scaling import read_rope_parameters
 from support.checkpoints import save_checkpoint, tiny_model
 
@@ -141,6 +142,20 @@ def test_a_model_computes_with_the_fields_and_saves_them(tmp_path: Path) -> None
     own = tokens("model")
     assert own != tokens("other") == tokens("model", rope_theta=3.0)
     assert json.loads((tmp_path / "state/config.json").read_text())["rope_parameters"]["rope_theta"] == 3.0
+
+
+def test_errors_name_the_option_beside_the_file() -> None:
+    overrides = {"num_attention_heads": -1, "rope_theta": 5.0}
+    with pytest.raises(ModelError, match="of demo with num_attention_heads, rope_theta of hf_overrides has"):
+        plan_engine("demo", hf_overrides=overrides)
+    with pytest.raises(ModelError, match="config.json of demo with num_hidden_layers of hf_overrides has"):
+        EngineConfig.create("demo", hf_overrides='{"num_hidden_layers": 1e9}')
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "dynamic", "llama3", "yarn"])
+def test_scaling_without_its_factor_is_refused_by_the_plan(rope_type: str) -> None:
+    with pytest.raises(ModelError, match=rf"rope_type='{rope_type}'\) has factor=None"):
+        plan_engine("demo", hf_overrides={"rope_scaling": {"rope_type": rope_type}})
 
 
 def test_a_longer_context_can_be_asked_for() -> None:

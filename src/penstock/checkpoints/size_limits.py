@@ -19,13 +19,12 @@ _LIMITS = (
 )
 
 
-def check_sizes(hf_config: Mapping[str, Any], model: str) -> None:
-    """Raise ModelError for a size above the limits, in nested configurations too."""
+def check_sizes(hf_config: Mapping[str, Any], source: str) -> None:
+    """Raise ModelError for a size above the limits, in nested configurations too. source: its name in messages."""
     for field, value, limit in _sizes(hf_config):
         if value > limit:
             raise ModelError(
-                f"config.json of {model} has {field}={shown(value)}. It must be at most {limit:,}, which is more than "
-                "any model has."
+                f"{source} has {field}={shown(value)}. It must be at most {limit:,}, which is more than any model has."
             )
 
 

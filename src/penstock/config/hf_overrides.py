@@ -91,6 +91,11 @@ def with_overrides(hf_config: Mapping[str, Any], given: Any) -> Mapping[str, Any
     return changed
 
 
+def overridden(given: Any) -> str:
+    """Addition to the name of `config.json` in messages: which fields the option has replaced; "" for none."""
+    return f" with {', '.join(_read(given))} of hf_overrides" if given else ""
+
+
 def _rope_parameters(before: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings of Transformers 5 with the changes of Transformers 4's fields."""
     given = sorted(overrides.keys() & _OLD_ROPE)

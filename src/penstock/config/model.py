@@ -24,7 +24,7 @@ from penstock.config.generation import (
     check_override,
     generation_config_folder,
 )
-from penstock.config.hf_overrides import as_fields, with_overrides
+from penstock.config.hf_overrides import as_fields, overridden, with_overrides
 from penstock.config.multimodal import media_limits
 from penstock.config.pooling import POOL, read_pooling
 from penstock.errors import ConfigError, ModelError
@@ -144,7 +144,7 @@ class ModelConfig:
         if not isinstance(self.output_head, str):
             raise ConfigError(f"output_head={self.output_head!r} is not valid. Allowed: a name, such as {GENERATE!r}.")
         object.__setattr__(self, "pooling", self._read_pooling())
-        check_sizes(self.hf_config, self.model)
+        check_sizes(self.hf_config, self.config_source)
         _ = self.eos_token_ids  # raises for invalid token ids
         quantized = self.hf_config.get("quantization_config")
         if isinstance(quantized, Mapping) and self.quantization == quantized.get("quant_method"):
@@ -232,6 +232,11 @@ class ModelConfig:
         return media_limits(self.limit_mm_per_prompt, multimodal.modalities)
 
     @property
+    def config_source(self) -> str:
+        """Name of `hf_config` in messages."""
+        return f"config.json of {self.model}{overridden(self.hf_overrides)}"
+
+    @property
     def name_elsewhere(self) -> str:
         """Name under which another process finds the model: the given one, or the folder of a hub id."""
         is_given = self.model in SHIPPED_MODELS or Path(self.model).exists()
@@ -279,7 +284,7 @@ class ModelConfig:
         architectures = self.hf_config.get("architectures")
         if not architectures or not isinstance(architectures, list) or not isinstance(architectures[0], str):
             raise ModelError(
-                f"config.json of {self.model} has architectures={shown(architectures)}. "
+                f"{self.config_source} has architectures={shown(architectures)}. "
                 'It must name the model class, such as ["LlamaForCausalLM"].'
             )
         return architectures[0]
@@ -307,7 +312,7 @@ class ModelConfig:
             context = min(context, self.pooling.max_length)
         if context > MAX_POSITIONS:
             raise ModelError(
-                f"config.json of {self.model} has {name}={self.hf_config[name]}, which its rotary scaling "
+                f"{self.config_source} has {name}={self.hf_config[name]}, which its rotary scaling "
                 f"({shown(rope_settings(self.hf_config))}) makes {context} positions. Allowed: at most "
                 f"{MAX_POSITIONS:,}."
             )
@@ -373,7 +378,7 @@ class ModelConfig:
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence token ids, of generation_config.json if it names any, else of config.json."""
         return end_token_ids(self.hf_generation_config, f"{GENERATION_CONFIG_FILE} of {self.model}") or end_token_ids(
-            self.hf_config, f"config.json of {self.model}"
+            self.hf_config, self.config_source
         )
 
     def _check_calibration(self) -> None:
@@ -396,7 +401,7 @@ class ModelConfig:
 
         Raises ModelError when it is missing or something else.
         """
-        return positive_integer(self.hf_config, name, f"config.json of {self.model}")
+        return positive_integer(self.hf_config, name, self.config_source)
 
 
 # Options of `ModelConfig.load`, besides the model.

@@ -21,6 +21,8 @@ from penstock.errors import ModelError, UnsupportedFeature
 
 logger = logging.getLogger(__name__)
 _DEFAULT_THETA = 10000.0
+# Types that need a factor, unless they have another setting.
+_FACTOR_UNLESS = {"linear": "", "llama3": "", "dynamic": "alpha", "yarn": "original_max_position_embeddings"}
 _KEEP_PRETRAINED_LENGTH = ("llama3", "yarn", "longrope")
 
 
@@ -106,6 +108,8 @@ def read_rope_parameters(
         raise ModelError(f"config.json has max_position_embeddings={positions!r}. It must be a positive integer.")
     rope = RopeParameters(rope_type, theta, rotary_dim, positions, num_positions, {**own, "rope_theta": theta})
     rope.number("rope_theta")
+    if rope_type in _FACTOR_UNLESS and own.get(_FACTOR_UNLESS[rope_type]) is None:
+        rope.number("factor")
     return rope
 
 

@@ -111,7 +111,7 @@ class ConfigFields(Fields):
     """Fields of a model's `config.json`."""
 
     def __init__(self, model_config: ModelConfig) -> None:
-        super().__init__(model_config.hf_config, f"config.json of {model_config.model}", "")
+        super().__init__(model_config.hf_config, model_config.config_source, "")
         self.model_config = model_config
 
     @property

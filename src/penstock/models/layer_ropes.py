@@ -23,7 +23,7 @@ def read_rope_of_kind(
     by_kind = _object(fields, "rope_parameters")
     if not set(by_kind) <= set(old_fields) or not all(isinstance(value, Mapping | None) for value in by_kind.values()):
         raise ModelError(
-            f"config.json of {fields.model_config.model} has rope_parameters={by_kind!r}. "
+            f"{fields.source} has rope_parameters={by_kind!r}. "
             f"It must have an object for each kind of layer: {', '.join(old_fields)}."
         )
     settings = dict(by_kind.get(kind) or {})
@@ -41,5 +41,5 @@ def read_rope_of_kind(
 def _object(fields: ConfigFields, name: str) -> Mapping[str, Any]:
     value = fields.hf_config.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ModelError(f"config.json of {fields.model_config.model} has {name}={value!r}. It must be an object.")
+        raise ModelError(f"{fields.source} has {name}={value!r}. It must be an object.")
     return value

@@ -154,10 +154,7 @@ def read_routing(
     name = next((name for name in _NAMES_OF_NUM_EXPERTS if name in fields.hf_config), "num_experts")
     num_experts, top_k = fields.integer(name), fields.integer(of_token)
     if top_k > num_experts:
-        raise ModelError(
-            f"config.json of {fields.model_config.model} has {of_token}={top_k}. It must be at most "
-            f"{name}={num_experts}."
-        )
+        raise ModelError(f"{fields.source} has {of_token}={top_k}. It must be at most {name}={num_experts}.")
     if normalizes is None:
         normalizes = fields.flag("norm_topk_prob", default=False)
     return Routing(num_experts, top_k, normalizes=normalizes)

@@ -149,11 +149,10 @@ def _prediction_head(model: ModelConfig, hidden_size: int) -> list[LayerShape | 
     activation, eps = hf_config.get("classifier_activation", "gelu"), hf_config.get("norm_eps", 1e-5)
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"config.json of {model.model} has classifier_activation={activation!r}. Supported: "
-            f"{', '.join(_ACTIVATIONS)}."
+            f"{model.config_source} has classifier_activation={activation!r}. Supported: {', '.join(_ACTIVATIONS)}."
         )
     if not is_positive_float32(eps):
-        raise ModelError(f"config.json of {model.model} has norm_eps={eps!r}. It must be a positive number.")
+        raise ModelError(f"{model.config_source} has norm_eps={eps!r}. It must be a positive number.")
     return [
         LayerShape("head.dense", hidden_size, activation, has_bias=bool(hf_config.get("classifier_bias"))),
         NormShape("head.norm", eps, has_bias=bool(hf_config.get("norm_bias"))),
