@@ -295,6 +295,8 @@ REFUSED = [
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"timeout": 0}, "timeout"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"prompt_embeds": [1]}, "prompt_embeds"),
+    ({"prompt_embeds": "AAAA", "echo": True}, "echo"),
     ({"prompt": [10**6]}, "prompt"),
     ({"prompt": [[5], []]}, "prompt[1]"),
     ({"top_k": 10**60}, "top_k"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -252,3 +255,10 @@ def write_processor(folder: Path, name: str) -> None:
     """Write the files of a family's processor."""
     for file, content in PROCESSORS[name].items():
         (folder / f"{file}.json").write_text(json.dumps(content))
+
+
+def saved_tensor(value: Any, **options: Any) -> str:
+    """Base64 of what `torch.save` writes."""
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return base64.b64encode(file.getvalue()).decode()

@@ -580,13 +580,6 @@ REFUSED = {
         LLM(model="demo").chat([{"role": "user", "content": content}])
         """,
     ],
-    "prompt embeddings": [
-        """
-        import torch
-        from vllm import LLM
-        LLM(model="demo").generate({"prompt_embeds": torch.zeros(4, 64)})
-        """,
-    ],
     "best_of": [
         """
         from vllm import SamplingParams

@@ -100,6 +100,7 @@ class ModelConfig:
     for all of them loads no encoder; None allows 999 of each.
     mm_processor_kwargs: options of the model's processor of images, audio and video, for all requests.
     language_model_only: load no encoder, and take text alone.
+    enable_prompt_embeds: take prompts that are embeddings (`prompt_embeds`) in place of tokens.
     hf_overrides: fields that replace those of `config.json`, as a dictionary or JSON; None for none. In Python also a
     function that gets Transformers' configuration and returns it changed.
     """
@@ -133,6 +134,7 @@ class ModelConfig:
     limit_mm_per_prompt: Mapping[str, Any] | str | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
     language_model_only: bool = False
+    enable_prompt_embeds: bool = False
     pooling: PoolingConfig | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +170,12 @@ class ModelConfig:
         check_override(self.override_generation_config)
         check_integer("seed", self.seed, 0)
         check_flag("language_model_only", self.language_model_only)
+        check_flag("enable_prompt_embeds", self.enable_prompt_embeds)
+        if self.enable_prompt_embeds and (self.pools or self.is_encoder_decoder):
+            raise ConfigError(
+                f"enable_prompt_embeds=True is not valid for {self.model}, which "
+                f"{'pools' if self.pools else 'is an encoder-decoder model'}. Allowed: for decoders that generate text."
+            )
         media_limits(self.limit_mm_per_prompt, ())
         if self.max_model_len is None or self.max_model_len == AUTO_LENGTH:
             return

@@ -53,6 +53,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return False
 
     @property
+    def has_prompt_ids(self) -> bool:
+        """Whether the ids of the prompt's tokens say what they are; given embeddings have placeholders."""
+        return True
+
+    @property
     def source_length(self) -> int:
         """Positions of the encoder's output that the request's cross attention reads; 0 without any."""
         return 0
@@ -124,6 +129,11 @@ class Parts(dict[str, Part]):
     def need_all_tokens(self) -> bool:
         """Whether a part needs all tokens computed."""
         return any(part.needs_all_tokens for part in self.values())
+
+    @property
+    def have_prompt_ids(self) -> bool:
+        """Whether the ids of the prompt's tokens say what they are."""
+        return all(part.has_prompt_ids for part in self.values())
 
     @property
     def source_length(self) -> int:

@@ -37,6 +37,11 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens generated before a preemption."""
         return self.prefill_token_ids[len(self.prompt_token_ids) :]
 
+    @property
+    def has_prompt_ids(self) -> bool:
+        """Whether the ids of the prompt's tokens say what they are (`Part.has_prompt_ids`)."""
+        return self.parts is None or self.parts.have_prompt_ids
+
     def anon_repr(self) -> str:
         """Describe the request for logs, with lengths instead of the user's tokens."""
         parts = "" if self.parts is None else f", parts=[{self.parts.anon_repr()}]"

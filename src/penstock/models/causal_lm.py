@@ -13,8 +13,9 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
+from penstock.errors import UnsupportedModel
 from penstock.kernels.sampling import ChosenTokens
-from penstock.layers.embedding import LMHead
+from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import restore_weights
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.weights import load_into_slots
@@ -40,11 +41,13 @@ class CausalLM(nn.Module, ABC):
     ignorable: regular expressions for checkpoint tensors that the model has no slot for.
     features: modules of the features that the model needs (`contract.feature`).
     notes_layers: whether it passes the input of each layer to `ForwardContext.note_hidden`.
+    is_first: whether it has the first layer, on the first pipeline stage.
     """
 
     ignorable: ClassVar[tuple[str, ...]] = ()
     features: Sequence[str] = ()
     notes_layers: ClassVar[bool] = False
+    is_first: bool = True
 
     @abstractmethod
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
@@ -80,6 +83,21 @@ class CausalLM(nn.Module, ABC):
         say.
         """
         return {}
+
+    def take_embeddings(self) -> int:
+        """Let embeddings that requests give replace those of tokens, on the first stage; returns their size.
+
+        Raises UnsupportedModel for a model that does not say which module has the embeddings.
+        """
+        modules = (module for module, _ in self.modules_by_name().values())
+        embedding = next((module for module in modules if isinstance(module, VocabEmbedding)), None)
+        if embedding is None:
+            raise UnsupportedModel(
+                f"{type(self).__name__} takes no embeddings in place of tokens: its modules_by_name has no embedding "
+                "of tokens. Leave enable_prompt_embeds out."
+            )
+        embedding.takes_embeddings = True
+        return embedding.hidden_size
 
     def module_name(self, name: str) -> str:
         """Map a module's name in a model that shares this one's layers to one of `modules_by_name`."""

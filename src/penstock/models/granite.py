@@ -63,6 +63,7 @@ def _granite_decoder(
     embed_tokens = ScaledVocabEmbedding(
         config.vocab_size, config.hidden_size, scale=embedding_multiplier, parallel=parallel
     )
+    embed_tokens.scales_given = True
     return DecoderModel(config, parallel, layer, embed_tokens=embed_tokens)
 
 

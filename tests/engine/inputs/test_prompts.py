@@ -54,7 +54,7 @@ NOT_IDS: list[tuple[Any, str]] = [
     ({"prompt_token_ids": torch.tensor([[5, 6]])}, "a list at position 0 of its token ids, so it has several rows"),
     ({"prompt_token_ids": {5, 6}}, "is a set"),
     ({"prompt": "x", "multi_modal_data": {"image": 1}}, "multi_modal_data has 'image', which this model does not take"),
-    ({"prompt_embeds": torch.zeros(2, 3)}, "prompt_embeds=tensor.* asks for prompt embeddings"),
+    ({"prompt_embeds": torch.zeros(2, 3)}, "prompt_embeds is not allowed .* enable_prompt_embeds=True"),
     (
         UserDict(input_ids=[5]),
         "'input_ids'. A tokenizer's result is not a prompt; give its input_ids as prompt_token_ids",

@@ -75,6 +75,7 @@ _CONTENTS = (
     "input",
     "inputs",
     "prompt",
+    "prompt_embeds",
     "system",
     "instructions",
     "tools",

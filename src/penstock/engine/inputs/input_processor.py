@@ -26,6 +26,7 @@ from penstock.engine.inputs.params_processor import ParamsProcessor
 from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
 from penstock.engine.inputs.prompt_encoder import PromptEncoder
 from penstock.engine.inputs.prompts import (
+    PROMPT_EMBEDS,
     PROMPT_KEYS,
     Prompt,
     PromptDict,
@@ -39,6 +40,7 @@ from penstock.engine.inputs.source_prompts import SourcePrompts
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.features.multimodal.inputs.given_features import prompt_of_embeddings
 from penstock.features.multimodal.inputs.media import AUDIO, DATA
 from penstock.features.multimodal.inputs.request_media import RequestMedia
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
@@ -234,7 +236,8 @@ class InputProcessor:
 
     def is_quick(self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams) -> bool:
         """Whether `process` takes no more than a few milliseconds."""
-        if has_field(prompt, DATA) or (self._sources is not None and isinstance(prompt, Mapping)):
+        is_media = has_field(prompt, DATA) or has_field(prompt, PROMPT_EMBEDS)
+        if is_media or (self._sources is not None and isinstance(prompt, Mapping)):
             return False
         return _size_of(prompt) < self._tokenizer.quick_characters and _is_small(sampling_params)
 
@@ -251,7 +254,10 @@ class InputProcessor:
             prompt = self._sources.decoder_prompt(prompt)
         if isinstance(sampling_params, SamplingParams):
             check_sampling_fields(sampling_params, self.limits)
-        if self._media is not None:
+        if self._model.enable_prompt_embeds and has_field(prompt, PROMPT_EMBEDS):
+            _check_params_of_embeddings(sampling_params)
+            prompt = prompt_of_embeddings(prompt, self._model, self._prompts.max_model_len)
+        elif self._media is not None:
             prompt = self._media.expand(prompt, partial(self._encode_expanded, sampling_params))
         num_kept = getattr(sampling_params, "truncate_prompt_tokens", None)
         if num_kept is None:
@@ -406,6 +412,12 @@ def _is_small(params: Any) -> bool:
     listed = (params.stop, params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
     is_plain = params.structured_outputs is None and params.extra_args is None and not params.bad_words
     return is_plain and sum(len(values) for values in listed if values) < _MANY_VALUES
+
+
+def _check_params_of_embeddings(params: Any) -> None:
+    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+        if getattr(params, name, None) is not None:
+            raise UnsupportedParameter(f"{name} is not for prompts of embeddings, which have no tokens. Leave it out.")
 
 
 def _drawn_seed(engine_seed: str, num_accepted: int) -> int:

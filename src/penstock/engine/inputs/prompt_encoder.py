@@ -34,7 +34,7 @@ class PromptEncoder:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._limits = (limits or RequestLimits()).resolved(max_model_len)
         self._has_warned_of_second_bos = False
@@ -60,7 +60,7 @@ class PromptEncoder:
 
     def _encode_limited(self, text: str, add_special_tokens: bool, limit: int) -> list[int]:
         # A token has about four characters, so a shorter text may fit.
-        longest = self._tokenizer.longest_token if len(text) > 4 * self._max_model_len else None
+        longest = self._tokenizer.longest_token if len(text) > 4 * self.max_model_len else None
         if longest is not None and len(text) > longest * limit:
             raise ContextTooLong(
                 f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
@@ -106,7 +106,7 @@ class PromptEncoder:
         return prompt_token_ids if num_kept is None else prompt_token_ids[-self._num_kept(num_kept) :]
 
     def _num_kept(self, num_kept: int) -> int:
-        longest = self._max_model_len - 1
+        longest = self.max_model_len - 1
         if num_kept > longest:
             raise InvalidParameter(
                 f"truncate_prompt_tokens={num_kept} is not valid. Allowed: at most {longest}, which leaves room for "
@@ -124,13 +124,13 @@ class PromptEncoder:
 
     def _longest(self, max_tokens: int | None) -> int:
         """Longest prompt: the context less one token, which the single token of an answer does not need."""
-        return self._max_model_len - (max_tokens != 1)
+        return self.max_model_len - (max_tokens != 1)
 
     def _limit(self, num_prompt_tokens: int, max_tokens: int | None = None) -> str:
         """Text of an error about a prompt that is too long: the limit, and options that raise it."""
         return (
-            f"this engine was started for {self._max_model_len:,} (max_model_len), of which at least one is the "
-            f"answer's. Shorten the prompt to {self._max_model_len - 1:,} tokens"
+            f"this engine was started for {self.max_model_len:,} (max_model_len), of which at least one is the "
+            f"answer's. Shorten the prompt to {self.max_model_len - 1:,} tokens"
             f"{self._advice(num_prompt_tokens, num_prompt_tokens + (max_tokens or 1))}"
         )
 

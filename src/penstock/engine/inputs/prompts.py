@@ -16,6 +16,8 @@ from penstock.errors import InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.media import MEDIA_KEYS
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
+# Field of a prompt of embeddings.
+PROMPT_EMBEDS = "prompt_embeds"
 # Fields of a prompt of an encoder-decoder model.
 ENCODER_PROMPT, DECODER_PROMPT = "encoder_prompt", "decoder_prompt"
 _NO_ENCODER = "It is for encoder-decoder models, and this model has a decoder only"
@@ -51,7 +53,7 @@ TokenIds: TypeAlias = Iterable[int] | ArrayOfIds
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt with its options; it needs `prompt` or `prompt_token_ids`.
+    """A prompt with its options; it needs `prompt`, `prompt_token_ids` or `prompt_embeds`.
 
     prompt: text; together with token ids only shown in outputs.
     prompt_token_ids: tokens, used as they are.
@@ -60,6 +62,8 @@ class PromptDict(TypedDict, total=False):
     multi_modal_data: images, audio and videos, by modality: an item or a list of items; the prompt has a placeholder
         for each.
     mm_processor_kwargs: options of the processor of these. multi_modal_uuids: names of the items, for caches.
+    prompt_embeds: embeddings in place of tokens, a tensor or an array of floats [P, D], or base64 of what `torch.save`
+        writes of one; for engines with enable_prompt_embeds.
     """
 
     prompt: str
@@ -69,6 +73,7 @@ class PromptDict(TypedDict, total=False):
     multi_modal_data: Mapping[str, Any] | None
     mm_processor_kwargs: Mapping[str, Any] | None
     multi_modal_uuids: Mapping[str, Any] | None
+    prompt_embeds: Any
 
 
 Prompt: TypeAlias = str | TokenIds | PromptDict | TextPair
@@ -180,7 +185,12 @@ def check_fields(prompt: Mapping[Any, Any]) -> None:
     for key in MEDIA_KEYS:
         if has_field(prompt, key):
             raise UnsupportedParameter(f"The prompt has {key}, and this model takes text. Leave it out.")
-    known = (*PROMPT_KEYS, *MEDIA_KEYS)
+    if has_field(prompt, PROMPT_EMBEDS):
+        raise UnsupportedParameter(
+            "prompt_embeds is not allowed in this engine. Start it with enable_prompt_embeds=True, for a model that "
+            "generates text."
+        )
+    known = (*PROMPT_KEYS, *MEDIA_KEYS, PROMPT_EMBEDS)
     if not prompt.keys() <= set(known):
         for key in vllm.fields_as_ours(prompt, known):
             if key not in known:

@@ -1,4 +1,4 @@
-"""Images, audio and video in prompts: features of an encoder take the place of token embeddings."""
+"""Images, audio, video and embeddings in prompts: features of an encoder, or given ones, replace token embeddings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from penstock.features.multimodal.messages import MediaPart, StepMediaPart
 
 
 def _takes_media(config: EngineConfig) -> bool:
-    return bool(config.model.media_limits)
+    return bool(config.model.media_limits) or config.model.enable_prompt_embeds
 
 
 FEATURE = Feature(
     name="images, audio and video",
     is_on=_takes_media,
-    how_to_turn_on="Serve a model that takes them, without language_model_only and with limit_mm_per_prompt above 0.",
+    how_to_turn_on="Serve a model that takes them, without language_model_only and with limit_mm_per_prompt above 0; "
+    "start with enable_prompt_embeds=True for embeddings.",
     parts=(MediaPart, StepMediaPart),
     scheduler_side="penstock.features.multimodal.scheduling:MediaScheduling",
     worker_side="penstock.features.multimodal.worker:MediaWorker",

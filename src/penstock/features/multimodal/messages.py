@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 import msgspec
 
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.parts import Part
+
+# Modality of items that are embeddings of a prompt's tokens, and the input of an item whose features are given.
+EMBEDDINGS, FEATURES = "embeddings", "features"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,10 +32,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """An image, a clip of audio or a video.
+    """An image, a clip of audio, a video, or embeddings of tokens.
 
     runs: its tokens, in the order of its features' rows. key: of its content; items with equal keys have equal
-    features. may_cut: whether a chunk may end inside it. inputs: what the model's processor has made of it, by name.
+    features. may_cut: whether a chunk may end inside it. inputs: what the model's processor has made of it, by name, or
+    its features (`FEATURES`).
     """
 
     modality: str
@@ -78,8 +83,16 @@ class MediaPart(Part, frozen=True, kw_only=True):
         return MediaPart(items=items)
 
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
-        inside = (item for item in self.items if item.overlaps(start, stop))
-        return tuple(f"{item.key} at {item.start}" for item in inside)
+        keys = []
+        for item in self.items[bisect.bisect_right(self.items, start, key=lambda item: item.stop) :]:
+            if item.start >= stop:
+                break
+            keys.append(f"{item.key} at {item.start}")
+        return tuple(keys)
+
+    @property
+    def has_prompt_ids(self) -> bool:
+        return all(item.modality != EMBEDDINGS for item in self.items)
 
 
 class ScheduledRows(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ The scheduler decides, and workers obey, so that all ranks hold the same feature
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from penstock.contract import Part, SchedulerOutput, part_of
 from penstock.errors import InvalidRequest
@@ -75,6 +75,27 @@ class EncoderCache:
         self.num_rows = 0
 
 
+class _Room:
+    """What is left for items of a step: rows of the cache beside the used ones, and rows that may be encoded."""
+
+    def __init__(self, cache: EncoderCache, budget: int) -> None:
+        self._cache = cache
+        self._kept, self._new = cache.capacity - cache.num_used_rows, budget
+        self._keys: set[str] = set()
+
+    def take(self, key: str, num_rows: int) -> bool:
+        """Take the rows of an item, unless it has them already; False where they do not fit."""
+        if key in self._keys:
+            return True
+        kept = self._kept - (0 if self._cache.is_used(key) else num_rows)
+        new = self._new - (0 if key in self._cache else num_rows)
+        if kept < 0 or new < 0:
+            return False
+        self._kept, self._new = kept, new
+        self._keys.add(key)
+        return True
+
+
 class MediaScheduling(SchedulerFeature):
     """Shares the encoder cache and the encoders' budget of a step among requests."""
 
@@ -128,14 +149,14 @@ class MediaScheduling(SchedulerFeature):
         if not items or items[-1].stop <= start:
             return num_tokens
         stop, planned = start + num_tokens, self._planned.setdefault(request.req_id, {})
-        of_step: dict[str, int] = {}
+        room = _Room(self.cache, self._budget)
         for one in self._planned.values():
-            of_step.update(one)
+            for key, num_rows in one.items():
+                room.take(key, num_rows)
         for item in items:
             if not item.overlaps(start, stop):
                 continue
-            of_step[item.key] = item.num_rows
-            if (not item.may_cut and item.stop > stop) or not self._fits(of_step):
+            if (not item.may_cut and item.stop > stop) or not room.take(item.key, item.num_rows):
                 stop = max(start, item.start)
                 break
             planned[item.key] = item.num_rows
@@ -145,12 +166,6 @@ class MediaScheduling(SchedulerFeature):
     def admits(self, request: Request, in_step: Sequence[Request]) -> bool:
         """Whether no running request waits for room, which new ones might take again and again."""
         return not self._is_short
-
-    def _fits(self, planned: Mapping[str, int]) -> bool:
-        """Whether the cache has room for these items and the used ones, and the step's budget for the new ones."""
-        kept = sum(rows for key, rows in planned.items() if not self.cache.is_used(key))
-        new = sum(rows for key, rows in planned.items() if key not in self.cache)
-        return self.cache.num_used_rows + kept <= self.cache.capacity and new <= self._budget
 
     def part_of_step(self, message: SchedulerOutput) -> Part | None:
         self._planned.clear()

@@ -16,10 +16,11 @@ from penstock.config import EngineConfig
 from penstock.contract import NewRequestData, SchedulerOutput, part_of
 from penstock.device import Device
 from penstock.errors import ModelError
-from penstock.features.multimodal.messages import MediaItem, MediaPart, ScheduledRows, StepMediaPart
+from penstock.features.multimodal.messages import FEATURES, MediaItem, MediaPart, ScheduledRows, StepMediaPart
 from penstock.features.multimodal.rope_positions import RopePositions
 from penstock.layers.embedding import GIVEN_EMBEDDINGS, TEXT_IDS
 from penstock.layers.rotary import RotaryEmbedding
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import DecoderForCausalLM, added_rows
 from penstock.models.interface import LanguageModel
 from penstock.models.multimodal.assemble import WithEncoder
@@ -37,8 +38,11 @@ class MediaWorker(WorkerFeature):
         self._owners: list[SlotOwner] = []
         model, config = services.model, services.config.model
         self._features: MediaFeatures | None = None
-        if isinstance(model, WithEncoder) and model.encoder is not None:
-            self._features = MediaFeatures(services.device, model.encoder, config.vocab_size, services.dtype)
+        assert isinstance(model, CausalLM), "models with embeddings of tokens are such"
+        encoder = _encoder(model)
+        if encoder is not None or (config.enable_prompt_embeds and model.is_first):
+            size = model.take_embeddings()
+            self._features = MediaFeatures(services.device, encoder, size, config.vocab_size, services.dtype)
             self._owners.append(self._features)
         multimodal = config.multimodal
         if multimodal is not None and multimodal.rope_sections is not None:
@@ -59,8 +63,10 @@ class MediaWorker(WorkerFeature):
         return self._owners
 
     def replace_model(self, model: LanguageModel) -> None:
-        if self._features is not None and isinstance(model, WithEncoder) and model.encoder is not None:
-            self._features.replace_encoder(model.encoder)
+        if self._features is not None:
+            assert isinstance(model, CausalLM), "models with embeddings of tokens are such"
+            model.take_embeddings()
+            self._features.replace_encoder(_encoder(model))
 
     def reset_encoder_cache(self) -> None:
         """Drop the features of all items; those that requests still need are computed again."""
@@ -73,14 +79,17 @@ class MediaWorker(WorkerFeature):
 
 
 class MediaFeatures(SlotOwner):
-    """The encoder, and the features of items by their keys.
+    """The encoder, and the features of items by their keys. encoder: None where all features are given.
 
     stats: number of encoded items and rows, and seconds on the host.
     """
 
-    def __init__(self, device: Device, encoder: MediaEncoder, vocab_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: Device, encoder: MediaEncoder | None, size: int, vocab_size: int, dtype: torch.dtype
+    ) -> None:
         self._device, self._encoder, self._vocab_size = device, encoder, vocab_size
-        size, levels = encoder.feature_size, encoder.num_levels
+        self._size, self._dtype = size, dtype
+        levels = 0 if encoder is None else encoder.num_levels
         self._names = [GIVEN_EMBEDDINGS, *map(added_rows, range(levels))]
         self.step_inputs = (
             *(StepInput(name, dtype, (size,)) for name in self._names),
@@ -95,7 +104,7 @@ class MediaFeatures(SlotOwner):
         """Rows of all cached features."""
         return sum(len(features) for features in self._cache.values())
 
-    def replace_encoder(self, encoder: MediaEncoder) -> None:
+    def replace_encoder(self, encoder: MediaEncoder | None) -> None:
         """Encode with other weights from now on."""
         self._encoder = encoder
         self.forget()
@@ -122,7 +131,7 @@ class MediaFeatures(SlotOwner):
 
     def fill(self, frame: Frame) -> None:
         layout, named = frame.batch.layout, frame.inputs.named
-        num_tokens, size = layout.plan.num_tokens, self._encoder.feature_size
+        num_tokens = layout.plan.num_tokens
         starts = dict(zip(layout.req_ids, layout.query_start_loc_np.tolist(), strict=False))
         slots = dict(zip(layout.req_ids, layout.slots_np.tolist(), strict=True))
         inputs = [named[name][:num_tokens].zero_() for name in self._names]
@@ -131,8 +140,9 @@ class MediaFeatures(SlotOwner):
             features = self._features_of(self._items[slots[one.req_id]][one.item])[one.row : one.row + one.count]
             first = starts[one.req_id] + one.token
             is_given_np[first : first + one.count] = True
-            for level, rows_TD in enumerate(inputs):
-                rows_TD[first : first + one.count] = features[:, level * size : (level + 1) * size]
+            # Embeddings of tokens have no rows for the levels.
+            for rows_TD, of_level in zip(inputs, features.split(self._size, dim=1), strict=False):
+                rows_TD[first : first + one.count] = of_level
         is_given_T = self._device.upload(is_given_np)
         named[TEXT_IDS][:num_tokens] = torch.where(is_given_T, self._vocab_size, frame.batch.input_ids[:num_tokens])
 
@@ -141,7 +151,12 @@ class MediaFeatures(SlotOwner):
         features = self._cache.get(item.key)
         if features is None:
             began = time.perf_counter()
-            features = self._encoder.encode(item.modality, dict(self._inputs_of(item)))
+            inputs = dict(self._inputs_of(item))
+            if FEATURES in inputs:
+                features = inputs[FEATURES].to(self._dtype)
+            else:
+                assert self._encoder is not None, "the front end takes media where there is an encoder"
+                features = self._encoder.encode(item.modality, inputs)
             if len(features) != item.num_rows:
                 raise ModelError(
                     f"The encoder makes {len(features)} rows of an item ({item.modality}) that has {item.num_rows} "
@@ -169,8 +184,15 @@ def _rows_of(frame: Frame) -> Iterator[ScheduledRows]:
 
 def encoder_cache_bytes(config: EngineConfig, model: LanguageModel, _: str, dtype: torch.dtype) -> int:
     """Bytes of the encoder cache when it is full."""
-    encoder = getattr(model, "encoder", None)
-    if encoder is None:
+    encoder = _encoder(model)
+    size, levels = config.model.hidden_size, 0
+    if encoder is not None:
+        size, levels = encoder.feature_size, encoder.num_levels
+    elif not config.model.enable_prompt_embeds:
         return 0
     rows = config.multimodal.cache_rows(config.scheduler.max_num_batched_tokens)
-    return int(rows * encoder.feature_size * (1 + encoder.num_levels) * dtype.itemsize)
+    return int(rows * size * (1 + levels) * dtype.itemsize)
+
+
+def _encoder(model: LanguageModel) -> MediaEncoder | None:
+    return model.encoder if isinstance(model, WithEncoder) else None

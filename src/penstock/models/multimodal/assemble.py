@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.config import ModelConfig
-from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import DecoderForCausalLM
@@ -48,13 +47,10 @@ class WithEncoder(CausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__(model_config, parallel)
         checkpoint, self.encoder = model_config.multimodal, None
-        is_first = not isinstance(self, DecoderForCausalLM) or self.model.is_first
-        if checkpoint is None or not model_config.media_limits or not is_first:
+        if checkpoint is None or not model_config.media_limits or not self.is_first:
             return
         self.encoder = _make_encoder(checkpoint)
-        modules = (module for module, _ in self.modules_by_name().values())
-        embedding = next(module for module in modules if isinstance(module, VocabEmbedding))
-        embedding.takes_embeddings = True
+        self.take_embeddings()
         if isinstance(self, DecoderForCausalLM):
             self.model.num_added_rows = self.encoder.num_levels
         self._ignored = re.compile("|".join(f"(?:{one})" for one in self.encoder.ignorable) or r"(?!)")

@@ -35,7 +35,8 @@ class SlotEmbedding(VocabEmbedding):
         self._slot = slot
 
     def forward(self, input_ids_T: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(input_ids_T, self._slot.context)
+        # Modules of Transformers have a batch dimension, step inputs have none.
+        return super().forward(input_ids_T, self._slot.context).view(*input_ids_T.shape, -1)
 
 
 def replace_linears(model: nn.Module, slot: ContextSlot, parallel: ParallelState) -> None:

@@ -49,7 +49,8 @@ class Penalties(LogitsTransform):
         self._rows_for = None
         self._unwritten.pop(slot, None)
         if has_penalty:
-            self._unwritten[slot] = _occurrences(request.prompt_token_ids, request.output_token_ids, self._shape[1])
+            prompt = request.prompt_token_ids if request.has_prompt_ids else ()
+            self._unwritten[slot] = _occurrences(prompt, request.output_token_ids, self._shape[1])
 
     def remove_request(self, slot: int) -> None:
         self._unwritten.pop(slot, None)

@@ -47,7 +47,6 @@ OTHER_FIELDS: dict[str, OtherField] = {
     "use_beam_search": OtherField((False,), "LLM.beam_search has it"),
     "length_penalty": OtherField((1, 1.0), "it belongs to beam search, which LLM.beam_search has"),
     "logits_processors": OtherField(([],), "the engine's option logits_processors loads them"),
-    "prompt_embeds": OtherField((), "prompts here are text or token ids"),
     "media_io_kwargs": OtherField(({},), "it is an option of the engine"),
     "kv_transfer_params": OtherField((), "KV caches are not sent between engines here"),
 }

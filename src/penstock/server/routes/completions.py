@@ -71,11 +71,14 @@ def completion_params(request: CompletionRequest, defaults: SamplingParams) -> S
 
 def submissions_of(request: CompletionRequest, params: SamplingParams, id: str) -> list[Submission]:
     """Submissions of a request's prompts. Those of several prompts have the id with their index."""
-    if len(request.prompt) == 1:
-        return [Submission(prompt_of(request.prompt[0], request), params, id, request.priority)]
+    prompts = [("prompt_embeds", embeddings_prompt_of(given, request)) for given in request.prompt_embeds]
+    prompts += [("prompt", prompt_of(given, request)) for given in request.texts]
+    if len(prompts) == 1:
+        return [Submission(prompts[0][1], params, id, request.priority)]
+    firsts = {"prompt_embeds": 0, "prompt": len(request.prompt_embeds)}
     return [
-        Submission(prompt_of(given, request), params, f"{id}-{index}", request.priority, where=f"prompt[{index}]")
-        for index, given in enumerate(request.prompt)
+        Submission(prompt, params, f"{id}-{index}", request.priority, where=f"{field}[{index - firsts[field]}]")
+        for index, (field, prompt) in enumerate(prompts)
     ]
 
 
@@ -86,6 +89,12 @@ def prompt_of(given: str | list[int], request: CompletionRequest) -> Prompt:
         prompt["prompt"] = given if request.add_special_tokens else RenderedText(given)
     else:
         prompt["prompt_token_ids"] = given
+    return with_parts(prompt, hidden_states_parts(request))
+
+
+def embeddings_prompt_of(given: str, request: CompletionRequest) -> Prompt:
+    """Prompt of a completion request, from embeddings."""
+    prompt: PromptDict = {"cache_salt": request.cache_salt, "prompt_embeds": given}
     return with_parts(prompt, hidden_states_parts(request))
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.contract import SamplingParams
-from penstock.engine.inputs.prompts import PromptDict, RenderedText, has_field
+from penstock.engine.inputs.prompts import PROMPT_EMBEDS, PromptDict, RenderedText, has_field
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.features.multimodal.inputs.media import DATA
 from penstock.server.http.body import BodyRoute
@@ -85,8 +85,9 @@ async def _rendered(
         message = "return_hidden_states is not available: the answers of /inference/v1/generate have no hidden states."
         raise ApiError(400, message, param="return_hidden_states")
     prompt: Any = submission.prompt
-    if has_field(prompt, DATA):
-        raise ApiError(400, "Images, audio and video are not available: /inference/v1/generate takes tokens alone.")
+    if has_field(prompt, DATA) or has_field(prompt, PROMPT_EMBEDS):
+        message = "Images, audio, video and embeddings are not available: /inference/v1/generate takes tokens alone."
+        raise ApiError(400, message)
     token_ids = prompt.get("prompt_token_ids")
     if token_ids is None:
         text = prompt["prompt"]

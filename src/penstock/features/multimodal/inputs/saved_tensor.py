@@ -1,0 +1,124 @@
+"""Reader of one tensor that `torch.save` has written: its bytes only, without running what a pickle asks for.
+
+The file is a zip archive, uncompressed, with a pickle that describes the tensor and an entry with its storage. The
+pickle may name nothing but the functions and types that describe a plain tensor of floats.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import InvalidRequest
+
+# Storages by their name in the pickle, and numpy's dtype of their bytes. bfloat16 is the upper half of a float32.
+_STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "BFloat16Storage": "<u2"}
+_MAX_PICKLE_BYTES = 1 << 16
+
+
+class _Storage(NamedTuple):
+    name: str
+    key: str
+
+
+class _SavedTensor(NamedTuple):
+    """Arguments of `torch._utils._rebuild_tensor_v2`."""
+
+    storage: _Storage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _SavedTensor:
+        return cls(storage, offset, size, stride)
+
+
+class _Reader(pickle._Unpickler):
+    """Unpickler of a tensor's description. The one of C would allocate what a damaged pickle asks for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _SavedTensor.of
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and name in _STORAGES:
+            return name
+        raise InvalidRequest(f"it names {module}.{name}. Allowed: one dense tensor of float32, float16 or bfloat16")
+
+    def persistent_load(self, pid: Any) -> Any:
+        _, name, key, *_ = pid
+        return _Storage(name, key)
+
+
+def read_saved_tensor(name: str, text: str, max_rows: int) -> NDArray[np.floating[Any]]:
+    """Read base64 of what `torch.save` writes: a tensor of 2 or 3 dimensions, as float32 or float16.
+
+    name: of the field. max_rows: most rows of the last dimension. Raises InvalidRequest for anything else.
+    """
+    try:
+        return _read(base64.b64decode(text, validate=True), max_rows)
+    except InvalidRequest as error:
+        reason = str(error)
+    except binascii.Error:
+        reason = "it is not base64"
+    # A damaged archive or pickle raises anything.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    raise InvalidRequest(
+        f"{name} is not a saved tensor: {reason}. Give base64 of the bytes that torch.save(tensor, file) writes."
+    )
+
+
+def _read(data: bytes, max_rows: int) -> NDArray[np.floating[Any]]:
+    if not zipfile.is_zipfile(io.BytesIO(data)):
+        raise InvalidRequest("it is not a zip archive, as torch.save writes")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickles = [one for one in archive.namelist() if one.endswith("data.pkl")]
+        if len(pickles) != 1:
+            raise InvalidRequest("its archive has no data.pkl")
+        folder = pickles[0].removesuffix("data.pkl")
+        if f"{folder}byteorder" in archive.namelist() and _entry(archive, f"{folder}byteorder", 16) != b"little":
+            raise InvalidRequest("its byte order is not little-endian")
+        saved = _Reader(io.BytesIO(_entry(archive, pickles[0], _MAX_PICKLE_BYTES))).load()
+        if not isinstance(saved, _SavedTensor) or not isinstance(saved.storage, _Storage):
+            raise InvalidRequest(f"it holds a {type(saved).__name__}. Allowed: a tensor")
+        stored = _entry(archive, f"{folder}data/{saved.storage.key}", len(data))
+    values = np.frombuffer(stored, _STORAGES[saved.storage.name])
+    return _floats(_view(values, saved, max_rows))
+
+
+def _entry(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
+    info = archive.getinfo(name)
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size > max_bytes:
+        raise InvalidRequest(f"{name} of its archive is compressed, or has more than {max_bytes:,} bytes")
+    return archive.read(info)
+
+
+def _view(values: NDArray[Any], saved: _SavedTensor, max_rows: int) -> NDArray[Any]:
+    size, stride = tuple(saved.size), tuple(saved.stride)
+    numbers = (saved.offset, *size, *stride)
+    if len(size) not in (2, 3) or len(stride) != len(size) or not all(type(one) is int and one >= 0 for one in numbers):
+        raise InvalidRequest(f"its shape is {list(size)}. Allowed: 2 or 3 dimensions")
+    num_rows = int(np.prod(size[:-1], dtype=object))
+    if not 0 < num_rows <= max_rows or size[-1] == 0:
+        raise InvalidRequest(f"its shape is {list(size)}. Allowed: 1 to {max_rows:,} rows")
+    last = saved.offset + sum((one - 1) * step for one, step in zip(size, stride, strict=True))
+    if last >= len(values) or size[-1] > len(values):
+        raise InvalidRequest(f"its shape is {list(size)}, and its storage has {len(values):,} values")
+    steps = [step * values.itemsize for step in stride]
+    return np.lib.stride_tricks.as_strided(values[saved.offset :], size, steps, writeable=False)
+
+
+def _floats(values: NDArray[Any]) -> NDArray[np.floating[Any]]:
+    if values.dtype.kind == "u":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(values)
