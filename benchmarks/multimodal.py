@@ -117,7 +117,9 @@ class _Transformers:
     """Transformers with the same model. batch_size: prompts of a batch."""
 
     def __init__(self, folder: Path) -> None:
-        model = transformers.SmolVLMForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.SmolVLMForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
         self._model = model.eval()
         self._processor = read_processor(folder, "smolvlm")
         self._processor.tokenizer.padding_side = "left"

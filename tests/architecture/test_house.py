@@ -27,7 +27,7 @@ BOUNDS = {
     "files that it calls from `EngineCore.step` to the token and back": 21,
     "places that decide whether a step repeats, keeps its frame or takes a fast path": 6,
     "registries of LoRA's state": 3,
-    "files that name LoRA or adapters outside of its folders": 26,
+    "files that name LoRA or adapters outside of its folders": 28,
     "files with types of the tracer outside of native kernels and executions": 0,
     "members of the interface of executions": 5,
     "`isinstance` of an execution": 0,
