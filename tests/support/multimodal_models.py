@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,12 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from penstock.config import EngineConfig
+from penstock.contract import Parts, part_of
+from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.features.multimodal.inputs.request_media import request_media
+from penstock.features.multimodal.messages import MediaItem, MediaPart
+from penstock.text.tokenizer import load_tokenizer
 from support.checkpoints import VOCAB_SIZE, save_checkpoint
 from support.transformers_models import TINY, randomise
 
@@ -262,3 +270,34 @@ def saved_tensor(value: Any, **options: Any) -> str:
     file = io.BytesIO()
     torch.save(value, file, **options)
     return base64.b64encode(file.getvalue()).decode()
+
+
+@dataclass
+class MediaPrompt:
+    """A prompt as engines get it. items: its images."""
+
+    token_ids: list[int]
+    parts: Parts | None = None
+
+    @property
+    def items(self) -> list[MediaItem]:
+        part = part_of(self.parts, MediaPart)
+        return [] if part is None else part.items
+
+
+def expanded(folder: Path, prompts: Sequence[tuple[str, Sequence[Image.Image]]]) -> list[MediaPrompt]:
+    """Texts with their images as the input processor makes them."""
+    tokenizer = load_tokenizer(folder)
+    media = request_media(EngineConfig.create(str(folder), fast_paths="auto"), tokenizer)
+    assert media is not None
+    loader = MediaLoader()
+    made = []
+    for text, images in prompts:
+        loaded = [loader.load("image", image, "image") for image in images]
+        fields = media.expand({"prompt": text, "multi_modal_data": {"image": loaded}}, tokenizer.encode)
+        made.append(
+            MediaPrompt(
+                fields.get("prompt_token_ids") or tokenizer.encode(text), Parts(fields.get("parts") or {}) or None
+            )
+        )
+    return made

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import ForwardContext
 from penstock.device.limits import memory_limit
 from penstock.errors import OutOfMemory
 from penstock.kernels.rotary import Rotation, gather_rotation, rotary_table
@@ -17,9 +16,9 @@ from penstock.observability.units import format_bytes
 # Angles, cosines and sines exist at once.
 _TABLES_WHILE_COMPUTED = 3
 
-# Step inputs of a step whose tokens have several positions each (M-RoPE): the cosines and sines of each token, as a row
-# of `rotary_table`, float32 [T, R]; and the row of each token, 0 to T - 1, int64 [T].
-ROTATIONS, ROTATION_ROWS = "rotations", "rotation_rows"
+# Step input of a step with tokens whose rotation is not that of their position: the row of the table of each token,
+# int64 [T].
+ROTATION_ROWS = "rotation_rows"
 
 
 class RotaryEmbedding(nn.Module):
@@ -43,6 +42,10 @@ class RotaryEmbedding(nn.Module):
         inv_freq, attention_scaling = rope_frequencies(rope)
         self.register_buffer("table", rotary_table(inv_freq, rope.num_positions, attention_scaling), persistent=False)
 
+    def add_rows(self, num_rows: int) -> None:
+        """Add rows to the table, whose values steps write before they name them in `ROTATION_ROWS`."""
+        self.table = torch.cat([self.table, self.table.new_zeros(num_rows, self.table.shape[1])])
+
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
         """Rotation of heads at these positions; computed once per step, for all layers."""
         return gather_rotation(self.table, positions_T, dtype)
@@ -64,9 +67,3 @@ class LayerRotations(nn.Module):
         """Rotation of heads at these positions, by layer."""
         rotations = [embedding(positions_T, dtype) for embedding in self.embeddings]
         return [rotations[index] for index in self._embedding_of_layer]
-
-
-def given_rotation(context: ForwardContext, dtype: torch.dtype) -> Rotation | None:
-    """Rotation of heads that the step's inputs give, for all layers; None in a step without. context: of all tokens."""
-    rotations_TR, rows_T = context.input(ROTATIONS), context.input(ROTATION_ROWS)
-    return None if rotations_TR is None or rows_T is None else gather_rotation(rotations_TR, rows_T, dtype)

@@ -34,7 +34,7 @@ from penstock.layers.norm import (
 )
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
-from penstock.layers.rotary import LayerRotations, given_rotation
+from penstock.layers.rotary import ROTATION_ROWS, LayerRotations
 from penstock.layers.scalable_inputs import outputs_of
 from penstock.layers.weights import Shard, WeightSlot
 from penstock.models.causal_lm import CausalLM
@@ -312,8 +312,8 @@ class DecoderModel(nn.Module):
         else:
             hidden_TD = given_TD
         residual_TD: Tensor | None = None
-        given = given_rotation(context.of_all_tokens(), hidden_TD.dtype)
-        rotations = self.rotations(positions_T, hidden_TD.dtype) if given is None else [given] * len(self._stage)
+        rows_T = context.of_all_tokens().input(ROTATION_ROWS)
+        rotations = self.rotations(positions_T if rows_T is None else rows_T, hidden_TD.dtype)
         contexts = context.by_layer(len(self._stage))
         for index, rotation, of_layer in zip(self._stage, rotations, contexts, strict=True):
             context.note_hidden(index, hidden_TD, residual_TD)

@@ -68,7 +68,10 @@ class SlotOwner(ABC):  # noqa: B024 - an owner implements what it needs
         return False
 
     def fill(self, frame: Frame) -> None:  # noqa: B027
-        """Write the step inputs, `frame.inputs.named`, except padding rows. Called where `has_work` is true."""
+        """Write the step inputs, `frame.inputs.named`, except padding rows. Called where `has_work` is true.
+
+        A request whose reason is added to `frame.errors` ends with this error, and its results are dropped.
+        """
 
     def reads_hidden(self, frame: Frame) -> Collection[int] | None:
         """Layers whose inputs `part_of_hidden` reads, for all tokens (`Frame.aux`), beside the last hidden states

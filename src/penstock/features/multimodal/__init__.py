@@ -19,6 +19,6 @@ FEATURE = Feature(
     parts=(MediaPart, StepMediaPart),
     scheduler_side="penstock.features.multimodal.scheduling:MediaScheduling",
     worker_side="penstock.features.multimodal.worker:MediaWorker",
-    memory="penstock.features.multimodal.worker:encoder_cache_bytes",
+    memory="penstock.features.multimodal.worker:feature_bytes",
     worker_methods=("reset_encoder_cache", "get_encoder_timing_stats"),
 )

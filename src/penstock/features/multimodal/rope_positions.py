@@ -1,4 +1,4 @@
-"""Positions in time, height and width of prompts with media (M-RoPE), as step inputs with each token's rotation.
+"""Positions in time, height and width of prompts with media (M-RoPE), as a step input with each token's rotation.
 
 Qwen2-VL, https://arxiv.org/abs/2409.12191, section 2.1: text has three equal positions; the rows of an image or a
 video begin where the text before them ends, and count time, height and width apart; text goes on after the largest.
@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.contract import NewRequestData, part_of
 from penstock.device import Device
 from penstock.errors import InvalidRequest
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
-from penstock.layers.rotary import ROTATION_ROWS, ROTATIONS
+from penstock.layers.rotary import ROTATION_ROWS, RotaryEmbedding
 from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.staging import StagedTensor
 from penstock.step.frame import Frame
@@ -51,27 +50,36 @@ def grid_positions(run: Run) -> np.ndarray:
 
 
 class RopePositions(SlotOwner):
-    """Rotations of the tokens of requests with media.
+    """Rows of the rotary table for the tokens of requests with media.
 
-    table_PR: `rotary_table` of all positions. sections: pairs of rotated dimensions with the position in time, height
-    and width; is_interleaved: whether these alternate, instead of one section after the other.
+    A token with three equal positions has the row of this position. Others have rows of their own in a step, behind
+    those of all positions.
+
+    sections: pairs of rotated dimensions with the position in time, height and width; is_interleaved: whether these
+    alternate, instead of one section after the other. max_num_tokens: of a step.
     """
 
+    step_inputs = (StepInput(ROTATION_ROWS, torch.int64),)
+
     def __init__(
-        self, device: Device, num_slots: int, table_PR: Tensor, sections: Sequence[int], *, is_interleaved: bool
+        self, device: Device, num_slots: int, sections: Sequence[int], *, is_interleaved: bool, max_num_tokens: int
     ) -> None:
         self._device = device
-        self._table_PR = table_PR
-        num_dims = table_PR.shape[1]
-        self.step_inputs = StepInput(ROTATIONS, torch.float32, (num_dims,)), StepInput(ROTATION_ROWS, torch.int64)
-        axes = _axes(sections, num_dims // 2, is_interleaved)
-        # For each column of a row, cosines and sines: which of the three positions it is of.
-        self._axes_R = device.upload(np.concatenate([axes, axes]))
-        self._columns_R = device.upload(np.arange(num_dims))
+        self._sections, self._is_interleaved, self._max_num_tokens = sections, is_interleaved, max_num_tokens
         self._delta = StagedTensor(device, num_slots, 1, torch.int64)
         # By slot: positions of the prompt's tokens. Deltas of the others are zero.
         self._positions: dict[int, np.ndarray] = {}
         self._deltas = np.zeros(num_slots, dtype=np.int64)
+
+    def use(self, rotary: RotaryEmbedding) -> None:
+        """Add rows to the table of this embedding, and write to them from now on."""
+        self._num_positions, num_dims = rotary.table.shape
+        rotary.add_rows(self._max_num_tokens)
+        self._table_PR = rotary.table
+        axes = _axes(self._sections, num_dims // 2, self._is_interleaved)
+        # For each column of a row, cosines and sines: which of the three positions it is of.
+        self._axes_R = self._device.upload(np.concatenate([axes, axes]))
+        self._columns_R = self._device.upload(np.arange(num_dims))
 
     def add(self, slot: int, request: NewRequestData) -> None:
         part = part_of(request.parts, MediaPart)
@@ -79,10 +87,10 @@ class RopePositions(SlotOwner):
         if part is not None:
             num_tokens = max(len(request.prefill_token_ids), part.items[-1].stop if part.items else 0)
             positions, delta = media_positions(num_tokens, part.items)
-            if positions.max() >= len(self._table_PR):
+            if positions.max() >= self._num_positions:
                 raise InvalidRequest(
                     f"The prompt's media have positions up to {positions.max():,}. Allowed: below "
-                    f"{len(self._table_PR):,} (max_model_len). Give shorter videos, or fewer."
+                    f"{self._num_positions:,} (max_model_len). Give shorter videos, or fewer."
                 )
             self._positions[slot] = positions
         if delta != self._deltas[slot]:
@@ -102,20 +110,28 @@ class RopePositions(SlotOwner):
         return any(slot in self._positions for slot in frame.batch.layout.slots_np.tolist())
 
     def fill(self, frame: Frame) -> None:
-        layout, named = frame.batch.layout, frame.inputs.named
+        layout = frame.batch.layout
         num_tokens = layout.plan.num_tokens
+        rows_T = frame.inputs.named[ROTATION_ROWS][:num_tokens]
         token_slots_T = self._device.upload(np.repeat(layout.slots_np, layout.counts_np).astype(np.int64))
-        after_T = frame.batch.positions[:num_tokens] + self._delta.tensor[:, 0].index_select(0, token_slots_T)
-        positions_3T = after_T.expand(3, -1).clone()
+        torch.add(frame.batch.positions[:num_tokens], self._delta.tensor[:, 0][token_slots_T], out=rows_T)
+        rows_T.clamp_(max=self._num_positions - 1)
         chunks = self._chunks(frame)
         if chunks:
             numbers = np.concatenate([np.arange(first, first + chunk.shape[1]) for first, chunk in chunks])
-            values = np.concatenate([chunk for _, chunk in chunks], axis=1)
-            positions_3T.index_copy_(1, self._device.upload(numbers), self._device.upload(values))
-        num_positions, num_dims = self._table_PR.shape
-        rows_TR = positions_3T.clamp_(max=num_positions - 1).t().index_select(1, self._axes_R)
-        named[ROTATIONS][:num_tokens] = self._table_PR.view(-1)[rows_TR * num_dims + self._columns_R]
-        torch.arange(num_tokens, out=named[ROTATION_ROWS][:num_tokens])
+            rows = self._rows_of(np.concatenate([chunk for _, chunk in chunks], axis=1))
+            rows_T.index_copy_(0, self._device.upload(numbers), self._device.upload(rows))
+
+    def _rows_of(self, positions: np.ndarray) -> np.ndarray:
+        """Rows of tokens with these positions, int64 [3, tokens]; writes those of their own."""
+        rows: np.ndarray = positions[0].copy()
+        own = np.flatnonzero((positions != positions[0]).any(axis=0))
+        if len(own):
+            start, num_dims = self._num_positions, self._table_PR.shape[1]
+            rows[own] = start + np.arange(len(own))
+            found_TR = self._device.upload(positions[:, own].T.copy()).index_select(1, self._axes_R)
+            self._table_PR[start : start + len(own)] = self._table_PR.view(-1)[found_TR * num_dims + self._columns_R]
+        return rows
 
     def _chunks(self, frame: Frame) -> list[tuple[int, np.ndarray]]:
         """Positions of the step's tokens of prompts with media: first token in the step, and int64 [3, tokens]."""

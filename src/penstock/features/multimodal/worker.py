@@ -5,6 +5,7 @@ Suffixes: T tokens of the step, L rows of an item, D hidden size.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 
@@ -29,6 +30,9 @@ from penstock.runner.slot_owner import SlotOwner
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
 from penstock.worker.feature import WorkerFeature, WorkerServices
+from penstock.worker.wrapper import loses_device
+
+logger = logging.getLogger(__name__)
 
 
 class MediaWorker(WorkerFeature):
@@ -45,19 +49,17 @@ class MediaWorker(WorkerFeature):
             self._features = MediaFeatures(services.device, encoder, size, config.vocab_size, services.dtype)
             self._owners.append(self._features)
         multimodal = config.multimodal
+        self._positions: RopePositions | None = None
         if multimodal is not None and multimodal.rope_sections is not None:
-            assert isinstance(model, DecoderForCausalLM), "models with such positions are Penstock's own"
-            (rotary,) = model.model.rotations.embeddings
-            assert isinstance(rotary, RotaryEmbedding)
-            self._owners.append(
-                RopePositions(
-                    services.device,
-                    services.num_slots,
-                    rotary.table,
-                    multimodal.rope_sections,
-                    is_interleaved=multimodal.rope_is_interleaved,
-                )
+            self._positions = RopePositions(
+                services.device,
+                services.num_slots,
+                multimodal.rope_sections,
+                is_interleaved=multimodal.rope_is_interleaved,
+                max_num_tokens=services.config.scheduler.max_num_batched_tokens,
             )
+            self._positions.use(_rotary_of(model))
+            self._owners.append(self._positions)
 
     def slot_owners(self) -> Sequence[SlotOwner]:
         return self._owners
@@ -67,6 +69,8 @@ class MediaWorker(WorkerFeature):
             assert isinstance(model, CausalLM), "models with embeddings of tokens are such"
             model.take_embeddings()
             self._features.replace_encoder(_encoder(model))
+        if self._positions is not None:
+            self._positions.use(_rotary_of(model))
 
     def reset_encoder_cache(self) -> None:
         """Drop the features of all items; those that requests still need are computed again."""
@@ -136,8 +140,16 @@ class MediaFeatures(SlotOwner):
         slots = dict(zip(layout.req_ids, layout.slots_np.tolist(), strict=True))
         inputs = [named[name][:num_tokens].zero_() for name in self._names]
         is_given_np = np.zeros(num_tokens, dtype=bool)
-        for one in _rows_of(frame):
-            features = self._features_of(self._items[slots[one.req_id]][one.item])[one.row : one.row + one.count]
+        for one in list(_rows_of(frame)):
+            try:
+                features = self._features_of(self._items[slots[one.req_id]][one.item])[one.row : one.row + one.count]
+            except Exception as error:
+                if loses_device(error) or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                # The item's own fault, on all ranks alike.
+                logger.exception("An item of request %s could not be encoded", one.req_id)
+                frame.errors = {**frame.errors, one.req_id: f"{type(error).__name__}: {error}"}
+                continue
             first = starts[one.req_id] + one.token
             is_given_np[first : first + one.count] = True
             # Embeddings of tokens have no rows for the levels.
@@ -157,14 +169,14 @@ class MediaFeatures(SlotOwner):
             else:
                 assert self._encoder is not None, "the front end takes media where there is an encoder"
                 features = self._encoder.encode(item.modality, inputs)
-            if len(features) != item.num_rows:
-                raise ModelError(
-                    f"The encoder makes {len(features)} rows of an item ({item.modality}) that has {item.num_rows} "
-                    "tokens in the prompt. The processor's files do not belong to this model."
-                )
-            self._cache[item.key] = features
             for name, value in zip(self.stats, (1, len(features), time.perf_counter() - began), strict=True):
                 self.stats[name] += value
+        if len(features) != item.num_rows:
+            raise ModelError(
+                f"An item ({item.modality}) has {item.num_rows} tokens in the prompt, but {len(features)} rows of "
+                "features. Either the processor's files do not belong to this model, or two items have one uuid."
+            )
+        self._cache[item.key] = features
         return features
 
     def _inputs_of(self, item: MediaItem) -> Iterator[tuple[str, Tensor]]:
@@ -182,17 +194,27 @@ def _rows_of(frame: Frame) -> Iterator[ScheduledRows]:
             yield one
 
 
-def encoder_cache_bytes(config: EngineConfig, model: LanguageModel, _: str, dtype: torch.dtype) -> int:
-    """Bytes of the encoder cache when it is full."""
-    encoder = _encoder(model)
+def _encoder(model: LanguageModel) -> MediaEncoder | None:
+    return model.encoder if isinstance(model, WithEncoder) else None
+
+
+def _rotary_of(model: LanguageModel) -> RotaryEmbedding:
+    assert isinstance(model, DecoderForCausalLM), "models with positions in three axes are Penstock's own"
+    (rotary,) = model.model.rotations.embeddings
+    assert isinstance(rotary, RotaryEmbedding)
+    return rotary
+
+
+def feature_bytes(config: EngineConfig, model: LanguageModel, _: str, dtype: torch.dtype) -> int:
+    """Bytes of the encoder cache when it is full, and of the step inputs."""
+    encoder, num_tokens = _encoder(model), config.scheduler.max_num_batched_tokens
+    multimodal, num_bytes = config.model.multimodal, 0
+    if multimodal is not None and multimodal.rope_sections is not None:
+        num_bytes += num_tokens * (_rotary_of(model).table[0].nbytes + config.max_concurrent_batches * 8)
     size, levels = config.model.hidden_size, 0
     if encoder is not None:
         size, levels = encoder.feature_size, encoder.num_levels
     elif not config.model.enable_prompt_embeds:
-        return 0
-    rows = config.multimodal.cache_rows(config.scheduler.max_num_batched_tokens)
-    return int(rows * size * (1 + levels) * dtype.itemsize)
-
-
-def _encoder(model: LanguageModel) -> MediaEncoder | None:
-    return model.encoder if isinstance(model, WithEncoder) else None
+        return num_bytes
+    num_rows = config.multimodal.cache_rows(num_tokens) + config.max_concurrent_batches * num_tokens
+    return num_bytes + num_rows * size * (1 + levels) * dtype.itemsize

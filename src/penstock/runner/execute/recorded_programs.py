@@ -16,6 +16,7 @@ from penstock.kernels.native.attention import NO_REQUESTS
 from penstock.kernels.native.program import BoundChoices, NativeProgram
 from penstock.kernels.native.program_step import StepTokens
 from penstock.kernels.native.tracing import Cell, Role, Trace, TracedRequests, TracedTensor, Untraceable
+from penstock.layers.rotary import ROTATION_ROWS
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel, ModelInputs
 
@@ -259,12 +260,19 @@ def _refuse_what_is_watched(model: LanguageModel) -> None:
 
 def _step_tokens(named: Mapping[str, Tensor], context: ForwardContext) -> StepTokens:
     metadata, last = context.metadata, context.last
-    num_rows = named[_POSITIONS].shape[0]
+    num_rows, rotated_T = named[_POSITIONS].shape[0], named.get(ROTATION_ROWS)
     # KV-cache groups without attention of the library have no tensors that a kernel reads.
     return StepTokens(
         named,
         num_rows,
         num_rows if context.sequences is None else context.sequences.num_actual_tokens,
         [getattr(group, "requests", NO_REQUESTS) for group in metadata],
-        None if last is None else (last.rows, last.positions, last.query_start_loc, last.seq_lens),
+        None
+        if last is None
+        else (
+            last.rows,
+            last.positions if rotated_T is None else last.select(rotated_T),
+            last.query_start_loc,
+            last.seq_lens,
+        ),
     )
