@@ -1,4 +1,4 @@
-"""Answers to prompts with images and videos equal those of Transformers in float32, however steps cut the work."""
+"""Answers to prompts with images, videos or audio equal those of Transformers in float32, however steps are cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.video_utils import VideoMetadata
 
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.features.multimodal.inputs.processor import read_processor
-from support.multimodal_models import PLACEHOLDERS, PROCESSORS, film, picture, save_multimodal, words
+from support.multimodal_models import AUDIO, PLACEHOLDERS, PROCESSORS, film, picture, save_multimodal, tone, words
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 6
@@ -29,6 +29,15 @@ RATE = 2.0
 
 def prompts_of(name: str) -> list[Prompt]:
     """Texts with items of several sizes: one, several, none; at the beginning, in the middle and at the end."""
+    if name in AUDIO:
+        return [
+            (f"{words(5, 6)} <audio> {words(7)}", {"audio": [tone(0.5)]}),
+            (words(*range(10, 31)), {}),
+            (
+                f"<audio> {words(11)} <audio>",
+                {"audio": [tone(0.31, 200), tone(2.0 if name == "qwen2-audio" else 2.5, 900)]},
+            ),
+        ]
     image = PLACEHOLDERS.get(name, "<image>")
     prompts: list[Prompt] = [
         (f"{words(5, 6)} {image} {words(7, 8, 9)}", {"image": [picture(40, 24, 1)]}),
@@ -45,6 +54,7 @@ def prompts_of(name: str) -> list[Prompt]:
 
 
 def as_prompt(text: str, data: dict[str, list[Any]]) -> Any:
+    data = {**data, **({"audio": [(samples, 16000) for samples in data["audio"]]} if "audio" in data else {})}
     data = {**data, **({"video": [(frames, {"fps": RATE}) for frames in data["video"]]} if "video" in data else {})}
     return {"prompt": text, "multi_modal_data": data} if data else text
 
@@ -52,6 +62,8 @@ def as_prompt(text: str, data: dict[str, list[Any]]) -> Any:
 def arguments_of(data: dict[str, list[Any]]) -> dict[str, Any]:
     """Arguments of a processor of Transformers."""
     given: dict[str, Any] = {"images": data["image"]} if "image" in data else {}
+    if "audio" in data:
+        given |= {"audio": data["audio"], "sampling_rate": 16000}
     if "video" in data:
         given["videos"] = data["video"]
         given["video_metadata"] = [

@@ -37,6 +37,7 @@ _VISION: dict[str, Any] = {
 _TEXT = {**TINY, "head_dim": 16}
 # Ids of special tokens at the end of the vocabulary.
 IMAGE, VIDEO, VISION_START, VISION_END = VOCAB_SIZE - 1, VOCAB_SIZE - 2, VOCAB_SIZE - 3, VOCAB_SIZE - 4
+AUDIO_ID = VOCAB_SIZE - 9
 _QWEN_IDS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -120,14 +121,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
     ),
 }
 
+# Classes of the families with audio.
+AUDIO = {"qwen2-audio": "Qwen2AudioForConditionalGeneration", "voxtral": "VoxtralForConditionalGeneration"}
+# Windows of 2 s: 100 positions.
+_WHISPER = {
+    "d_model": 32,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "encoder_layers": 2,
+    "num_mel_bins": 16,
+    "max_source_positions": 100,
+}
+FAMILIES |= {
+    "qwen2-audio": ("qwen2_audio", {"model_type": "qwen2"}, _WHISPER, {"audio_token_index": AUDIO_ID}),
+    "voxtral": ("voxtral", {"model_type": "llama"}, _WHISPER, {"audio_token_id": AUDIO_ID}),
+}
+
 
 def tiny_multimodal_model(name: str, *, seed: int = 0, **text: Any) -> PreTrainedModel:
     """A small model with random weights. text: fields of the language model's configuration."""
     model_type, of_text, vision, other = FAMILIES[name]
     fields = {**_TEXT, **of_text, **text}
+    parts = {"audio_config" if name in AUDIO else "vision_config": dict(vision)}
     config = transformers.AutoConfig.for_model(
-        model_type, text_config=fields, vision_config=dict(vision), tie_word_embeddings=False, **other
+        model_type, text_config=fields, **parts, tie_word_embeddings=False, **other
     )
+    if name in AUDIO:
+        return randomise(getattr(transformers, AUDIO[name])(config), seed)
     mapping = transformers.AutoModelForImageTextToText._model_mapping
     return randomise(mapping[type(config)]._from_config(config), seed)
 
@@ -142,10 +162,12 @@ SPECIAL_TOKENS = {
     VOCAB_SIZE - 6: "<global-img>",
     VOCAB_SIZE - 7: "<row_1_col_1>",
     VOCAB_SIZE - 8: "[IMG_BREAK]",
+    AUDIO_ID: "<audio>",
 }
 _NAMED_TOKENS = {
     "image_token": "<image>",
     "video_token": "<video>",
+    "audio_token": "<audio>",
     "vision_start_token": "<vision_start>",
     "vision_end_token": "<vision_end>",
     "boi_token": "<vision_start>",
@@ -212,6 +234,8 @@ PROCESSORS["mistral3"] = {
         "image_end_token": "<vision_end>",
     },
 }
+_SPECTROGRAMS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "chunk_length": 2}
+PROCESSORS |= {name: {"preprocessor_config": _SPECTROGRAMS} for name in AUDIO}
 PROCESSORS["qwen2.5-vl"] = PROCESSORS["qwen2-vl"]
 # Text in the place of an image.
 PLACEHOLDERS = dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl"), "<vision_start> <image> <vision_end>")
@@ -228,6 +252,12 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 def film(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
     """A video of smooth random colours, uint8 [F, H, W, 3]."""
     return np.stack([np.asarray(picture(width, height, seed + number)) for number in range(num_frames)])
+
+
+def tone(seconds: float, pitch: float = 440.0) -> np.ndarray:
+    """A tone that grows louder, float32 [N] at 16 kHz."""
+    times = np.arange(int(16000 * seconds)) / 16000
+    return (np.sin(2 * np.pi * pitch * times) * times / seconds).astype(np.float32)
 
 
 def words(*ids: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +11,13 @@ import torch
 from PIL import Image
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 from transformers.video_utils import VideoMetadata
 
-from penstock.features.multimodal.inputs.processor import read_processor
+from penstock.checkpoints.multimodal import MultimodalCheckpoint
+from penstock.errors import InvalidRequest
+from penstock.features.multimodal.inputs.media import Media
+from penstock.features.multimodal.inputs.processor import MediaProcessor, read_processor
 from penstock.features.multimodal.inputs.processors.videos import (
     InternVLVideos,
     Qwen2Videos,
@@ -21,7 +26,7 @@ from penstock.features.multimodal.inputs.processors.videos import (
     VideoProcessor,
     patches_of,
 )
-from support.multimodal_models import film, picture, save_tokenizer, write_processor
+from support.multimodal_models import film, picture, save_tokenizer, tone, write_processor
 
 
 def test_an_image_of_pixtral_is_rows_of_tokens_that_end_with_a_break(tmp_path: Path) -> None:
@@ -105,3 +110,28 @@ def test_a_selection_of_frames_is_not_sampled_again() -> None:
     with pytest.raises(ValueError, match="do_sample_frames=True samples a whole video, and these are 2 of its 100"):
         processor([frames], video_metadata=[selection])
     processor([frames], video_metadata=[selection], do_sample_frames=False)
+
+
+def test_a_clip_of_voxtral_is_the_windows_that_transformers_makes(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    write_processor(tmp_path, "voxtral")
+    processor = read_processor(tmp_path, "voxtral")
+    clips = [tone(0.5), tone(4.5)]
+    made = processor(text=["<audio> w1 <audio>"], audio=clips, return_tensors="pt")
+    # Windows of 2 s, with a token for 8 frames of 10 ms.
+    expected = "<audio>" * 25 + " w1 " + "<audio>" * 75
+    assert made["input_ids"].tolist() == processor.tokenizer([expected])["input_ids"]
+    theirs = SimpleNamespace(feature_extractor=processor.feature_extractor)
+    options = {"sampling_rate": 16000, "padding": True, "truncation": False, "pad_to_multiple_of": 32000}
+    windows = VoxtralProcessor._retrieve_input_features(theirs, clips, 200, return_tensors="pt", **options)
+    assert torch.equal(made["input_features"], windows)
+
+
+def test_a_clip_that_is_longer_than_the_window_of_qwen2_audio_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    write_processor(tmp_path, "qwen2-audio")
+    checkpoint = MultimodalCheckpoint("Qwen2AudioForConditionalGeneration", {"model_type": "qwen2_audio"}, ("audio",))
+    processor = MediaProcessor(tmp_path, checkpoint, None, 0)
+    assert processor.process(Media("audio", tone(2.0), 16000.0), None, None).text == "<audio>" * 50
+    with pytest.raises(InvalidRequest, match=r"The audio has 2.5 s. Allowed by this model: up to 2 s."):
+        processor.process(Media("audio", tone(2.5), 16000.0), None, None)

@@ -11,6 +11,7 @@ from penstock.models.multimodal.interface import MediaEncoder
 # Module and function, or class, that makes the encoder from the configuration; a function may return None.
 _QWEN = "penstock.models.multimodal.qwen_vision"
 _SIGLIP = "penstock.models.multimodal.siglip"
+_WHISPER = "penstock.models.multimodal.whisper_audio"
 _ENCODERS = {
     "Gemma3ForConditionalGeneration": f"{_SIGLIP}:Gemma3Vision",
     "Idefics3ForConditionalGeneration": f"{_SIGLIP}:Idefics3Vision",
@@ -18,11 +19,13 @@ _ENCODERS = {
     "LlavaForConditionalGeneration": "penstock.models.multimodal.clip:llava_vision",
     "LlavaOnevisionForConditionalGeneration": "penstock.models.multimodal.clip:onevision",
     "Mistral3ForConditionalGeneration": "penstock.models.multimodal.pixtral:mistral3_vision",
+    "Qwen2AudioForConditionalGeneration": f"{_WHISPER}:Qwen2Audio",
     "Qwen2VLForConditionalGeneration": f"{_QWEN}:Qwen2Vision",
     "Qwen2_5_VLForConditionalGeneration": f"{_QWEN}:Qwen25Vision",
     "Qwen3VLForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
     "Qwen3VLMoeForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
     "SmolVLMForConditionalGeneration": f"{_SIGLIP}:SmolVLMVision",
+    "VoxtralForConditionalGeneration": f"{_WHISPER}:Voxtral",
 }
 
 

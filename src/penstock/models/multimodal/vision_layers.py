@@ -30,6 +30,7 @@ from penstock.layers.parallel_linear import QKVParallelLinear
 from penstock.layers.weights import WeightSlot, new_parameter
 from penstock.models.config_fields import Fields
 from penstock.models.multimodal.interface import MediaEncoder
+from penstock.models.seq2seq import QKVWithoutKeyBias
 from penstock.models.weights import Into, WeightTable, expand_table
 from penstock.parallel import ParallelState
 
@@ -218,7 +219,8 @@ class AxialRotary(nn.Module):
 class VisionLayerConfig:
     """Parameters of the layers of a vision transformer.
 
-    is_gated, mlp_bias: whether the feed-forward networks are; plain ones have biases. has_query_key_norm: RMSNorm of
+    is_gated, mlp_bias: whether the feed-forward networks are; plain ones have biases. key_bias: whether keys have one
+    where queries and values do. has_query_key_norm: RMSNorm of
     all query heads together, and of all key heads. has_scales: factors of what attention and feed-forward add.
     """
 
@@ -231,6 +233,7 @@ class VisionLayerConfig:
     is_gated: bool = False
     mlp_bias: bool = True
     qkv_bias: bool = True
+    key_bias: bool = True
     out_bias: bool = True
     has_query_key_norm: bool = False
     has_scales: bool = False
@@ -273,7 +276,8 @@ class VisionAttention(nn.Module):
     def __init__(self, config: VisionLayerConfig) -> None:
         super().__init__()
         size, heads, head_size = config.hidden_size, config.num_heads, config.head_size
-        self.qkv_proj = QKVParallelLinear(
+        make = QKVParallelLinear if config.key_bias else QKVWithoutKeyBias
+        self.qkv_proj = make(
             size, num_heads=heads, num_kv_heads=heads, head_size=head_size, bias=config.qkv_bias, parallel=_WHOLE
         )
         self.norm: WholeQueryKeyNorm | None = None

@@ -20,6 +20,7 @@ from penstock.features.multimodal.inputs.audio import resampled
 from penstock.features.multimodal.inputs.media import Media
 from penstock.features.multimodal.inputs.processors.pixtral import PixtralProcessor
 from penstock.features.multimodal.inputs.processors.videos import VIDEO_PROCESSORS, read_fields
+from penstock.features.multimodal.inputs.processors.voxtral import VoxtralProcessor
 
 logger = logging.getLogger(__name__)
 # Results of a processor that belong to the text.
@@ -43,7 +44,12 @@ class _OwnProcessor(NamedTuple):
 
 
 # By the name of the class of Transformers that it takes the place of.
-_OWN = {"PixtralProcessor": _OwnProcessor(PixtralProcessor, ("image_processor", "tokenizer"))}
+_OWN = {
+    "PixtralProcessor": _OwnProcessor(PixtralProcessor, ("image_processor", "tokenizer")),
+    "VoxtralProcessor": _OwnProcessor(VoxtralProcessor, ("feature_extractor", "tokenizer")),
+}
+# Processors of which a clip is one window of their feature extractor, without what is behind it.
+_ONE_WINDOW = ("Qwen2AudioProcessor",)
 
 
 class ProcessedItem(NamedTuple):
@@ -126,9 +132,7 @@ class MediaProcessor:
         processor, heard = _listening(self._read())
         arguments: dict[str, Any] = {_ARGUMENTS[modality]: [media.value]}
         if modality == "audio":
-            wanted = next(part for name in _READERS[modality] if (part := getattr(processor, name, None)) is not None)
-            rate = wanted.sampling_rate
-            arguments = {"audio": [resampled(media.value, media.rate or rate, rate)], "sampling_rate": rate}
+            arguments = _audio_arguments(processor, media)
         elif modality == "video":
             arguments |= _video_arguments(media)
         try:
@@ -222,6 +226,19 @@ def _read_part(folder: Path, name: str, processor: str) -> Any:
             return None
         readers[name] = transformers.AutoVideoProcessor
     return readers[name].from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _audio_arguments(processor: Any, media: Media) -> dict[str, Any]:
+    """Arguments of a processor for a clip of audio. Raises InvalidRequest for one longer than the model takes."""
+    reader = next(part for name in _READERS["audio"] if (part := getattr(processor, name, None)) is not None)
+    rate = reader.sampling_rate
+    samples = resampled(media.value, media.rate or rate, rate)
+    if type(processor).__name__ in _ONE_WINDOW and len(samples) > reader.n_samples:
+        raise InvalidRequest(
+            f"The audio has {len(samples) / rate:.1f} s. Allowed by this model: up to {reader.n_samples / rate:.0f} s. "
+            "Give a shorter clip, or several."
+        )
+    return {"audio": [samples], "sampling_rate": rate}
 
 
 def _video_arguments(media: Media) -> dict[str, Any]:
