@@ -13,7 +13,17 @@ from transformers.video_utils import VideoMetadata
 
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.features.multimodal.inputs.processor import read_processor
-from support.multimodal_models import AUDIO, PLACEHOLDERS, PROCESSORS, film, picture, save_multimodal, tone, words
+from support.multimodal_models import (
+    AUDIO,
+    MODEL_TYPES,
+    PLACEHOLDERS,
+    PROCESSORS,
+    film,
+    picture,
+    save_multimodal,
+    tone,
+    words,
+)
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 6
@@ -103,9 +113,6 @@ def assert_answered_as_by(
             assert abs(float(row[token_id]) - value.logprob) <= TOLERANCE
         if own != token:
             break
-
-
-MODEL_TYPES = {name: name.replace("-", "_").replace(".", "_") for name in PROCESSORS}
 
 
 @pytest.fixture(scope="module", params=[name for name in PROCESSORS if name != "gemma3"])

@@ -237,6 +237,7 @@ PROCESSORS["mistral3"] = {
 _SPECTROGRAMS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "chunk_length": 2}
 PROCESSORS |= {name: {"preprocessor_config": _SPECTROGRAMS} for name in AUDIO}
 PROCESSORS["qwen2.5-vl"] = PROCESSORS["qwen2-vl"]
+MODEL_TYPES = {name: name.replace("-", "_").replace(".", "_") for name in PROCESSORS}
 # Text in the place of an image.
 PLACEHOLDERS = dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl"), "<vision_start> <image> <vision_end>")
 PLACEHOLDERS["gemma3"] = "<vision_start>"

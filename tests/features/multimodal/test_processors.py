@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from penstock.features.multimodal.inputs.processors.videos import (
     VideoProcessor,
     patches_of,
 )
-from support.multimodal_models import film, picture, save_tokenizer, tone, write_processor
+from support.multimodal_models import MODEL_TYPES, film, picture, save_tokenizer, tone, write_processor
 
 
 def test_an_image_of_pixtral_is_rows_of_tokens_that_end_with_a_break(tmp_path: Path) -> None:
@@ -135,3 +136,59 @@ def test_a_clip_that_is_longer_than_the_window_of_qwen2_audio_is_refused(tmp_pat
     assert processor.process(Media("audio", tone(2.0), 16000.0), None, None).text == "<audio>" * 50
     with pytest.raises(InvalidRequest, match=r"The audio has 2.5 s. Allowed by this model: up to 2 s."):
         processor.process(Media("audio", tone(2.5), 16000.0), None, None)
+
+
+def media_processor(folder: Path, name: str, modality: str = "image", **options: Any) -> MediaProcessor:
+    save_tokenizer(folder)
+    write_processor(folder, name)
+    checkpoint = MultimodalCheckpoint("Model", {"model_type": MODEL_TYPES[name]}, (modality,))
+    return MediaProcessor(folder, checkpoint, options, 1 << 20)
+
+
+def num_rows(processor: MediaProcessor, media: Media, **options: Any) -> int:
+    return processor.process(media, options, None).text.count("<image>")
+
+
+def test_options_of_a_request_change_the_number_of_pixels(tmp_path: Path) -> None:
+    processor = media_processor(tmp_path, "qwen2-vl", max_pixels=1024)
+    media = Media("image", picture(80, 80))
+    assert num_rows(processor, media) == 16
+    assert (
+        num_rows(processor, media, max_pixels=256) == num_rows(processor, media, images_kwargs={"max_pixels": 256}) == 4
+    )
+    film_of_6 = Media("video", film(6, 24, 24), 2.0)
+    grids = [
+        processor.process(film_of_6, options, None).inputs["video_grid_thw"].to_numpy().tolist()
+        for options in ({}, {"max_pixels": 64}, {"do_sample_frames": True, "num_frames": 2})
+    ]
+    assert grids == [[[3, 6, 6]], [[3, 2, 2]], [[1, 6, 6]]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"max_pixel": 4},
+            "mm_processor_kwargs has 'max_pixel', which the model's processor does not take. Did you mean",
+        ),
+        ({"return_tensors": "np"}, "mm_processor_kwargs has 'return_tensors'"),
+        ({"images_kwargs": {"fps": 2}}, "images_kwargs of mm_processor_kwargs has 'fps'"),
+        ({"images_kwargs": 3}, "images_kwargs=3 of mm_processor_kwargs is not valid. Allowed: a dictionary"),
+        ({"max_pixels": "many"}, "processor does not take the image: .*max_pixels"),
+    ],
+)
+def test_options_that_a_processor_does_not_take_are_refused_by_name(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    processor = media_processor(tmp_path, "qwen2-vl")
+    with pytest.raises(InvalidRequest, match=message):
+        processor.process(Media("image", picture(80, 80)), given, None)
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "internvl"])
+def test_a_low_detail_is_the_image_without_tiles(tmp_path: Path, name: str) -> None:
+    processor = media_processor(tmp_path, name)
+    pixels = picture(64, 30)
+    assert num_rows(processor, Media("image", pixels, detail="low")) == 4
+    assert num_rows(processor, Media("image", pixels, detail="high")) > 4
+    assert num_rows(processor, Media("image", pixels, detail="high")) == num_rows(processor, Media("image", pixels))

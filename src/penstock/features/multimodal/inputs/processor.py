@@ -18,6 +18,7 @@ from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
 from penstock.features.multimodal.inputs.audio import resampled
 from penstock.features.multimodal.inputs.media import Media
+from penstock.features.multimodal.inputs.processors.options import options_of, options_of_detail
 from penstock.features.multimodal.inputs.processors.pixtral import PixtralProcessor
 from penstock.features.multimodal.inputs.processors.videos import VIDEO_PROCESSORS, read_fields
 from penstock.features.multimodal.inputs.processors.voxtral import VoxtralProcessor
@@ -129,12 +130,15 @@ class MediaProcessor:
     def _process(self, key: str, media: Media, options: Mapping[str, Any]) -> ProcessedItem:
         modality = media.modality
         placeholder = self.placeholder(modality)
+        options = options_of(self._read(), modality, options)
         processor, heard = _listening(self._read())
         arguments: dict[str, Any] = {_ARGUMENTS[modality]: [media.value]}
         if modality == "audio":
             arguments = _audio_arguments(processor, media)
         elif modality == "video":
             arguments |= _video_arguments(media)
+        else:
+            arguments |= options_of_detail(processor, media.detail)
         try:
             made = processor(text=[placeholder], **{**arguments, **options}, return_tensors="pt")
         except Exception as error:  # a processor's errors have no common class

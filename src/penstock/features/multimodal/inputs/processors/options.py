@@ -1,0 +1,81 @@
+"""Options of requests for a model's processor (`mm_processor_kwargs`), and those that a `detail` of images means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from penstock.config.checks import did_you_mean
+from penstock.contract.param_checks import shown
+from penstock.errors import InvalidRequest
+
+# Parts of a processor, and the groups of options for them.
+_GROUPS = {
+    "image_processor": "images_kwargs",
+    "video_processor": "videos_kwargs",
+    "feature_extractor": "audio_kwargs",
+    "audio_processor": "audio_kwargs",
+}
+_OF_MODALITY = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
+# Options that the engine sets, or that change the form of what a processor returns.
+_FIXED = frozenset(
+    {
+        "data_format",
+        "device",
+        "disable_grouping",
+        "input_data_format",
+        "load_audio_backend",
+        "raw_speech",
+        "return_attention_mask",
+        "return_metadata",
+        "return_tensors",
+        "sampling_rate",
+        "video_metadata",
+    }
+)
+# Options that make several tiles of an image beside the one of the whole.
+_TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
+
+
+def options_of(processor: Any, modality: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for an item of a modality: those of its group, such as images_kwargs, and those without a group.
+
+    Raises InvalidRequest for an option that no part of the processor reads.
+    """
+    groups: dict[str, set[str]] = {}
+    for part, group in _GROUPS.items():
+        if getattr(processor, part, None) is not None:
+            groups.setdefault(group, set()).update(_names(getattr(processor, part), group))
+    names = set().union(*groups.values())
+    for name, value in given.items():
+        if name in groups and isinstance(value, Mapping):
+            _check(f"{name} of mm_processor_kwargs", value, groups[name])
+        elif name not in groups:
+            _check("mm_processor_kwargs", [name], names)
+        else:
+            raise InvalidRequest(f"{name}={shown(value)} of mm_processor_kwargs is not valid. Allowed: a dictionary.")
+    free = {name: value for name, value in given.items() if name not in groups}
+    return {**free, **given.get(_OF_MODALITY[modality], {})}
+
+
+def options_of_detail(processor: Any, detail: str) -> dict[str, Any]:
+    """Options that a request's `detail` of an image means: "low" is the whole image, without tiles of it."""
+    reader = getattr(processor, "image_processor", None)
+    return {name: False for name in _TILES if hasattr(reader, name)} if detail == "low" else {}
+
+
+def _names(part: Any, group: str) -> set[str]:
+    from transformers.processing_utils import ProcessingKwargs
+
+    usual = getattr(ProcessingKwargs.__annotations__[group], "__annotations__", {})
+    own = getattr(getattr(part, "valid_kwargs", None), "__annotations__", {})
+    return {*usual, *own} - _FIXED
+
+
+def _check(where: str, given: Iterable[str], names: set[str]) -> None:
+    for name in given:
+        if name not in names:
+            raise InvalidRequest(
+                f"{where} has {name!r}, which the model's processor does not take.{did_you_mean(name, names)} "
+                f"Allowed: {', '.join(sorted(names))}."
+            )
