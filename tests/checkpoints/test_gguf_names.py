@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from penstock.checkpoints.resolve import resolve_metadata_folder
 from penstock.config import ModelConfig
-from penstock.errors import ModelNotFound
+from penstock.errors import ModelNotFound, UnsupportedModel
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf
 
@@ -55,3 +57,29 @@ def test_a_name_that_no_file_has_is_refused_with_those_that_are_there(repository
 def test_a_repository_that_is_not_in_the_cache_is_refused_offline(repository: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"someone/other"):
         ModelConfig.load("someone/other:Q4_K_M")
+
+
+def write_encoder(folder: Path) -> Path:
+    """An mmproj file, as llama.cpp names it."""
+    path = folder / "mmproj-tiny-Q8_0.gguf"
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((2, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_encoder_of_a_multimodal_model_is_not_taken_for_its_language_model(
+    repository: Path, tmp_path: Path
+) -> None:
+    write_encoder(repository)
+    assert ModelConfig.load("someone/tiny-GGUF:Q8_0").architecture == "Qwen3ForCausalLM"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_gguf(tiny_model("llama"), "llama", folder / "tiny.gguf")
+    encoder = write_encoder(folder)
+    assert ModelConfig.load(str(folder)).architecture == "LlamaForCausalLM"
+    with pytest.raises(UnsupportedModel, match=r"mmproj-tiny-Q8_0\.gguf has the encoder .* Give the GGUF file of its"):
+        ModelConfig.load(str(encoder))

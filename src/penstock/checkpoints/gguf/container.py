@@ -19,6 +19,8 @@ from penstock.checkpoints.json_file import check_regular_file, clipped, shown
 from penstock.errors import CheckpointError, UnsupportedFeature
 
 SUFFIX = ".gguf"
+# In the names of files that have the encoder of a multimodal model alone, as in llama.cpp.
+_ENCODER = "mmproj"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
@@ -87,8 +89,9 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """First files of the GGUF models in a folder."""
+    """First files of the GGUF models in a folder, without encoders of images and audio beside these."""
     found = sorted(path for path in folder.iterdir() if is_gguf(path))
+    found = [path for path in found if _ENCODER not in path.name.lower()] or found
     return [path for path in found if (match := _PART.fullmatch(path.name)) is None or int(match["number"]) == 1]
 
 

@@ -9,6 +9,8 @@ from penstock.checkpoints.gguf.fields import Metadata
 from penstock.checkpoints.gguf.mixture_fields import MIXTURES, latent_attention
 from penstock.errors import UnsupportedModel
 
+# Architecture of the files with an encoder of images or audio, of all families.
+_ENCODERS = "clip"
 _EPSILON, _RMS_EPSILON = ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon"
 # Layers of the largest Gemma models, whose attention scale comes from the hidden size.
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -23,6 +25,12 @@ def hf_config_of(metadata: Metadata) -> dict[str, Any]:
     for missing or invalid ones.
     """
     architecture = metadata.architecture
+    if architecture == _ENCODERS:
+        raise UnsupportedModel(
+            f"{metadata.name} has the encoder of images or audio of a multimodal model (an mmproj file, "
+            f"general.architecture={architecture!r}), which cannot be loaded here. Give the GGUF file of its language "
+            "model, which takes text alone, or the model's safetensors, which take media too."
+        )
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
             f"{metadata.name} has general.architecture={architecture!r}, which cannot be loaded from GGUF here. "
