@@ -14,6 +14,7 @@ from openai import OpenAI
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
+from penstock.errors import InvalidRequest
 from support.multimodal_models import picture, save_multimodal, words
 from support.servers import Served, serving
 
@@ -200,6 +201,32 @@ def test_errors_name_the_clients_field(server: Served) -> None:
     blocks = [{"type": "image", "source": {"type": "url", "url": wrong}}]
     body = {"model": "seeing", "max_tokens": 5, "messages": [{"role": "user", "content": blocks}]}
     assert "messages[0].content[0]: It is not an image" in server.post("/v1/messages", body).json["error"]["message"]
+
+
+def test_the_limit_of_a_texts_length_counts_no_tokens_of_images(folder: Path) -> None:
+    prompt: Any = {"prompt": f"<vision_start> <image> <vision_end> {TEXT}", "multi_modal_data": {"image": IMAGES[0]}}
+    params = SamplingParams(max_tokens=1, temperature=0)
+    with LLM(str(folder), **OPTIONS, max_prompt_characters=60) as llm:
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert output.prompt_token_ids is not None
+        assert len(output.prompt_token_ids) * len("<image>") > 60
+        with pytest.raises(InvalidRequest, match="max_prompt_characters"):
+            llm.generate({**prompt, "prompt": prompt["prompt"] + TEXT * 5}, params, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="truncate_prompt_tokens is not for prompts with media"):
+            llm.generate(prompt, params.with_fields(truncate_prompt_tokens=5), use_tqdm=False)
+
+
+def test_an_image_of_low_detail_is_one_tile_of_models_that_cut_images(tmp_path: Path) -> None:
+    save_multimodal(tmp_path, "smolvlm")
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("<vision_start> <image> <vision_end>", "<image>"))
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        sizes = {}
+        for detail in ("low", "high", "auto"):
+            content = [image(URLS[0], detail=detail), {"type": "text", "text": TEXT}]
+            messages: Any = [{"role": "user", "content": content}]
+            (output,) = llm.chat(messages, SamplingParams(max_tokens=1), use_tqdm=False)
+            sizes[detail] = len(output.prompt_token_ids or ())
+    assert sizes["low"] < sizes["high"] == sizes["auto"]
 
 
 def test_caches_of_media_are_reset(folder: Path) -> None:

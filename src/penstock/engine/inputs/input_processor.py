@@ -220,7 +220,7 @@ class InputProcessor:
 
     def encode_media_prompt(self, prompt: PromptDict, *, add_special_tokens: bool) -> list[int]:
         """Tokenise a text with loaded media, whose placeholders become their tokens. Raises InvalidRequest."""
-        encode = partial(self._prompts.encode, add_special_tokens=add_special_tokens)
+        encode = partial(self._prompts.encode_expanded, add_special_tokens=add_special_tokens)
         expanded: Any = prompt if self._media is None else self._media.expand(prompt, encode)
         check_fields(expanded)
         return list_of_ids(expanded["prompt_token_ids"])
@@ -258,7 +258,7 @@ class InputProcessor:
             _check_params_of_embeddings(sampling_params)
             prompt = prompt_of_embeddings(prompt, self._model, self._prompts.max_model_len)
         elif self._media is not None:
-            prompt = self._media.expand(prompt, partial(self._encode_expanded, sampling_params))
+            prompt = self._expanded(prompt, sampling_params)
         num_kept = getattr(sampling_params, "truncate_prompt_tokens", None)
         if num_kept is None:
             self._prompts.check_num_ids(prompt, sampling_params)
@@ -304,12 +304,19 @@ class InputProcessor:
         )
         return request, text
 
-    def _encode_expanded(self, sampling_params: Any, text: str) -> list[int]:
-        """Tokenise the text of a prompt with media, which is not truncated."""
-        if getattr(sampling_params, "truncate_prompt_tokens", None) is not None:
-            raise InvalidParameter("truncate_prompt_tokens is not for prompts with media. Leave it out.")
-        is_rendered, max_tokens = isinstance(text, RenderedText), getattr(sampling_params, "max_tokens", None)
-        return self._prompts.encode(str(text), add_special_tokens=not is_rendered, max_tokens=max_tokens)
+    def _expanded(self, prompt: Any, sampling_params: Any) -> Any:
+        """The prompt with its media as tokens; others as they are. Prompts with media are not truncated."""
+        assert self._media is not None, "a model that takes media"
+        text, max_tokens = None, getattr(sampling_params, "max_tokens", None)
+        if has_field(prompt, DATA):
+            if getattr(sampling_params, "truncate_prompt_tokens", None) is not None:
+                raise InvalidParameter("truncate_prompt_tokens is not for prompts with media. Leave it out.")
+            text = prompt.get("prompt")
+        if isinstance(text, str):
+            check_text(text, self.limits)
+        adds_special = not isinstance(text, RenderedText)
+        encode = partial(self._prompts.encode_expanded, add_special_tokens=adds_special, max_tokens=max_tokens)
+        return self._media.expand(prompt, encode)
 
     def _read_pooled(self, pooling: PoolingInputs, asked: PooledPrompt) -> _ReadPrompt:
         if not isinstance(asked.params, PoolingParams):

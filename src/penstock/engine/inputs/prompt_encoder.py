@@ -52,13 +52,16 @@ class PromptEncoder:
             wanted = TextToEncode(text, add_special_tokens=add_special_tokens, limit=limit, side="left")
             token_ids = self._tokenizer.encode_texts([wanted])[0].token_ids
         else:
-            token_ids = self._encode_limited(text, add_special_tokens, self._longest(max_tokens))
+            check_text(text, self._limits)
+            token_ids = self.encode_expanded(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         bos_token_id = self._tokenizer.bos_token_id
         if add_special_tokens and bos_token_id is not None and token_ids[:2] == [bos_token_id] * 2:
             self._warn_of_second_bos(bos_token_id)
         return token_ids
 
-    def _encode_limited(self, text: str, add_special_tokens: bool, limit: int) -> list[int]:
+    def encode_expanded(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
+        """Tokenise a text whose placeholders of media became their tokens; how long it was before was checked."""
+        limit = self._longest(max_tokens)
         # A token has about four characters, so a shorter text may fit.
         longest = self._tokenizer.longest_token if len(text) > 4 * self.max_model_len else None
         if longest is not None and len(text) > longest * limit:
@@ -66,7 +69,6 @@ class PromptEncoder:
                 f"The prompt has {len(text):,} characters, which are {len(text) // longest:,} tokens at least, but "
                 f"{self._limit(len(text) // longest)}"
             )
-        check_text(text, self._limits)
         token_ids = self._tokenizer.encode_up_to(text, add_special_tokens, limit)
         if isinstance(token_ids, int):
             raise ContextTooLong(f"The prompt has {token_ids:,} tokens, but {self._limit(token_ids)}")

@@ -106,6 +106,9 @@ class MediaProcessor:
         Raises InvalidRequest for an item or options that the processor does not take.
         """
         given = {**self._options, **(options or {})}
+        if media.detail == "low" and hasattr(getattr(self._read(), "image_processor", None), "do_image_splitting"):
+            # One tile, where others enlarge the image for its tiles.
+            given = {"do_image_splitting": False, **given}
         key = _key(media, given, uuid)
         with self._lock:
             found = self._cache.get(key)

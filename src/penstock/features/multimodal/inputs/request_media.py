@@ -50,8 +50,8 @@ class RequestMedia:
         if token_ids is None:
             if not isinstance(text, str):
                 raise InvalidRequest("The prompt has media, but neither text nor tokens. Give prompt.")
-            expanded, placed = self._placeholders.expand_text(text, placed)
-            token_ids = encode(type(text)(expanded))
+            expanded, placed = self._placeholders.expand_text(str(text), placed)
+            token_ids = encode(expanded)
         else:
             token_ids, placed = self._placeholders.expand_ids(list(token_ids), placed)
         part = self._placeholders.part(token_ids, placed)
