@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.contract.array_bytes import ArrayBytes
-from penstock.errors import InvalidRequest, ModelError, UnsupportedFeature
+from penstock.errors import InvalidRequest, ModelError, UnsupportedParameter
 from penstock.features.multimodal.inputs.audio import resampled
 from penstock.features.multimodal.inputs.media import Media
 from penstock.features.multimodal.inputs.processors.options import options_of, options_of_detail
@@ -87,13 +87,13 @@ class MediaProcessor:
         self._cache_bytes, self._num_bytes = cache_bytes, 0
 
     def placeholder(self, modality: str) -> str:
-        """Text of a prompt in the place of an item. Raises UnsupportedFeature for a modality without one."""
+        """Text of a prompt in the place of an item. Raises UnsupportedParameter for a modality without one."""
         processor = self._read()
         # Gemma's begins an image; its own token is that of a row of features.
         token = getattr(processor, "boi_token", None) if modality == "image" else None
         token = token or getattr(processor, f"{modality}_token", None)
         if token is None or all(getattr(processor, name, None) is None for name in _READERS[modality]):
-            raise UnsupportedFeature(
+            raise UnsupportedParameter(
                 f"{type(processor).__name__} reads no {modality} here ({self._folder.name}): the part of it that does "
                 "needs a package that is not installed, or the model's folder lacks its file."
             )

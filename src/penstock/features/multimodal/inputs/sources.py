@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import os
 import stat
@@ -54,9 +53,10 @@ class MediaSources:
 
     def frames(self, source: str) -> list[bytes] | None:
         """Files of a video's frames, in a data: URL of JPEG files; None for any other source."""
-        head, _, payload = source.partition(",")
-        if not head.lower().startswith(f"data:{JPEG_FRAMES};"):
+        kind = f"data:{JPEG_FRAMES};"
+        if source[: len(kind)].lower() != kind:
             return None
+        head, _, payload = source.partition(",")
         return [self._decoded(part, head) for part in payload.split(",")]
 
     def _data(self, url: str) -> bytes:
@@ -69,7 +69,7 @@ class MediaSources:
         if len(payload) > self._limits.max_bytes * 4 // 3 + 4:
             raise self._too_large(head, len(payload) * 3 // 4)
         try:
-            return base64.b64decode(payload, validate=True)
+            return binascii.a2b_base64(payload, strict_mode=True)
         except (binascii.Error, ValueError) as error:
             raise InvalidMedia(f"{shown(head)} has data that are not base64: {error}.") from None
 
