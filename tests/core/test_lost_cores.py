@@ -21,6 +21,8 @@ from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.session import Session
+from support.encoder_decoders import tone, write_whisper
+from support.fake_engine import byte_level_tokenizer, write_tokenizer
 from support.pooling_models import TINY_DECODER, TINY_ENCODER, random_model, random_text, save
 from support.waiting import is_running, wait_until
 
@@ -106,6 +108,30 @@ def test_whatever_a_request_asks_for_goes_on_over_the_death_of_its_core(options:
             if progress.finished:
                 ends[progress.req_id] = progress.output()
         assert len(pids | set(core.process_ids)) == 3
+    assert said([ends[accepted.request.req_id] for accepted in requests]) == expected
+
+
+@pytest.mark.slow
+def test_sources_are_encoded_again_when_their_core_is_killed(tmp_path: Path) -> None:
+    folder, _ = write_whisper(tmp_path, vocab_size=380)
+    write_tokenizer(folder, byte_level_tokenizer())
+    given: Any = [{"multi_modal_data": {"audio": (tone(0.1 * number), 16_000)}} for number in range(1, 9)]
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=1)
+    options = {**DEMO, "dtype": "float32", "max_num_seqs": 3}
+    with LLM(folder, **options) as llm:
+        expected = said(llm.generate(given, params))
+    with closing(Session(EngineConfig.create(str(folder), enable_multiprocessing=True, **options))) as session:
+        core = session._core
+        assert isinstance(core, CoreGroup)
+        (first,) = core.process_ids
+        requests = [session.accept(prompt, params) for prompt in given]
+        ends: dict[str, RequestOutput] = {}
+        for number, progress in enumerate(session.run(requests)):
+            if number == 60:
+                os.kill(first, signal.SIGKILL)
+            if progress.finished:
+                ends[progress.req_id] = progress.output()
+        assert core.process_ids != [first]
     assert said([ends[accepted.request.req_id] for accepted in requests]) == expected
 
 
