@@ -30,7 +30,7 @@ REASONS = {
     "MiniMaxForCausalLM": STATE,
     "WhisperForConditionalGeneration": ENCODER,
     "T5ForConditionalGeneration": ENCODER,
-    "PegasusForConditionalGeneration": ENCODER,
+    "BigBirdPegasusForConditionalGeneration": ENCODER,
     "LlavaForConditionalGeneration": IMAGES,
     "Gemma3ForConditionalGeneration": IMAGES,
     "Mistral3ForConditionalGeneration": IMAGES,

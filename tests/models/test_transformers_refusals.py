@@ -59,7 +59,7 @@ OTHER_MASK = "neither causal nor causal with a sliding window"
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, OTHER_MASK),
         ("BartForCausalLM", {}, "encoder-decoder"),
         ("GraniteForCausalLM", {"add_cross_attention": True}, "cross attention"),
-        ("PegasusForConditionalGeneration", {}, "encoder-decoder"),
+        ("BigBirdPegasusForConditionalGeneration", {}, "encoder-decoder"),
     ],
 )
 def test_a_model_is_refused_with_the_reason(class_name: str, overrides: dict[str, Any], reason: str) -> None:

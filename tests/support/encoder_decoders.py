@@ -68,6 +68,13 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MarianMTModel",
         {**_BART, "activation_function": "swish", "scale_embedding": True},
     ),
+    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", {**_BART, "scale_embedding": True}),
+    "plbart": ("PLBartConfig", "PLBartForConditionalGeneration", _BART),
+    "blenderbot": (
+        "BlenderbotConfig",
+        "BlenderbotForConditionalGeneration",
+        _BART,
+    ),
     "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
     "t5-gated": (
         "T5Config",

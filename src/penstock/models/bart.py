@@ -1,8 +1,9 @@
 """BART (Lewis et al. 2019, https://arxiv.org/abs/1910.13461) and models of texts with its layers.
 
-mBART (Liu et al. 2020, https://arxiv.org/abs/2001.08210) and M2M-100 (Fan et al. 2020,
-https://arxiv.org/abs/2010.11125) have norms before each part; Marian (Junczys-Dowmunt et al. 2018,
-https://arxiv.org/abs/1804.00344) and M2M-100 have sinusoidal positions.
+mBART (Liu et al. 2020, https://arxiv.org/abs/2001.08210), M2M-100 (Fan et al. 2020, https://arxiv.org/abs/2010.11125),
+Pegasus (Zhang et al. 2019, https://arxiv.org/abs/1912.08777) and Blenderbot (Roller et al. 2020,
+https://arxiv.org/abs/2004.13637) have norms before each part; Marian (Junczys-Dowmunt et al. 2018,
+https://arxiv.org/abs/1804.00344), Pegasus and M2M-100 have sinusoidal positions.
 """
 
 from __future__ import annotations
@@ -94,12 +95,24 @@ class MBartForConditionalGeneration(_TextModel):
     )
 
 
+class PLBartForConditionalGeneration(_TextModel):
+    family = BartForConditionalGeneration.family
+
+
+class BlenderbotForConditionalGeneration(_TextModel):
+    family = _Family(is_pre_norm=True, norms_embeddings=False, has_final_norm=True, has_logits_bias=True)
+
+
 class MarianMTModel(_TextModel):
     family = _Family(is_pre_norm=False, norms_embeddings=False, has_final_norm=False, has_logits_bias=True)
 
     def _make_positions(self, size: int, num_rows: int) -> SinusoidalPositions:
         pairs = torch.arange(size // 2, dtype=torch.float64, device="cpu")
         return SinusoidalPositions(num_rows, 10000.0 ** (-2 * pairs / size))
+
+
+class PegasusForConditionalGeneration(MarianMTModel):
+    family = _Family(is_pre_norm=True, norms_embeddings=False, has_final_norm=True, has_logits_bias=True)
 
 
 class M2M100ForConditionalGeneration(_TextModel):

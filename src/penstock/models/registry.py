@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MODELS = {
     "BartForConditionalGeneration": "penstock.models.bart",
+    "BlenderbotForConditionalGeneration": "penstock.models.bart",
     "DeepseekV2ForCausalLM": "penstock.models.deepseek",
     "DeepseekV3ForCausalLM": "penstock.models.deepseek",
     "Dots1ForCausalLM": "penstock.models.dots1",
@@ -42,6 +43,8 @@ _MODELS = {
     "MixtralForCausalLM": "penstock.models.mixtral",
     "Olmo2ForCausalLM": "penstock.models.olmo2",
     "OlmoeForCausalLM": "penstock.models.olmoe",
+    "PLBartForConditionalGeneration": "penstock.models.bart",
+    "PegasusForConditionalGeneration": "penstock.models.bart",
     "Phi3ForCausalLM": "penstock.models.phi3",
     "PhiMoEForCausalLM": "penstock.models.phimoe",
     "PhimoeForCausalLM": "penstock.models.phimoe",
