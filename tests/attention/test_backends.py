@@ -34,6 +34,14 @@ class Request:
     num_computed: int
     num_new: int
 
+    def ends(self, run_length: int) -> list[int]:
+        """End of the positions that each new token sees: runs of tokens see their last one, after a token of text."""
+        length, ends = self.num_computed + self.num_new, []
+        for position in range(self.num_computed, length):
+            run = position // (1 + run_length) * (1 + run_length)
+            ends.append(position + 1 if position == run else min(run + 1 + run_length, length))
+        return ends
+
 
 @dataclass(eq=False)
 class Sinks:
@@ -54,30 +62,32 @@ def _attend(
     sinks: Sequence[float] | None,
     slopes: Sequence[float] | None = None,
     biases: np.ndarray | None = None,
+    ends: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """[Q, H, D] over [L, K, D], by definition. window: negative for chunks."""
+    """[Q, H, D] over [L, K, D], by definition. window: negative for chunks. ends: of what each query sees."""
     num_queries, num_heads, head_size = queries.shape
     length, num_kv_heads, _ = keys.shape
     output = np.zeros((num_queries, num_heads, head_size))
     for row in range(num_queries):
         position = length - num_queries + row
+        end = position + 1 if ends is None else ends[row]
         first = 0 if window is None else max(0, position - window + 1)
         if window is not None and window < 0:
             first = next(other for other in range(position + 1) if other // -window == position // -window)
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
-            scores = keys[first : position + 1, kv_head] @ queries[row, head] * head_size**-0.5
+            scores = keys[first:end, kv_head] @ queries[row, head] * head_size**-0.5
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
             if slopes is not None:
-                scores = scores - slopes[head] * (position - np.arange(first, position + 1))
+                scores = scores - slopes[head] * (position - np.arange(first, end))
             if biases is not None:
-                apart = position - np.arange(first, position + 1)
+                apart = position - np.arange(first, end)
                 scores = scores + biases[head, np.minimum(apart, biases.shape[1] - 1)]
             largest = scores.max() if sinks is None else max(scores.max(), sinks[head])
             weights = np.exp(scores - largest)
             mass = weights.sum() if sinks is None else weights.sum() + np.exp(sinks[head] - largest)
-            output[row, head] = weights @ values[first : position + 1, kv_head] / mass
+            output[row, head] = weights @ values[first:end, kv_head] / mass
     return output
 
 
@@ -94,6 +104,7 @@ def _check(
     sinks: Sequence[float] | None = None,
     slopes: Sequence[float] | None = None,
     biases: np.ndarray | None = None,
+    run_length: int | None = None,
     num_padding: int = 0,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
@@ -140,7 +151,9 @@ def _check(
     pages_NX = pages_NX.view(num_blocks, spec.page_size_bytes)
     kv_cache = backend.view_pages(pages_NX, spec)
 
-    def run(parts: list[tuple[int, int, int]], with_padding: int = 0) -> torch.Tensor:
+    def run(
+        parts: list[tuple[int, int, int]], with_padding: int = 0, ends: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """A step that runs positions start..stop of each (request, start, stop)."""
         counts = [stop - start for _, start, stop in parts]
         num_tokens = sum(counts)
@@ -172,20 +185,26 @@ def _check(
             return stacked.transpose(0, 1).contiguous().transpose(0, 1) if is_head_major else stacked
 
         heads = Heads(stack(queries), stack(keys), stack(values))
-        return backend.run(AttentionStep(layer, heads, kv_cache, backend.make_metadata(geometry)))
+        step = AttentionStep(layer, heads, kv_cache, backend.make_metadata(geometry))
+        if ends is not None:
+            step = step._replace(visible_ends=torch.tensor([*ends, *[0] * with_padding], dtype=torch.int32))
+        return backend.run(step)
 
     for index, request in enumerate(requests):
         if request.num_computed:
             run([(index, 0, request.num_computed)])
 
     before = pages_NX.clone()
-    output = run([(i, r.num_computed, lengths[i]) for i, r in enumerate(requests)], num_padding)
+    ends = None if run_length is None else [request.ends(run_length) for request in requests]
+    all_ends = None if ends is None else [end for of_request in ends for end in of_request]
+    output = run([(i, r.num_computed, lengths[i]) for i, r in enumerate(requests)], num_padding, all_ends)
     assert output.dtype == dtype
     assert torch.isfinite(output).all()
     row = 0
     for i, request in enumerate(requests):
         known = [round_trip(part[i], kept) for part in (keys, values)]
-        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap, sinks, slopes, biases)
+        seen = None if ends is None else ends[i]
+        expected = _attend(queries[i][request.num_computed :], *known, window, soft_cap, sinks, slopes, biases, seen)
         actual = output[row : row + request.num_new].double().numpy()
         np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
         row += request.num_new
@@ -257,6 +276,17 @@ def test_any_step_equals_the_definition(
     _check(backend, requests, block_size=block_size, window=window, num_padding=num_padding)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 3, 8, 100])
+@pytest.mark.parametrize("run_length", [1, 4, 11])
+@pytest.mark.each_value_quick
+def test_runs_of_tokens_see_one_another(backend: type[AttentionBackend], window: int | None, run_length: int) -> None:
+    options = {"window": window, "run_length": run_length}
+    _check(backend, list(MIXED), **options, num_padding=2)
+    _check(backend, list(MIXED), **options, soft_cap=3.0, cache_dtype=torch.bfloat16)
+    _check(backend, [Request(90, 1), Request(0, 140), Request(70, 3)], **options, block_size=16)
+
+
 @pytest.mark.parametrize("backend", [native, CpuPagedBackend])
 @pytest.mark.parametrize("window", [None, 70, -70])
 @pytest.mark.parametrize("block_size", [16, 128])
@@ -264,6 +294,16 @@ def test_any_step_equals_the_definition(
 def test_long_prefill_is_tiled(backend: type[AttentionBackend], window: int | None, block_size: int) -> None:
     _check(
         backend, [Request(40, 1100)], block_size=block_size, num_kv_heads=1, group_size=1, head_size=8, window=window
+    )
+    _check(
+        backend,
+        [Request(40, 700)],
+        block_size=block_size,
+        num_kv_heads=1,
+        group_size=1,
+        head_size=8,
+        window=window,
+        run_length=256,
     )
 
 

@@ -49,21 +49,24 @@ class Cache:
         width, stale = (head_size + 4, -1) if dtype is torch.int8 else (head_size, float("nan"))
         self.kv_cache = torch.full((2, sum(num_blocks) + 1, 2, block_size, width), stale, dtype=dtype)
 
-    def step(self, parts: list[tuple[int, int, int]]) -> list[Tensor]:
-        """Attention of positions start..stop of each (request, start, stop)."""
+    def step(self, parts: list[tuple[int, int, int]], ends: list[list[int]] | None = None) -> list[Tensor]:
+        """Attention of positions start..stop of each (request, start, stop). ends: of what each token sees."""
         heads_THD = torch.cat([self.heads[index][start:stop] for index, start, stop in parts])
         counts = [stop - start for _, start, stop in parts]
+        requests = StepRequests.of(
+            torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
+            torch.tensor([stop for _, _, stop in parts], dtype=torch.int32),
+            self.table[[index for index, _, _ in parts]],
+            len(parts),
+        )
+        if ends is not None:
+            requests = requests.seeing(torch.tensor([end for some in ends for end in some], dtype=torch.int32))
         output = self.kernels.attention(
             heads_THD[:, : self.num_heads],
             heads_THD[:, self.num_heads : self.num_heads + 2],
             heads_THD[:, self.num_heads + 2 :],
             self.kv_cache,
-            StepRequests.of(
-                torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
-                torch.tensor([stop for _, _, stop in parts], dtype=torch.int32),
-                self.table[[index for index, _, _ in parts]],
-                len(parts),
-            ),
+            requests,
             self.shape,
         )
         return list(output.split(counts))
@@ -97,6 +100,38 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_chunks(
                 for start in range(0, length, 23):
                     stop = min(start + 23, length)
                     assert torch.equal(chunked.step([(index, start, stop)])[0], together[index][start:stop])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("instruction_set", AVAILABLE)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("cache", KV_CACHES)
+@pytest.mark.one_case_quick
+def test_tokens_that_see_one_another_have_the_same_bits_alone_in_a_batch_and_in_chunks(
+    instruction_set: str, window: int | None, cache: str
+) -> None:
+    kernels = load_native_kernels(instruction_set)
+    assert kernels is not None
+    shape: dict[str, Any] = {"group_size": 3, "head_size": 20, "block_size": 16, "window": window, "cache": cache}
+    # Runs of 30 tokens after 2 of text; of the last run, as many as there are.
+    ends = [[max(p + 1, min(p // 32 * 32 + 32, n)) if p % 32 > 1 else p + 1 for p in range(n)] for n in LENGTHS]
+    whole = [(index, 0, length) for index, length in enumerate(LENGTHS)]
+    causal = Cache(kernels, **shape)
+    own = [list(range(1, length + 1)) for length in LENGTHS]
+    assert all(map(torch.equal, causal.step(whole, own), causal.step(whole)))
+    together = Cache(kernels, **shape).step(whole, ends)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            alone, chunked = Cache(kernels, **shape), Cache(kernels, **shape)
+            for index, length in enumerate(LENGTHS):
+                assert torch.equal(alone.step([(index, 0, length)], [ends[index]])[0], together[index])
+                for start in range(0, length, 32):
+                    part = slice(start, min(start + 32, length))
+                    output = chunked.step([(index, part.start, part.stop)], [ends[index][part]])[0]
+                    assert torch.equal(output, together[index][part])
     finally:
         torch.set_num_threads(before)
 

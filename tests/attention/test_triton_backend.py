@@ -21,7 +21,7 @@ from penstock.attention import (
     StepGeometry,
 )
 from penstock.attention.reference import ReferenceBackend
-from penstock.attention.triton_paged import TritonPagedBackend
+from penstock.attention.triton_paged import TritonInvariantBackend, TritonPagedBackend
 from penstock.contract import FullAttentionSpec
 from penstock.device.stand_in import standing_for
 from penstock.device.tensor_memory import TensorMemory
@@ -126,6 +126,26 @@ def test_a_step_from_the_projection_equals_the_reference(
         results.append((every[:num_tokens], last, written, cache))
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 9}], ids=str)
+@pytest.mark.parametrize("parts", [[(0, 1), (40, 1), (4, 2), (0, 6), (31, 33)], [(0, 5), (40, 7)], [(0, 100)]], ids=str)
+@pytest.mark.parametrize("backend_class", [TritonPagedBackend, TritonInvariantBackend])
+def test_tokens_that_see_later_ones(
+    backend_class: type[AttentionBackend], parts: list[tuple[int, int]], window: dict[str, int]
+) -> None:
+    """Runs of 20 positions, of which a request's last one may be shorter, see one another."""
+    layer, geometry = replace(LAYER, **window), make_geometry(parts, 1, 3)
+    positions = positions_of(parts, 3)
+    lengths = torch.tensor([before + count for before, count in parts for _ in range(count)] + [0] * 3).to(DEVICE)
+    ends = torch.minimum(positions // 20 * 20 + 20, lengths).int()
+    heads = Heads(*(torch.randn(len(positions), heads, 16).to(DEVICE) for heads in (4, 2, 2)))
+    outputs = []
+    for backend in (ReferenceBackend(layer), backend_class(layer)):
+        step = AttentionStep(layer, heads, new_cache(backend), backend.make_metadata(geometry), visible_ends=ends)
+        outputs.append(backend.run(step)[: geometry.num_actual_tokens])
+    torch.testing.assert_close(*outputs, rtol=2e-5, atol=2e-5)
 
 
 @needs_triton

@@ -140,6 +140,8 @@ class AttentionBackend(CacheBackend):
     attends_latents: ClassVar[bool] = False
     # Whether it supports ALiBi and other biases by distance (`LayerAttention.alibi_slopes`, `distance_biases`).
     biases_distances: ClassVar[bool] = False
+    # Whether tokens may see later ones (`AttentionStep.visible_ends`).
+    sees_later_tokens: ClassVar[bool] = False
 
     def __init__(self, layer: LayerAttention) -> None:
         self.window = layer.window

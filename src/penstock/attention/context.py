@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.attention.base import SequenceGeometry
 from penstock.attention.row_inputs import RowInputs
 from penstock.attention.step import AttentionMetadata, AttentionRows, AttentionStep, LastRows, LayerAttention
+from penstock.kernels.paged_attention import VISIBLE_ENDS
 from penstock.kernels.rows import sum_rows
 from penstock.parallel.scattered_rows import ScatteredRows
 
@@ -176,7 +177,8 @@ class ForwardContext:
         """
         bound, last = self.layers[layer.name], self.last
         narrowed = None if last is None else LastRows(last.rows, last.metadata[bound.group])
-        step = AttentionStep(layer, rows, bound.kv_cache, self.metadata[bound.group], narrowed)
+        ends = self.input(VISIBLE_ENDS) if last is None else None
+        step = AttentionStep(layer, rows, bound.kv_cache, self.metadata[bound.group], narrowed, ends)
         return bound.backend.run(step)  # type: ignore[no-any-return]
 
     def read_cache(self, layer: LayerAttention, query_TX: Tensor) -> Tensor:

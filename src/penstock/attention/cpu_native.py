@@ -40,6 +40,7 @@ class CpuNativeBackend(AttentionBackend):
     shares_positions = True
     attends_latents = True
     biases_distances = True
+    sees_later_tokens = True
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
@@ -87,7 +88,7 @@ class CpuNativeBackend(AttentionBackend):
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         assert rows is not None, "a layer that writes has rows"
         heads = Heads(*map(_as_the_kernel_takes_it, rows))
-        output_THD = NATIVE.attention(*heads, step.kv_cache, metadata.requests, self._shape(step))
+        output_THD = NATIVE.attention(*heads, step.kv_cache, _requests(step), self._shape(step))
         return _without_padding(output_THD, metadata).to(rows.query_THD.dtype)
 
     def recorded_read(self, step: AttentionStep, query_TX: Tensor) -> Tensor | None:
@@ -107,12 +108,12 @@ class CpuNativeBackend(AttentionBackend):
             return query_THD.new_zeros(*query_THD.shape[:2], step.layer.value_size)
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
         queries = _as_the_kernel_takes_it(query_THD)
-        output_THD = NATIVE.attention.attend(queries, step.kv_cache, metadata.requests, self._shape(step))
+        output_THD = NATIVE.attention.attend(queries, step.kv_cache, _requests(step), self._shape(step))
         return _without_padding(output_THD, metadata).to(query_THD.dtype)
 
     def _run_fused(self, step: AttentionStep, qkv_TX: Tensor, preparation: HeadPreparation) -> Tensor:
         assert NATIVE is not None, "why_not refuses a machine without the kernels"
-        call = qkv_TX, step.kv_cache, step.metadata.requests, self._shape(step), preparation
+        call = qkv_TX, step.kv_cache, _requests(step), self._shape(step), preparation
         if step.last is None:
             return _without_padding(NATIVE.attention.from_projection(*call), step.metadata)
         rows_R, metadata = step.last
@@ -140,6 +141,11 @@ class CpuNativeBackend(AttentionBackend):
                 layer.distance_biases,
             )
         return shape
+
+
+def _requests(step: AttentionStep) -> StepRequests:
+    requests: StepRequests = step.metadata.requests
+    return requests if step.visible_ends is None else requests.seeing(step.visible_ends)
 
 
 def bfloat16_layout(layer: LayerAttention, dtype: torch.dtype) -> Bfloat16Layout | None:

@@ -76,6 +76,7 @@ class CpuPagedMetadata:
 class CpuPagedBackend(AttentionBackend):
     name = "cpu_paged"
     shares_positions = True
+    sees_later_tokens = True
 
     def __init__(self, layer: LayerAttention) -> None:
         super().__init__(layer)
@@ -171,6 +172,7 @@ class CpuPagedBackend(AttentionBackend):
                 layer.soft_cap,
                 layer.sink_values,
                 first_position=prefill.first_position,
+                end_Q=None if step.visible_ends is None else self._ends(step.visible_ends, prefill),
             )
 
     def _attend_together(self, step: AttentionStep, query_THD: Tensor, group: Group) -> Tensor:
@@ -183,11 +185,18 @@ class CpuPagedBackend(AttentionBackend):
             output_THD[batch.rows], lse_TH[batch.rows] = self._decode(step, query_THD, batch)
         for prefill in metadata.prefills:
             rows = slice(prefill.start, prefill.stop)
+            end_Q = prefill.end if step.visible_ends is None else self._ends(step.visible_ends, prefill)
             output_THD[rows], lse_TH[rows] = prefill_attention_part(
-                query_THD[rows], *_gathered(step, prefill), prefill.first, prefill.end, layer.scale, layer.soft_cap
+                query_THD[rows], *_gathered(step, prefill), prefill.first, end_Q, layer.scale, layer.soft_cap
             )
         weighed_THD = weigh_part(output_THD, lse_TH, group.all_gather(lse_TH.unsqueeze(0), 0))
         return group.reduce_scatter(weighed_THD, 1)
+
+    def _ends(self, visible_ends_T: Tensor, prefill: Prefill) -> Tensor:
+        """`Prefill.end` of tokens of which some see later ones."""
+        end_Q = visible_ends_T[prefill.start : prefill.stop].numpy().astype("int64")
+        own_Q = end_Q if self._share is None else self._share.num_kept(end_Q)
+        return torch.from_numpy(own_Q - prefill.first_position)
 
     def _decode(self, step: AttentionStep, query_THD: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         """Attend to this rank's positions: float32 [R, H, D], and log-sum-exp [R, H]."""

@@ -16,6 +16,7 @@ class ReferenceBackend(UnpaddedBackend):
     name = "reference"
     attends_latents = True
     biases_distances = True
+    sees_later_tokens = True
 
     @classmethod
     def why_not(cls, layer: LayerAttention, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
@@ -39,4 +40,5 @@ class ReferenceBackend(UnpaddedBackend):
             layer.scales_in(kv_cache),
             None if layer.alibi_slopes is None else torch.tensor(layer.alibi_slopes, device=query_THD.device),
             layer.bias_values,
+            step.visible_ends,
         )

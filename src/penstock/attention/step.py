@@ -178,6 +178,7 @@ class AttentionStep(NamedTuple):
     rows: None where the layer reads the cache alone. kv_cache: the layer's, in its backend's layout.
     metadata: the step's, of the layer's KV-cache group.
     last: the keys and values of all tokens are written, but the last tokens alone attend; None for all tokens.
+    visible_ends: `VISIBLE_ENDS`, int32 [T]; None where attention is causal, as that of last tokens always is.
     """
 
     layer: LayerAttention
@@ -185,6 +186,7 @@ class AttentionStep(NamedTuple):
     kv_cache: Tensor
     metadata: AttentionMetadata
     last: LastRows | None = None
+    visible_ends: Tensor | None = None
 
     def heads(self) -> Heads:
         """The step's heads, prepared from a projection."""

@@ -42,6 +42,7 @@ class TritonPagedBackend(TokenMajorBackend):
     keeps_metadata = True
     is_capturable = True
     attends_latents = True
+    sees_later_tokens = True
     is_invariant: ClassVar[bool] = False
 
     def view_pages(self, pages_NX: Tensor, spec: AttentionSpec) -> Tensor:
@@ -103,8 +104,8 @@ class TritonPagedBackend(TokenMajorBackend):
             return decode_attention(*decodes, scales=scales)
         queries = query_THD, kv_cache[0], kv_cache[1], table, geometry.query_start_loc, seq_lens, *parameters
         if query_len * (layer.num_heads // layer.num_kv_heads) <= MOST_ROWS:
-            return split_attention(*queries, scales=scales, max_query_len=query_len)
-        return prefill_attention(*queries, scales=scales)
+            return split_attention(*queries, scales=scales, ends_T=step.visible_ends, max_query_len=query_len)
+        return prefill_attention(*queries, scales=scales, ends_T=step.visible_ends)
 
     def _attend_latents(self, step: AttentionStep, query_THD: Tensor) -> Tensor:
         from penstock.kernels.triton.latent_attention import latent_attention
@@ -154,4 +155,5 @@ class TritonInvariantBackend(TritonPagedBackend):
         layout = geometry.block_table, geometry.query_start_loc, geometry.seq_lens
         queries = query_THD, kv_cache[0], kv_cache[1], *layout
         parameters = layer.scale, layer.window, layer.soft_cap, layer.sink_values
-        return split_attention(*queries, *parameters, scales=layer.scales_in(kv_cache))
+        scales = layer.scales_in(kv_cache)
+        return split_attention(*queries, *parameters, scales=scales, ends_T=step.visible_ends)

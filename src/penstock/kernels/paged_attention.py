@@ -20,6 +20,11 @@ _MAX_SCORES = 1 << 20
 
 _NEG_INF = float("-inf")
 
+# Step input of a step in which some tokens see later ones, as those of an image do: end of the positions that each
+# token sees, int32 [T], which does not fall within a request and is at most its length. Without it a token sees the
+# positions up to its own. A window counts from the token's own position.
+VISIBLE_ENDS = "visible_ends"
+
 
 class AttentionSinks(Protocol):
     """Attention sinks: scores, one per query head, of a position without a value that is part of every softmax.
@@ -82,14 +87,16 @@ def paged_attention_reference(
     scales: CacheScales = NO_SCALES,
     slopes_H: Tensor | None = None,
     biases_HN: Tensor | None = None,
+    ends_T: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every request's queries to its own positions. Pads all requests to the longest.
+    """Attention of every request's queries to its own positions, causal but for `ends_T`. Pads all requests to the
+    longest.
 
     key_BPKD, value_BPKD: the whole cache, [num_blocks, block_size, K, D], where values may have a size of their own.
     block_table_RB: int32.
     query_start_loc: [R + 1]. seq_lens_R: positions after this step; the queries are the last ones.
-    sinks_H: as in `AttentionSinks`. slopes_H: of ALiBi. biases_HN: as in `DistanceBiases`. Returns [T, H, D].
-    Computes in float32. Reads no tensor on the host, so it works on any device.
+    sinks_H: as in `AttentionSinks`. slopes_H: of ALiBi. biases_HN: as in `DistanceBiases`. ends_T: `VISIBLE_ENDS`.
+    Returns [T, H, D]. Computes in float32. Reads no tensor on the host, so it works on any device.
     """
     num_reqs = block_table_RB.shape[0]
     num_tokens, num_heads, _ = query_THD.shape
@@ -106,7 +113,8 @@ def paged_attention_reference(
 
     position_RQ = (seq_lens_R.long() - query_len_R)[:, None] + offset_Q
     position_L = torch.arange(key_RLKD.shape[1], device=query_THD.device)
-    visible_RQL = position_L <= position_RQ[..., None]
+    end_RQ = position_RQ + 1 if ends_T is None else ends_T[token_RQ]
+    visible_RQL = position_L < end_RQ[..., None]
     if window is not None:
         visible_RQL &= position_L >= first_visible(position_RQ, window)[..., None]
     scores = torch.einsum("rqkgd,rlkd->rkgql", query_RQKGD, key_RLKD) * scale
@@ -267,21 +275,26 @@ def prefill_attention_cpu(
     tile: int = 512,
     *,
     first_position: int = 0,
+    end_Q: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of one request's last Q positions to L positions, from `first_position` on; returns [Q, H, D].
+    """Attention of one request's last Q positions to L positions, from `first_position` on; returns [Q, H, D].
 
+    end_Q: end of the positions that each query sees, counted from the first of the L; None for causal attention.
     Queries are processed in tiles, which bounds the mask's size.
     """
     num_queries, context = query_QHD.shape[0], key_LKD.shape[0]
     position_Q = torch.arange(context - num_queries, context)
     first_Q = first_visible(position_Q + first_position, window) - first_position
+    is_causal = end_Q is None
+    end_Q = position_Q + 1 if end_Q is None else end_Q
     if soft_cap is not None or sinks_H is not None:  # torch has no fused attention for these
-        part = prefill_attention_part(query_QHD, key_LKD, value_LKD, first_Q, position_Q + 1, scale, soft_cap)
+        part = prefill_attention_part(query_QHD, key_LKD, value_LKD, first_Q, end_Q, scale, soft_cap)
         return weigh_sinks(*part, sinks_H).to(query_QHD.dtype)
     query_1HQD = query_QHD.transpose(0, 1).unsqueeze(0)
     key_1KLD = key_LKD.transpose(0, 1).unsqueeze(0)
     value_1KLD = value_LKD.transpose(0, 1).unsqueeze(0)
-    if num_queries == context and first_position == 0 and (window is None or context <= abs(window)):
+    sees_all_before = first_position == 0 and (window is None or context <= abs(window))
+    if is_causal and num_queries == context and sees_all_before:
         output = F.scaled_dot_product_attention(
             query_1HQD, key_1KLD, value_1KLD, is_causal=True, scale=scale, enable_gqa=True
         )
@@ -290,9 +303,9 @@ def prefill_attention_cpu(
     tiles = []
     for start in range(0, num_queries, tile):
         rows = slice(start, min(start + tile, num_queries))
-        begin, end = max(0, int(first_Q[start])), context - num_queries + rows.stop
-        position_L, position_Q1 = torch.arange(begin, end), position_Q[rows, None]
-        visible_QL = (position_L <= position_Q1) & (position_L >= first_Q[rows, None])
+        begin, end = max(0, int(first_Q[start])), int(end_Q[rows.stop - 1])
+        position_L = torch.arange(begin, end)
+        visible_QL = (position_L < end_Q[rows, None]) & (position_L >= first_Q[rows, None])
         seen = query_1HQD[:, :, rows], key_1KLD[:, :, begin:end], value_1KLD[:, :, begin:end]
         output = F.scaled_dot_product_attention(*seen, attn_mask=visible_QL, scale=scale, enable_gqa=True)
         tiles.append(output.squeeze(0).transpose(0, 1))

@@ -7,7 +7,7 @@ concatenated heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -52,10 +52,12 @@ class StepRequests:
     """Tokens and blocks of a step's requests, as library arguments; one for all layers of a group.
 
     query_start_loc: int32 [R + 1] or more. seq_lens: int32 [R] or more. block_table: int32 [R, B], contiguous rows.
+    visible_ends: `VISIBLE_ENDS`; None for causal attention.
     """
 
     arguments: tuple[int, ...]
     keeps_alive: tuple[Tensor, ...]
+    visible_ends: Tensor | None = None
 
     @classmethod
     def of(cls, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, num_requests: int) -> StepRequests:
@@ -74,6 +76,10 @@ class StepRequests:
     def without_blocks(cls, query_start_loc: Tensor, seq_lens: Tensor, num_requests: int) -> StepRequests:
         """Requests of attention without a cache."""
         return cls((query_start_loc.data_ptr(), seq_lens.data_ptr(), 0, 0, num_requests), (query_start_loc, seq_lens))
+
+    def seeing(self, visible_ends_T: Tensor) -> StepRequests:
+        """These requests, with tokens that see later ones."""
+        return replace(self, visible_ends=visible_ends_T)
 
 
 # Arguments of a KV-cache group that no kernel reads.
@@ -171,7 +177,7 @@ class HeadPreparation(NamedTuple):
 
 
 class NativeAttention:
-    """Writes a step's keys and values to the cache, then attends causally.
+    """Writes a step's keys and values to the cache, then attends, causally but for `StepRequests.visible_ends`.
 
     Results have the same bits for any split of a request into steps, any batch, and any number of threads.
     The tensors are float32. The cache is [2, blocks, K, block_size, D] in float32, bfloat16 or int8, where int8 has D +
@@ -351,6 +357,7 @@ class NativeAttention:
             *preparation,
             *shape.ranks,
             *shape.last_arguments,
+            *(() if requests.visible_ends is None else (requests.visible_ends,)),
         )
         if status:
             assert shape.collectives is not None, "no collectives"

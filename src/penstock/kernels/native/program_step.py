@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.kernels.native.attention import StepRequests
+from penstock.kernels.paged_attention import VISIBLE_ENDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class StepTokens:
 
     def arguments(self, names: Sequence[str], num_threads: int) -> list[int]:
         """Library arguments of the step. names: of the inputs, by their numbers."""
+        ends = self.inputs.get(VISIBLE_ENDS)
         return [
             self.num_rows,
             self.num_tokens,
@@ -42,4 +44,5 @@ class StepTokens:
             *[self.inputs[name].data_ptr() for name in names],
             len(self.groups),
             *[argument for requests in self.groups for argument in requests.arguments],
+            0 if ends is None else ends.data_ptr(),
         ]

@@ -125,6 +125,10 @@ class TracedRequests:
     def requests(self) -> TracedRequests:
         return self
 
+    def seeing(self, _: Tensor) -> TracedRequests:
+        """As of `StepRequests`: a program's step says what its tokens see."""
+        return self
+
 
 class Role(Enum):
     """Kind of traced tensor.

@@ -229,6 +229,7 @@ def load_queries(
     query,
     query_start_loc,
     seq_lens,
+    ends,
     num_rows,
     token_stride,
     head_stride,
@@ -239,11 +240,13 @@ def load_queries(
     TOKENS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
 ):
     """Queries of a tile of TOKENS tokens of one request, with all query heads of one KV head: [ROWS, HEAD_PADDED].
 
-    Before them: the request, the tile's first token among the request's, their number in this step and before it; and
-    of each row its position, its place in the output, and whether there is one.
+    Before them: the request, the position of the tile's first token, and the end of the positions that the tile sees, 0
+    for one beyond the request's tokens; and of each row its position, the last one that it sees, its place in the
+    output, and whether there is one. ends: `VISIBLE_ENDS`, where HAS_ENDS.
     """
     low = request_of_tile(query_start_loc, tile, num_rows, TOKENS)
     request = low.to(tl.int64)
@@ -264,7 +267,16 @@ def load_queries(
         other=0.0,
     )
     place = token_of_step * (tl.num_programs(1) * GROUP) + heads
-    return request, first, num_tokens, num_before, num_before + token, place, is_row, queries
+    position = num_before + token
+    last_seen = position
+    stop = tl.minimum(first + TOKENS, num_tokens)
+    is_used = first < num_tokens
+    if HAS_ENDS:
+        last_seen = tl.load(ends + token_of_step, mask=is_row, other=0).to(tl.int32) - 1
+        end = tl.load(ends + first_token + stop - 1, mask=is_used, other=0).to(tl.int32)
+    else:
+        end = tl.where(is_used, num_before + stop, 0)
+    return request, num_before + first, end, position, last_seen, place, is_row, queries
 
 
 @triton.jit
@@ -295,6 +307,7 @@ def store_attention(
 def attend_tiles(
     queries,
     position_of_query,
+    last_seen,
     keys,
     values,
     table_row,
@@ -319,6 +332,8 @@ def attend_tiles(
 ):
     """Tiles start .. stop of a row's positions. begin .. end: positions that some query sees; no other is read.
 
+    last_seen: the last position that each query sees.
+
     IS_MASKED: False where every query sees every position of these tiles.
     """
     dims = tl.arange(0, HEAD_PADDED)
@@ -341,7 +356,7 @@ def attend_tiles(
         products = tl.dot(queries, key, input_precision="ieee")
         scores = scores_of(products, inner, outer, HAS_CAP)
         if IS_MASKED:
-            visible = position[None, :] <= position_of_query[:, None]
+            visible = position[None, :] <= last_seen[:, None]
             if WINDOW != 0:
                 visible = visible & (position[None, :] >= first_visible(position_of_query, WINDOW)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -351,7 +366,7 @@ def attend_tiles(
 
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride"],
-    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens", "ends"],
 )
 def prefill_kernel(
     query,
@@ -360,6 +375,7 @@ def prefill_kernel(
     block_table,
     query_start_loc,
     seq_lens,
+    ends,
     sinks,
     output,
     inner,
@@ -382,6 +398,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
 ):
     """A tile of TOKENS tokens of one request, with all query heads of one KV head.
 
@@ -391,10 +408,11 @@ def prefill_kernel(
     # Long prompts come last in a step, and their last tiles take longest: these begin first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    request, first, num_tokens, num_before, position_of_query, place, is_row, queries = load_queries(
+    request, first_position, end, position_of_query, last_seen, place, is_row, queries = load_queries(
         query,
         query_start_loc,
         seq_lens,
+        ends,
         num_rows,
         query_token_stride,
         query_head_stride,
@@ -405,14 +423,12 @@ def prefill_kernel(
         TOKENS,
         HEAD_SIZE,
         HEAD_PADDED,
+        HAS_ENDS,
     )
     table_row = block_table + request * table_stride
     keys = key_cache + kv_head.to(tl.int64) * kv_head_stride
     values = value_cache + kv_head.to(tl.int64) * kv_head_stride
 
-    # Positions that some query sees; none for a program beyond the request's tokens.
-    is_used = first < num_tokens
-    end = tl.where(is_used, num_before + tl.minimum(first + TOKENS, num_tokens), 0)
     stop = (end + TILE - 1) // TILE
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -420,14 +436,15 @@ def prefill_kernel(
     begin = program * 0
     start = program * 0
     if WINDOW != 0:
-        begin = first_visible(num_before + first, WINDOW)
+        begin = first_visible(first_position, WINDOW)
         start = tl.minimum(begin // TILE, stop)
     else:
         # Tiles that every query sees whole.
-        whole = tl.where(is_used, (num_before + first + 1) // TILE, 0)
+        whole = tl.where(end > 0, (first_position + 1) // TILE, 0)
         result, mass, peak = attend_tiles(
             queries,
             position_of_query,
+            last_seen,
             keys,
             values,
             table_row,
@@ -454,6 +471,7 @@ def prefill_kernel(
     result, mass, peak = attend_tiles(
         queries,
         position_of_query,
+        last_seen,
         keys,
         values,
         table_row,

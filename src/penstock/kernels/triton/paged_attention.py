@@ -183,10 +183,12 @@ def prefill_attention(
     sinks_H: Tensor | None = None,
     *,
     scales: CacheScales = NO_SCALES,
+    ends_T: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of any number of queries per row, which are the row's last positions: [T, H, D].
+    """Attention of any number of queries per row, which are the row's last positions: [T, H, D].
 
-    query_start_loc: [R + 1], first token of each row. Tokens that belong to no row give zeros. scales: of an FP8 cache.
+    query_start_loc: [R + 1], first token of each row. ends_T: `VISIBLE_ENDS`; None for causal
+    attention. Tokens that belong to no row give zeros. scales: of an FP8 cache.
     """
     num_tokens, num_heads, head_size = query_THD.shape
     output_THD = query_THD.new_zeros(query_THD.shape)
@@ -205,6 +207,7 @@ def prefill_attention(
         block_table_RB,
         query_start_loc,
         seq_lens_R,
+        query_THD if ends_T is None else ends_T,
         query_THD if sinks_H is None else sinks_H,
         output_THD,
         scores.inner,
@@ -225,6 +228,7 @@ def prefill_attention(
         WINDOW=window or 0,
         HAS_CAP=scores.has_cap,
         HAS_SINKS=sinks_H is not None,
+        HAS_ENDS=ends_T is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

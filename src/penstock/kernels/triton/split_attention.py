@@ -54,12 +54,14 @@ def split_attention(
     sinks_H: Tensor | None = None,
     *,
     scales: CacheScales = NO_SCALES,
+    ends_T: Tensor | None = None,
     max_query_len: int | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Causal attention of any number of queries per row, which are the row's last positions: [T, H, D].
+    """Attention of any number of queries per row, which are the row's last positions: [T, H, D].
 
-    query_start_loc: [R + 1], first token of each row. Tokens that belong to no row give zeros. scales: of an
+    query_start_loc: [R + 1], first token of each row. ends_T: `VISIBLE_ENDS`; None for causal
+    attention. Tokens that belong to no row give zeros. scales: of an
     FP8 cache. max_query_len: upper bound of a row's queries; None makes the attention batch-invariant. num_splits: None
     chooses it from the shapes; any number gives a batch-invariant attention's bits, whose splits have a fixed size.
     """
@@ -90,6 +92,7 @@ def split_attention(
         block_table_RB,
         query_start_loc,
         seq_lens_R,
+        query_THD if ends_T is None else ends_T,
         query_THD if sinks_H is None else sinks_H,
         output_THD,
         partial_THSD,
@@ -115,6 +118,7 @@ def split_attention(
         WINDOW=window or 0,
         HAS_CAP=scores.has_cap,
         HAS_SINKS=sinks_H is not None,
+        HAS_ENDS=ends_T is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         # Products and sums are rounded one by one, whether splits are merged at once or later.
@@ -193,7 +197,7 @@ def add_split(part, lse, total, mass, peak):
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_splits", "table_stride"],
-    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens"],
+    do_not_specialize_on_alignment=["block_table", "query_start_loc", "seq_lens", "ends"],
 )
 def _split_kernel(
     query,
@@ -202,6 +206,7 @@ def _split_kernel(
     block_table,
     query_start_loc,
     seq_lens,
+    ends,
     sinks,
     output,
     partial,
@@ -229,6 +234,7 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
 ):
     """TOKENS tokens of one request, with all query heads of one KV head, and one split of the positions, or all.
 
@@ -237,10 +243,11 @@ def _split_kernel(
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    request, first, num_tokens, num_before, position_of_query, place, is_row, queries = load_queries(
+    request, first_position, end, position_of_query, last_seen, place, is_row, queries = load_queries(
         query,
         query_start_loc,
         seq_lens,
+        ends,
         num_rows,
         query_token_stride,
         query_head_stride,
@@ -251,17 +258,16 @@ def _split_kernel(
         TOKENS,
         HEAD_SIZE,
         HEAD_PADDED,
+        HAS_ENDS,
     )
     dims = tl.arange(0, HEAD_PADDED)
     table_row = block_table + request * table_stride
     keys = key_cache + kv_head.to(tl.int64) * kv_head_stride
     values = value_cache + kv_head.to(tl.int64) * kv_head_stride
 
-    # Positions that some query of the tile sees; none for a program beyond the request's tokens.
-    end = tl.where(first < num_tokens, num_before + tl.minimum(first + TOKENS, num_tokens), 0)
     begin = program * 0
     if WINDOW != 0:
-        begin = first_visible(num_before + first, WINDOW)
+        begin = first_visible(first_position, WINDOW)
     first_tile = begin // TILE
     end_tile = (end + TILE - 1) // TILE
     if SPLIT_TILES > 0:
@@ -286,6 +292,7 @@ def _split_kernel(
         result, mass, peak = attend_tiles(
             queries,
             position_of_query,
+            last_seen,
             keys,
             values,
             table_row,

@@ -25,7 +25,7 @@ struct AttentionJob {
 struct Part {
   int64_t request, first_token, num_tokens;
   int64_t whole_position;  // of the first token, in the whole request
-  int64_t begin, end;      // cache positions of the tokens on this rank; the last token sees up to the end
+  int64_t begin, end;      // cache positions on this rank, of the first token up to the last one that a token sees
   int64_t first_row;     // in the item
   int64_t shared_tiles;  // leading tiles with the same blocks as the previous part
 };
@@ -126,7 +126,7 @@ PENSTOCK_INLINE void load_queries(const AttentionArgs& a, const Unit& unit, cons
         buffers.head[row] = static_cast<int32_t>(head);
         buffers.slope[row] = a.slopes == nullptr ? 0.0f : a.slopes[head] * kLog2e;
         buffers.seen_from[row] = static_cast<int32_t>(seen_from(a, whole_position));
-        buffers.seen_to[row] = static_cast<int32_t>(kept(a, whole_position + 1));
+        buffers.seen_to[row] = static_cast<int32_t>(kept(a, visible_end(a, token, whole_position)));
       }
     }
 }
@@ -467,7 +467,7 @@ static bool take_unit(AttentionJob& job, Unit& unit) {
     part.num_tokens = queries;
     part.whole_position = a.seq_lens[request] - left;
     part.begin = kept(a, part.whole_position);
-    part.end = kept(a, part.whole_position + queries);
+    part.end = kept(a, visible_end(a, part.first_token + queries - 1, part.whole_position + queries - 1));
     part.first_row = unit.rows;
     part.shared_tiles = member.shared_tiles;
     unit.rows += queries * (a.num_heads / a.num_kv_heads);

@@ -61,6 +61,11 @@ PENSTOCK_INLINE int64_t seen_from(const AttentionArgs& a, int64_t whole_position
   return a.window > 0 && whole_position >= a.window ? kept(a, whole_position - a.window + 1) : 0;
 }
 
+// End of the positions visible to a token of the step, which is at `whole_position`, in the whole request.
+PENSTOCK_INLINE int64_t visible_end(const AttentionArgs& a, int64_t token, int64_t whole_position) {
+  return a.visible_ends == nullptr ? whole_position + 1 : a.visible_ends[token];
+}
+
 // First position visible to any of a request's queries.
 PENSTOCK_INLINE int64_t begin_of(const AttentionArgs& a, int64_t request) {
   return seen_from(a, a.seq_lens[request] - tokens_of(a, request));

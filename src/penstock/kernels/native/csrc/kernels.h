@@ -38,7 +38,7 @@ struct GreedyArgs {
   float* largest;  // [rows], or nullptr
 };
 
-// Writes the step's keys and values into the KV cache, then computes causal attention.
+// Writes the step's keys and values into the KV cache, then computes attention, causal unless visible_ends say other.
 //
 // A block of one KV head holds keys as [dimension][position in block], values as [position in block][dimension], and
 // with int8 the scale of each position after them; blocks lie as [block][kv head].
@@ -46,6 +46,8 @@ struct GreedyArgs {
 // written by a request of more than one token may be read by other requests in the same step.
 // window: sliding window in positions, the current one included; negative for chunked local attention, where a position
 // sees those of its chunk of -window positions; 0 for neither. soft_cap: 0 for none.
+// visible_ends: end of the positions that each token sees, rising within a request and up to its length, where some
+// tokens see later ones; nullptr where each sees those up to its own.
 // sinks: scores, without a soft cap, of a position without a value that every softmax of a head has too; alone only.
 // slopes: ALiBi, a bias of -slope for each position between a query and a key; nullptr for none. It has one share.
 // biases: of each head and distance between a query and a key, for distances up to num_biases - 1, which stands for all
@@ -94,7 +96,8 @@ struct AttentionArgs {
   int norm_is_last;
   const float* rotary_table;  // [positions][cosines, then sines; rotary_half of each], or nullptr
   int64_t rotary_half;
-  const int64_t* positions;  // [tokens]
+  const int64_t* positions;     // [tokens]
+  const int32_t* visible_ends;  // [tokens], or nullptr
   int64_t num_shares, share, interleave;
   AttentionPhase phase;
   int num_threads;

@@ -68,6 +68,7 @@ class Arguments : public Fields<Arguments> {
     if (chosen == nullptr && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "this CPU does not support these kernels");
     return chosen;
   }
+  bool has_more() const { return next_ < count_; }
   // Whether all arguments were present and of the right type; if not, a Python error is set.
   bool are_good() {
     if (next_ != count_ && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "too many arguments");

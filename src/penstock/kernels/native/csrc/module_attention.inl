@@ -3,7 +3,8 @@
 namespace {
 
 // (operation number, instruction set, threads, address and stride of queries, keys, values and out, StepRequests,
-// positions, phase, arguments of the operation) -> status of the collective that failed, 0 for none.
+// positions, phase, arguments of the operation, visible ends if there are any) -> status of the collective that failed,
+// 0 for none.
 PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   Operation operation = read_type(in);
@@ -15,8 +16,9 @@ PyObject* attention(PyObject*, PyObject* const* values, Py_ssize_t count) {
           rows.num_requests, rows.positions, rows.phase);
   put(operation, {nullptr, FieldType::kTensor, offsetof(AttentionArguments, attention), 1}, rows);
   read_fields(operation, in);
+  auto arguments = operation.get<AttentionArguments>();
+  arguments.attention.visible_ends = in.has_more() ? in.pointer<const int32_t>() : nullptr;
   if (!in.are_good()) return nullptr;
-  const auto arguments = operation.get<AttentionArguments>();
   AttentionOutcome outcome;
   Py_BEGIN_ALLOW_THREADS;
   outcome = attention_of_ranks(*kernels, arguments.attention, arguments.ranks);

@@ -178,8 +178,8 @@ PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// (program, address of [ProgramStep, inputs, StepRequests of groups], first step, end step) -> None, or of a collective
-// that failed (number of the step, its rows, status of the collective).
+// (program, address of [ProgramStep, inputs, StepRequests of groups, visible ends], first step, end step) -> None, or
+// of a collective that failed (number of the step, its rows, status of the collective).
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
   ProgramCall call(values, count);
   StoredArguments in(call.in.pointer<const int64_t>());
@@ -199,6 +199,7 @@ PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {
     in.read(groups[group].query_start, groups[group].seq_lens, groups[group].block_table,
             groups[group].block_table_stride, groups[group].num_requests);
   }
+  in.read(step.visible_ends);
   step.inputs = inputs;
   step.groups = groups;
   if (begin == 0)

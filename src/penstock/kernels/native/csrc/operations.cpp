@@ -304,6 +304,7 @@ AttentionArgs of_projection(const AttentionArguments& arguments, const Call& cal
   a.block_table_stride = requests.block_table_stride;
   a.num_requests = requests.num_requests;
   a.positions = static_cast<const int64_t*>(call.input);
+  a.visible_ends = call.step->visible_ends;
   a.phase = AttentionPhase::kBoth;
   a.num_threads = call.num_threads;
   return a;
@@ -330,6 +331,7 @@ Result attention(const Operation& operation, const Call& call) {
     a.query_start = step.last.query_start;
     a.seq_lens = step.last.seq_lens;
     a.positions = step.last.positions;
+    a.visible_ends = nullptr;
     a.phase = AttentionPhase::kAttend;
     return attend(arguments, *call.kernels, a);
   }
@@ -341,6 +343,7 @@ Result cross_attention(const Operation& operation, const Call& call) {
   const auto arguments = operation.get<AttentionArguments>();
   AttentionArgs a = of_projection(arguments, call);
   a.key = a.value = nullptr;
+  a.visible_ends = nullptr;
   a.phase = AttentionPhase::kAttend;
   return attend_without_padding(arguments, call, a);
 }

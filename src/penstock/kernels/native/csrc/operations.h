@@ -82,7 +82,7 @@ struct OperationType {
 // An operation with its constant arguments, stored as the structure that its type's fields describe.
 struct Operation {
   const OperationType* type;
-  alignas(8) unsigned char arguments[432];
+  alignas(8) unsigned char arguments[440];
 
   template <class Arguments>
   Arguments get() const {

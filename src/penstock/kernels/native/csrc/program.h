@@ -67,6 +67,7 @@ struct LastTokens {
 // workspace: num_rows times the floats of kWhole buffers, then the rows at once times those of kPart buffers.
 // inputs: by number, an element or a row per token. Tokens from num_tokens on are padding.
 // output, or index and failed: per row, its hidden state, or its chosen token.
+// visible_ends: as in AttentionArgs, for the attention of all tokens.
 struct ProgramStep {
   float* output;
   float* workspace;
@@ -77,6 +78,7 @@ struct ProgramStep {
   LastTokens last;
   const void* const* inputs;
   const StepRequests* groups;
+  const int32_t* visible_ends;
 };
 
 // Outcome of a program. had_memory: false when a kernel's scratch allocation failed. collective_status: of the
