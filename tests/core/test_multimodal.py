@@ -33,7 +33,14 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len":
 # Text, and items by modality.
 Prompt = tuple[str, dict[str, list[Any]]]
 # Families whose prompts have videos, and whether these may be beside images in Transformers.
-WITH_VIDEOS = {"qwen2-vl": True, "qwen2.5-vl": True, "qwen3-vl": True, "smolvlm": False, "internvl": True}
+WITH_VIDEOS = {
+    "qwen2-vl": True,
+    "qwen2.5-vl": True,
+    "qwen3-vl": True,
+    "llava-onevision": True,
+    "smolvlm": False,
+    "internvl": True,
+}
 RATE = 2.0
 
 
@@ -115,7 +122,7 @@ def assert_answered_as_by(
             break
 
 
-@pytest.fixture(scope="module", params=[name for name in PROCESSORS if name != "gemma3"])
+@pytest.fixture(scope="module", params=list(PROCESSORS))
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, folder, save_multimodal(folder, request.param)

@@ -95,6 +95,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {**_VISION, "model_type": "clip_vision_model"},
         {"image_token_index": IMAGE},
     ),
+    "llava-onevision": (
+        "llava_onevision",
+        {"model_type": "qwen2"},
+        {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {
+            "image_token_index": IMAGE,
+            "video_token_index": VIDEO,
+            "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+            "vision_aspect_ratio": "anyres_max_9",
+        },
+    ),
     "smolvlm": ("smolvlm", {"model_type": "llama"}, _VISION, {"image_token_id": IMAGE, "scale_factor": 2}),
     "mistral3": (
         "mistral3",
@@ -209,6 +220,19 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
             "patch_size": 4,
             "vision_feature_select_strategy": "default",
             "num_additional_image_tokens": 1,
+        },
+    },
+    "llava-onevision": {
+        "preprocessor_config": {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": _SQUARE,
+            "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+        },
+        "video_preprocessor_config": {"size": _SQUARE},
+        "processor_config": {
+            "num_image_tokens": 16,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_9",
         },
     },
     "smolvlm": {

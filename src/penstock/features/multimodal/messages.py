@@ -35,8 +35,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """An image, a clip of audio, a video, or embeddings of tokens.
 
     runs: its tokens, in the order of its features' rows. key: of its content; items with equal keys have equal
-    features. may_cut: whether a chunk may end inside it. inputs: what the model's processor has made of it, by name, or
-    its features (`FEATURES`).
+    features. may_cut: whether a chunk may end inside it; where it may not, the tokens of a run see one another. inputs:
+    what the model's processor has made of it, by name, or its features (`FEATURES`).
     """
 
     modality: str
@@ -97,7 +97,7 @@ class MediaPart(Part, frozen=True, kw_only=True):
 
 class ScheduledRows(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of an item's features that a step takes in: `count` from `row` on, for the request's tokens in the step from
-    `token` on. item: number of the item in its request.
+    `token` on. item: number of the item in its request. may_cut: of the item.
     """
 
     req_id: str
@@ -105,6 +105,7 @@ class ScheduledRows(msgspec.Struct, frozen=True, kw_only=True):
     token: int
     row: int
     count: int
+    may_cut: bool = True
 
 
 class StepMediaPart(Part, frozen=True, kw_only=True):

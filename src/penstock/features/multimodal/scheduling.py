@@ -215,4 +215,6 @@ def _items(request: Request) -> Sequence[MediaItem]:
 
 def _scheduled(req_id: str, number: int, item: MediaItem, start: int, stop: int) -> Iterator[ScheduledRows]:
     for position, row, count in item.rows(start, stop):
-        yield ScheduledRows(req_id=req_id, item=number, token=position - start, row=row, count=count)
+        yield ScheduledRows(
+            req_id=req_id, item=number, token=position - start, row=row, count=count, may_cut=item.may_cut
+        )

@@ -17,7 +17,8 @@ from penstock.config import EngineConfig
 from penstock.contract import NewRequestData, SchedulerOutput, part_of
 from penstock.device import Device
 from penstock.errors import ModelError
-from penstock.features.multimodal.messages import FEATURES, MediaItem, MediaPart, ScheduledRows, StepMediaPart
+from penstock.features.multimodal.item_ends import ItemEnds, rows_of
+from penstock.features.multimodal.messages import FEATURES, MediaItem, MediaPart, StepMediaPart
 from penstock.features.multimodal.rope_positions import RopePositions
 from penstock.layers.embedding import GIVEN_EMBEDDINGS, TEXT_IDS
 from penstock.layers.rotary import RotaryEmbedding
@@ -49,6 +50,8 @@ class MediaWorker(WorkerFeature):
             self._features = MediaFeatures(services.device, encoder, size, config.vocab_size, services.dtype)
             self._owners.append(self._features)
         multimodal = config.multimodal
+        if multimodal is not None and not multimodal.may_cut_items:
+            self._owners.append(ItemEnds(services.device))
         self._positions: RopePositions | None = None
         if multimodal is not None and multimodal.rope_sections is not None:
             self._positions = RopePositions(
@@ -131,16 +134,15 @@ class MediaFeatures(SlotOwner):
         self._items.pop(slot, None)
 
     def has_work(self, frame: Frame) -> bool:
-        return any(True for _ in _rows_of(frame))
+        return any(True for _ in rows_of(frame))
 
     def fill(self, frame: Frame) -> None:
         layout, named = frame.batch.layout, frame.inputs.named
         num_tokens = layout.plan.num_tokens
-        starts = dict(zip(layout.req_ids, layout.query_start_loc_np.tolist(), strict=False))
         slots = dict(zip(layout.req_ids, layout.slots_np.tolist(), strict=True))
         inputs = [named[name][:num_tokens].zero_() for name in self._names]
         is_given_np = np.zeros(num_tokens, dtype=bool)
-        for one in list(_rows_of(frame)):
+        for first, one in list(rows_of(frame)):
             try:
                 features = self._features_of(self._items[slots[one.req_id]][one.item])[one.row : one.row + one.count]
             except Exception as error:
@@ -150,7 +152,6 @@ class MediaFeatures(SlotOwner):
                 logger.exception("An item of request %s could not be encoded", one.req_id)
                 frame.errors = {**frame.errors, one.req_id: f"{type(error).__name__}: {error}"}
                 continue
-            first = starts[one.req_id] + one.token
             is_given_np[first : first + one.count] = True
             # Embeddings of tokens have no rows for the levels.
             for rows_TD, of_level in zip(inputs, features.split(self._size, dim=1), strict=False):
@@ -184,14 +185,6 @@ class MediaFeatures(SlotOwner):
         for name, values in item.inputs.items():
             array = values.to_numpy().copy()
             yield name, self._device.upload(array) if array.dtype.kind == "f" else torch.from_numpy(array)
-
-
-def _rows_of(frame: Frame) -> Iterator[ScheduledRows]:
-    """The step's rows of features, without those of requests that ended with an error."""
-    part = part_of(frame.output.parts, StepMediaPart)
-    for one in () if part is None else part.rows:
-        if one.req_id not in frame.errors:
-            yield one
 
 
 def _encoder(model: LanguageModel) -> MediaEncoder | None:
