@@ -350,8 +350,13 @@ class KVCacheManager:
             counts[index] += group.num_own_blocks_of(request) + (group.pool.count_free(blocks) if blocks else 0)
         if not self._are_free(counts):
             return None
-        for group, blocks in zip(self.groups, groups):  # noqa: B905
-            group.pool.touch(blocks)
+        for index, (group, blocks) in enumerate(zip(self.groups, groups)):  # noqa: B905
+            try:
+                group.pool.touch(blocks)
+            except BaseException:
+                for earlier, taken in zip(self.groups[:index], groups):  # noqa: B905
+                    earlier.pool.free_blocks(taken)
+                raise
         held = self._held[request.req_id] = _HeldBlocks(groups)
         for group, own in zip(self.groups, held.own):  # noqa: B905
             if group.num_own_blocks:
