@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoints.json_file import parse_json_text, shown
-from penstock.config.checks import check_integer
+from penstock.config.checks import check_flag, check_integer
 from penstock.errors import ConfigError
 
 MODALITIES = ("image", "audio", "video")
@@ -26,6 +26,7 @@ class MultimodalConfig:
     allowed_media_domains: servers from which items may be fetched; None allows all with public addresses, an empty list
         none.
     media_io_kwargs: options and limits of reading items, by modality, such as {"video": {"num_frames": 64}}, or JSON.
+    enable_mm_embeds: take features in place of images and audio, as the model's encoder makes them (`image_embeds`).
     """
 
     encoder_cache_size: int | None = None
@@ -34,6 +35,7 @@ class MultimodalConfig:
     allowed_local_media_path: str | Path | None = None
     allowed_media_domains: Sequence[str] | None = None
     media_io_kwargs: Mapping[str, Any] | str | None = None
+    enable_mm_embeds: bool = False
 
     def __post_init__(self) -> None:
         for name in ("encoder_cache_size", "max_num_encoder_input_tokens"):
@@ -42,6 +44,7 @@ class MultimodalConfig:
         cache_gb = self.mm_processor_cache_gb
         if not isinstance(cache_gb, (int, float)) or isinstance(cache_gb, bool) or not 0 <= cache_gb <= _MAX_CACHE_GB:
             raise ConfigError(f"mm_processor_cache_gb={cache_gb!r} is not valid. Allowed: 0 to {_MAX_CACHE_GB:,}.")
+        check_flag("enable_mm_embeds", self.enable_mm_embeds)
         object.__setattr__(self, "media_io_kwargs", _read("media_io_kwargs", self.media_io_kwargs) or None)
         domains = self.allowed_media_domains
         domains = [domains] if isinstance(domains, str) else domains

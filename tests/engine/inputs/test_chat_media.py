@@ -160,7 +160,7 @@ def test_uuids_name_items(tokenizer: Tokenizer) -> None:
         {"type": "image_url", "image_url": None}, {"type": "image"}, {"type": "image", "image": {}},
         {"type": "image", "marker": "<image>"}, {"type": "input_audio", "input_audio": {"data": "aGk="}},
         {"type": "input_audio", "input_audio": "aGk="}, {"type": "video_url", "video_url": []},
-        {"type": "foo", "marker": "<image>"}, {"type": "image_embeds", "image_embeds": "x"}, 7, {"type": ["image"]},
+        {"type": "foo", "marker": "<image>"}, {"type": "image_embeds"}, 7, {"type": ["image"]},
     ],
 )  # fmt: skip
 def test_a_part_without_content_is_refused_with_its_place(tokenizer: Tokenizer, part: Any) -> None:

@@ -28,7 +28,8 @@ REFUSED: list[tuple[Any, str]] = [
     (saved_tensor({"rows": torch.zeros(4, 64)}), "holds a dict. Allowed: a tensor"),
     (saved_tensor(np.zeros((4, 64))), "it names numpy"),
     (saved_tensor(_SPARSE), "it names torch._utils._rebuild_sparse_tensor"),
-    (saved_tensor(torch.zeros(4, 64, dtype=torch.int64)), "it names torch.LongStorage"),
+    (saved_tensor(torch.zeros(4, 64, dtype=torch.int64)), "dtype int64"),
+    (saved_tensor(torch.zeros(4, 64, dtype=torch.float64)), "it names torch.DoubleStorage"),
     (saved_tensor(torch.zeros(1, 64).expand(10**9, 64)), "Allowed: 1 to 96 rows"),
     (saved_tensor(torch.zeros(4, 64))[:-400], "not a saved tensor"),
 ]

@@ -13,6 +13,7 @@ from penstock.engine.inputs.prompts import Prompt, as_list, has_field
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.content_parts import GivenMedia
 from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.features.multimodal.inputs.given_features import split_features
 from penstock.features.multimodal.inputs.media import AUDIO, DATA, IMAGE, UUIDS, VIDEO, Media
 
 _NUM_THREADS = 8
@@ -117,7 +118,7 @@ class MediaIntake:
                 raise UnsupportedParameter(
                     f"multi_modal_data has {shown(modality)}, which this model does not take. Allowed: {taken}."
                 )
-            listed = _listed(modality, items)
+            listed = split_features(modality, items) if isinstance(items, Mapping) else _listed(modality, items)
             most = self._limits[modality]
             if len(listed) > most:
                 raise InvalidRequest(

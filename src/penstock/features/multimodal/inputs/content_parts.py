@@ -15,6 +15,9 @@ from penstock.templates.content_format import MARKER
 _URL = '{{"type": "{0}_url", "{0}_url": {{"url": "..."}}}}'
 _KINDS = {f"{modality}{end}": modality for modality in (IMAGE, AUDIO, VIDEO) for end in ("", "_url")}
 _KINDS |= {"image_pil": IMAGE, "input_image": IMAGE, "input_audio": AUDIO}
+# Features of an item: those of a tensor, or an object with the grid too.
+_FEATURES = {"image_embeds": IMAGE, "audio_embeds": AUDIO}
+_KINDS |= _FEATURES
 _FIELDS = {"input_image": ("image_url",), IMAGE: (IMAGE, "url", "path"), AUDIO: (AUDIO, "url", "path")}
 _FIELDS |= {VIDEO: (VIDEO, "url", "path")}
 _WORDS = {IMAGE: "an image", AUDIO: "audio", VIDEO: "a video"}
@@ -80,6 +83,8 @@ def _content(part: Mapping[str, Any], kind: str, name: str) -> tuple[Any, str | 
     fields = _FIELDS.get(kind, (kind,))
     given = next((part[field] for field in fields if part.get(field) is not None), None)
     detail = part.get("detail")
+    if kind in _FEATURES and given is not None:
+        return given if isinstance(given, Mapping) else {kind: given}, None
     if kind == "input_audio":
         data, form = (given.get("data"), given.get("format")) if isinstance(given, Mapping) else (None, None)
         if isinstance(data, str) and isinstance(form, str):

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 from penstock.config.multimodal import MultimodalConfig
 from penstock.contract.param_checks import shown
-from penstock.errors import InvalidMedia, InvalidRequest
+from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.audio import audio_of, decode_audio
+from penstock.features.multimodal.inputs.given_features import are_features, features_of
 from penstock.features.multimodal.inputs.images import decode_image, image_of
 from penstock.features.multimodal.inputs.media import AUDIO, IMAGE, VIDEO, Media, MediaOptions
 from penstock.features.multimodal.inputs.sources import MediaSources
@@ -23,22 +24,30 @@ _LOW_PIXELS = 512
 class MediaLoader:
     """Loader of the media of requests. Any thread may call it; what it calls mostly releases the interpreter's lock."""
 
-    def __init__(self, sources: MediaSources | None = None, options: MediaOptions | None = None) -> None:
+    def __init__(
+        self,
+        sources: MediaSources | None = None,
+        options: MediaOptions | None = None,
+        *,
+        takes_features: bool = False,
+    ) -> None:
         self._sources = sources or MediaSources()
         self._options = options or MediaOptions()
+        self._takes_features = takes_features
 
     @classmethod
     def of(cls, config: MultimodalConfig) -> Self:
         """Loader with the options of an engine. Raises ConfigError for a wrong one."""
         sources = MediaSources(config.allowed_local_media_path, config.allowed_media_domains)
         given: Any = config.media_io_kwargs
-        return cls(sources, MediaOptions.read(given))
+        return cls(sources, MediaOptions.read(given), takes_features=config.enable_mm_embeds)
 
     def load(self, modality: str, given: Any, name: str, *, detail: str | None = None) -> Media:
         """Load an item.
 
         given: a URL or path as text, a `pathlib.Path`, bytes of a file, or `Media`; an image of PIL or an array; audio
-            as an array, or as (array, rate); a video as frames, or as (frames, metadata).
+            as an array, or as (array, rate); a video as frames, or as (frames, metadata). With features, what
+            `features_of` takes.
         name: of the item, in errors. detail: of an image.
 
         Raises InvalidMedia; UnsupportedParameter for a format whose package is not installed.
@@ -53,6 +62,12 @@ class MediaLoader:
             if given.modality != modality:
                 raise InvalidMedia(f"It is {given.modality}. Allowed: {modality}.")
             return given
+        if isinstance(given, Mapping) and f"{modality}_embeds" in given and not self._takes_features:
+            raise UnsupportedParameter(
+                f"{modality}_embeds is not allowed in this engine. Start it with enable_mm_embeds=True."
+            )
+        if self._takes_features and are_features(modality, given):
+            return features_of(modality, given)
         if isinstance(given, str) and modality == VIDEO and (frames := self._sources.frames(given)) is not None:
             return video_of(frames, {}, self._options)
         if isinstance(given, (str, Path)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,35 +14,44 @@ from penstock.contract import Parts
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
+from penstock.features.multimodal.inputs.media import Media
 from penstock.features.multimodal.inputs.saved_tensor import read_saved_tensor
 from penstock.features.multimodal.messages import EMBEDDINGS, FEATURES, MediaItem, MediaPart, Run
 
 # Rows of an item: blocks of the KV cache that are multiples of it are shared by their content alone.
 _ROWS_OF_ITEM = 16
+# Rows of a saved tensor of features, before they are compared with the context.
+_MAX_ROWS = 1 << 20
 
 
-def rows_of(name: str, given: Any, width: int, max_rows: int) -> NDArray[np.floating[Any]]:
-    """Rows of a tensor or array of floats, [P, D] or [1, P, D], or of a saved one in base64; float32 or float16.
-
-    name: of the field. width: D. Raises InvalidRequest for other shapes, dtypes, and values that are not finite.
-    """
+def _values_of(name: str, given: Any, max_rows: int) -> Any:
+    """Array of a tensor, or of a saved one in base64; anything else as it is."""
     if isinstance(given, str):
-        values: Any = read_saved_tensor(name, given, max_rows)
-    elif hasattr(given, "detach"):
+        return read_saved_tensor(name, given, max_rows)
+    if hasattr(given, "detach"):
         values = given.detach().cpu()
         values = values.float() if str(values.dtype) in ("torch.bfloat16", "torch.float64") else values
-        values = values.numpy()
-    else:
-        values = given
+        return values.numpy()
+    return given
+
+
+def rows_of(name: str, given: Any, width: int | None, max_rows: int) -> NDArray[np.floating[Any]]:
+    """Rows of a tensor or array of floats, [P, D] or [1, P, D], or of a saved one in base64; float32 or float16.
+
+    name: of the field. width: D; None allows any. Raises InvalidRequest for other shapes, dtypes, and values that are
+    not finite.
+    """
+    values = _values_of(name, given, max_rows)
     if not isinstance(values, np.ndarray):
         raise InvalidRequest(
             f"{name} is a {type(given).__name__}: {shown(given)}. Allowed: a tensor or an array of floats."
         )
     if values.ndim == 3 and len(values) == 1:
         values = values[0]
-    if values.ndim != 2 or values.shape[1] != width or not len(values):
+    if values.ndim != 2 or width not in (None, values.shape[1]) or not values.size:
+        size = "hidden size" if width is None else width
         raise InvalidRequest(
-            f"{name} has the shape {list(values.shape)}. Allowed: [tokens, {width}], with a row per token."
+            f"{name} has the shape {list(values.shape)}. Allowed: [tokens, {size}], with a row per token."
         )
     if values.dtype.kind != "f":
         raise InvalidRequest(f"{name} has the dtype {values.dtype}. Allowed: float32, bfloat16, float16.")
@@ -57,6 +67,60 @@ def content_key(rows: NDArray[np.floating[Any]]) -> str:
     digest = hashlib.blake2b(f"{rows.dtype} {rows.shape}".encode(), digest_size=16)
     digest.update(rows.tobytes())
     return digest.hexdigest()
+
+
+def are_features(modality: str, given: Any) -> bool:
+    """Whether an item is given by its features: as {"image_embeds": ...}, or as a tensor of floats [L, D]."""
+    if isinstance(given, Mapping):
+        return f"{modality}_embeds" in given
+    is_tensor = hasattr(given, "detach") and given.is_floating_point()
+    return bool(is_tensor and (given.ndim == 2 or (given.ndim == 3 and len(given) == 1)))
+
+
+def features_of(modality: str, given: Any) -> Media:
+    """An item given by its features: a tensor [L, D], or {"image_embeds": [L, D], "image_grid_thw": [3]}.
+
+    Raises InvalidRequest for others.
+    """
+    name, grid_name = f"{modality}_embeds", f"{modality}_grid_thw"
+    fields = given if isinstance(given, Mapping) else {name: given}
+    unknown = next((field for field in fields if field not in (name, grid_name)), None)
+    if unknown is not None:
+        raise InvalidRequest(f"It has a field {shown(unknown)}. Allowed: {name}, {grid_name}.")
+    rows, grid = rows_of(name, fields[name], None, _MAX_ROWS), fields.get(grid_name)
+    if grid is None:
+        return Media(modality, rows, is_features=True)
+    (numbers,) = _grids(grid_name, grid, 1)
+    return Media(modality, rows, is_features=True, grid=numbers)
+
+
+def split_features(modality: str, given: Mapping[str, Any]) -> list[Any]:
+    """Items of one mapping: rows of several ones after one another, each as long as its grid says."""
+    name, grid_name = f"{modality}_embeds", f"{modality}_grid_thw"
+    if name not in given or given.get(grid_name) is None:
+        return [given]
+    rows, grids = rows_of(name, given[name], None, _MAX_ROWS), _grids(grid_name, given[grid_name], None)
+    sizes = [int(np.prod(grid)) for grid in grids]
+    # Patches of a row: those that the model merges.
+    merged, rest = divmod(sum(sizes), len(rows))
+    if rest or any(size % merged for size in sizes):
+        raise InvalidRequest(
+            f"{name} has {len(rows)} rows, which do not fit {grid_name}={[list(one) for one in grids]}."
+        )
+    ends = np.cumsum([size // merged for size in sizes])[:-1]
+    pieces = zip(np.split(rows, ends), grids, strict=True)
+    return [{**given, name: piece, grid_name: np.asarray(grid)} for piece, grid in pieces]
+
+
+def _grids(name: str, given: Any, count: int | None) -> list[tuple[int, ...]]:
+    values = np.asarray(_values_of(name, given, _MAX_ROWS))
+    values = values[None] if values.ndim == 1 else values
+    is_valid = values.ndim == 2 and values.shape[1] == 3 and values.dtype.kind in "iu" and len(values) > 0
+    if not is_valid or bool((values < 1).any()) or count not in (None, len(values)):
+        raise InvalidRequest(
+            f"{name} has the shape {list(values.shape)}. Allowed: time, height and width of each item."
+        )
+    return [tuple(row) for row in values.tolist()]
 
 
 def prompt_of_embeddings(prompt: Any, model: ModelConfig, max_rows: int) -> Any:

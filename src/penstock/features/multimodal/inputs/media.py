@@ -34,6 +34,8 @@ class Media:
     rate: samples per second, or frames per second of the video's file; None where the caller gave none.
     frame_indices: numbers of the frames in the video's file, which has num_file_frames.
     detail: size that the request asks of an image: "low", "high" or "auto".
+    is_features: value is what an encoder would make of the item, [L, D], floats. grid: of its patches in time, height
+        and width, for models that have such.
     """
 
     modality: str
@@ -42,17 +44,25 @@ class Media:
     frame_indices: tuple[int, ...] = ()
     num_file_frames: int = 0
     detail: str = "auto"
+    is_features: bool = False
+    grid: tuple[int, ...] | None = None
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it is an image of PIL."""
+        return self.modality == IMAGE and not self.is_features
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the content."""
-        size: int = 3 * self.value.width * self.value.height if self.modality == IMAGE else self.value.nbytes
+        size: int = 3 * self.value.width * self.value.height if self.is_picture else self.value.nbytes
         return size
 
     def content_hash(self) -> str:
         """Digest of the decoded content, in hexadecimal; equal for equal content of any source."""
-        is_image = self.modality == IMAGE
-        form = (self.value.size if is_image else self.value.shape, self.rate, self.frame_indices)
+        is_image = self.is_picture
+        form: tuple[Any, ...] = (self.value.size if is_image else self.value.shape, self.rate, self.frame_indices)
+        form = (*form, self.grid, self.value.dtype.name) if self.is_features else form
         digest = hashlib.blake2b(repr((self.modality, form)).encode(), digest_size=32)
         digest.update(self.value.tobytes() if is_image else np.ascontiguousarray(self.value).data)
         return digest.hexdigest()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.processor import ProcessedItem
+from penstock.features.multimodal.inputs.processor import ProcessedItem, row_token_id
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
 
 
@@ -30,7 +30,7 @@ class Placeholders:
         self._row_ids = {
             modality: token_id
             for modality in checkpoint.modalities
-            if (token_id := _token_id(checkpoint.hf_config, modality)) is not None
+            if (token_id := row_token_id(checkpoint.hf_config, modality)) is not None
         }
 
     def expand_text(self, text: str, items: Sequence[PlacedItem]) -> tuple[str, list[PlacedItem]]:
@@ -163,10 +163,3 @@ class Placeholders:
 def _by_modality(items: Sequence[PlacedItem]) -> dict[str, list[PlacedItem]]:
     modalities = dict.fromkeys(item.modality for item in items)
     return {modality: [item for item in items if item.modality == modality] for modality in modalities}
-
-
-def _token_id(hf_config: Mapping[str, Any], modality: str) -> int | None:
-    """Id of the tokens that take an item's features; the frames of some models' videos are images."""
-    kinds = (modality, "image") if modality == "video" else (modality,)
-    names = [f"{kind}_token_{end}" for kind in kinds for end in ("id", "index")]
-    return next((hf_config[name] for name in names if isinstance(hf_config.get(name), int)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from penstock.features.multimodal.inputs.processors.options import options_of, o
 from penstock.features.multimodal.inputs.processors.pixtral import PixtralProcessor
 from penstock.features.multimodal.inputs.processors.videos import VIDEO_PROCESSORS, read_fields
 from penstock.features.multimodal.inputs.processors.voxtral import VoxtralProcessor
+from penstock.features.multimodal.messages import FEATURES
 
 logger = logging.getLogger(__name__)
 # Results of a processor that belong to the text.
@@ -132,6 +134,8 @@ class MediaProcessor:
 
     def _process(self, key: str, media: Media, options: Mapping[str, Any]) -> ProcessedItem:
         modality = media.modality
+        if media.is_features:
+            return self._of_features(key, media)
         placeholder = self.placeholder(modality)
         options = options_of(self._read(), modality, options)
         processor, heard = _listening(self._read())
@@ -151,11 +155,59 @@ class MediaProcessor:
         row_seconds = None if seconds is None else float(seconds.to_numpy()[0])
         return ProcessedItem(key, _forms(processor, placeholder, heard[-1]), heard[-1], inputs, row_seconds)
 
+    def _of_features(self, key: str, media: Media) -> ProcessedItem:
+        """An item given by its features: text as of a small one, with as many tokens as there are features."""
+        modality, hf_config = media.modality, self._checkpoint.hf_config
+        levels = len((hf_config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+        width = hf_config["text_config"]["hidden_size"] * (1 + levels)
+        num_rows = len(media.value)
+        if media.value.shape[1] != width:
+            raise InvalidRequest(f"{modality}_embeds has {media.value.shape[1]} columns. Allowed: {width}.")
+        inputs = {FEATURES: ArrayBytes.of(media.value)}
+        if self._checkpoint.rope_sections is not None:
+            merged = int(hf_config["vision_config"].get("spatial_merge_size", 1)) ** 2
+            if media.grid is None or int(np.prod(media.grid)) != num_rows * merged:
+                raise InvalidRequest(
+                    f"{modality}_embeds has {num_rows} rows, and {modality}_grid_thw is {media.grid}. Allowed: a grid "
+                    f"of {num_rows * merged} patches, in time, height and width."
+                )
+            inputs[f"{modality}_grid_thw"] = ArrayBytes.of(np.asarray([media.grid]))
+        small = self._process(key, _small_item(modality), self._options)
+        token = self._read().tokenizer.convert_ids_to_tokens(row_token_id(hf_config, modality))
+        runs = list(re.finditer(f"(?:{re.escape(token)})+", small.text))
+        if len(runs) != 1:
+            raise UnsupportedParameter(
+                f"{modality}_embeds are not supported for this model, whose items have their tokens in several places. "
+                f"Give the {modality} itself."
+            )
+        text = small.text[: runs[0].start()] + token * num_rows + small.text[runs[0].end() :]
+        return ProcessedItem(key, small.placeholders, text, inputs)
+
     def _read(self) -> Any:
         with self._lock:
             if self._processor is None:
                 self._processor = read_processor(self._folder, str(self._checkpoint.hf_config.get("model_type")))
             return self._processor
+
+
+def row_token_id(hf_config: Mapping[str, Any], modality: str) -> int | None:
+    """Id of the tokens that take an item's features; the frames of some models' videos are images."""
+    kinds = (modality, "image") if modality == "video" else (modality,)
+    names = [f"{kind}_token_{end}" for kind in kinds for end in ("id", "index")]
+    return next((hf_config[name] for name in names if isinstance(hf_config.get(name), int)), None)
+
+
+def _small_item(modality: str) -> Media:
+    """An item whose text shows how the processor writes one."""
+    from PIL import Image
+
+    small = {
+        "image": Media("image", Image.new("RGB", (64, 64))),
+        "audio": Media("audio", np.zeros(16_000, dtype=np.float32), rate=16_000),
+    }
+    if modality not in small:
+        raise UnsupportedParameter(f"{modality}_embeds are not supported. Allowed: {', '.join(small)}.")
+    return small[modality]
 
 
 class _ListeningTokenizer:

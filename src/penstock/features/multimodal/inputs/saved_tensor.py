@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidRequest
 
 # Storages by their name in the pickle, and numpy's dtype of their bytes. bfloat16 is the upper half of a float32.
-_STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "BFloat16Storage": "<u2"}
+_STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "BFloat16Storage": "<u2", "LongStorage": "<i8"}
 _MAX_PICKLE_BYTES = 1 << 16
 
 
@@ -52,15 +52,17 @@ class _Reader(pickle._Unpickler):
             return OrderedDict
         if module == "torch" and name in _STORAGES:
             return name
-        raise InvalidRequest(f"it names {module}.{name}. Allowed: one dense tensor of float32, float16 or bfloat16")
+        raise InvalidRequest(
+            f"it names {module}.{name}. Allowed: one dense tensor of float32, float16, bfloat16 or int64"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         _, name, key, *_ = pid
         return _Storage(name, key)
 
 
-def read_saved_tensor(name: str, text: str, max_rows: int) -> NDArray[np.floating[Any]]:
-    """Read base64 of what `torch.save` writes: a tensor of 2 or 3 dimensions, as float32 or float16.
+def read_saved_tensor(name: str, text: str, max_rows: int) -> NDArray[Any]:
+    """Read base64 of what `torch.save` writes: a tensor of 1 to 3 dimensions, as float32, float16 or int64.
 
     name: of the field. max_rows: most rows of the last dimension. Raises InvalidRequest for anything else.
     """
@@ -78,7 +80,7 @@ def read_saved_tensor(name: str, text: str, max_rows: int) -> NDArray[np.floatin
     )
 
 
-def _read(data: bytes, max_rows: int) -> NDArray[np.floating[Any]]:
+def _read(data: bytes, max_rows: int) -> NDArray[Any]:
     if not zipfile.is_zipfile(io.BytesIO(data)):
         raise InvalidRequest("it is not a zip archive, as torch.save writes")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -93,7 +95,7 @@ def _read(data: bytes, max_rows: int) -> NDArray[np.floating[Any]]:
             raise InvalidRequest(f"it holds a {type(saved).__name__}. Allowed: a tensor")
         stored = _entry(archive, f"{folder}data/{saved.storage.key}", len(data))
     values = np.frombuffer(stored, _STORAGES[saved.storage.name])
-    return _floats(_view(values, saved, max_rows))
+    return _widened(_view(values, saved, max_rows))
 
 
 def _entry(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
@@ -106,8 +108,12 @@ def _entry(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
 def _view(values: NDArray[Any], saved: _SavedTensor, max_rows: int) -> NDArray[Any]:
     size, stride = tuple(saved.size), tuple(saved.stride)
     numbers = (saved.offset, *size, *stride)
-    if len(size) not in (2, 3) or len(stride) != len(size) or not all(type(one) is int and one >= 0 for one in numbers):
-        raise InvalidRequest(f"its shape is {list(size)}. Allowed: 2 or 3 dimensions")
+    if (
+        len(size) not in (1, 2, 3)
+        or len(stride) != len(size)
+        or not all(type(one) is int and one >= 0 for one in numbers)
+    ):
+        raise InvalidRequest(f"its shape is {list(size)}. Allowed: 1 to 3 dimensions")
     num_rows = int(np.prod(size[:-1], dtype=object))
     if not 0 < num_rows <= max_rows or size[-1] == 0:
         raise InvalidRequest(f"its shape is {list(size)}. Allowed: 1 to {max_rows:,} rows")
@@ -118,7 +124,7 @@ def _view(values: NDArray[Any], saved: _SavedTensor, max_rows: int) -> NDArray[A
     return np.lib.stride_tricks.as_strided(values[saved.offset :], size, steps, writeable=False)
 
 
-def _floats(values: NDArray[Any]) -> NDArray[np.floating[Any]]:
+def _widened(values: NDArray[Any]) -> NDArray[Any]:
     if values.dtype.kind == "u":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return np.ascontiguousarray(values)
