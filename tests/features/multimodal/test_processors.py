@@ -64,6 +64,8 @@ def test_frames_are_taken_by_the_rules_of_each_family() -> None:
     assert smol.sampled(film_of_10_s, smol.options) == [24, 88, 152, 216]
     with pytest.raises(ValueError, match="fps is not known"):
         smol.sampled(metadata_of(5, None), smol.options)
+    with pytest.raises(ValueError, match="num_frames=None and fps=1 do not say how many frames to take"):
+        smol.sampled(film_of_10_s, {**smol.options, "num_frames": None})
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -174,6 +174,8 @@ class SmolVLMVideos(VideoProcessor):
             *(options[name] for name in ("num_frames", "fps", "skip_secs")),
         )
         rate = _rate(metadata)
+        if num_frames is None or fps is None:
+            raise ValueError(f"num_frames={num_frames} and fps={fps} do not say how many frames to take. Set both.")
         wanted = max(min(round(fps * metadata.duration), num_frames), 1)
         first, last = 0, total - 1
         if skipped > 0 and metadata.duration - 2 * skipped > num_frames * fps:
