@@ -66,6 +66,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the part for a worker that computes the tokens from start on, without data of earlier ones."""
         return self
 
+    def of_replayed_step(self, req_id: str, start: int, stop: int) -> Part | None:
+        """Return the feature's part of a step that computes the request's tokens from start to stop in a replay.
+
+        Such a step computes again what the recorded engine had in its prefix cache. None for a feature without one.
+        """
+        return None
+
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         """Return extra keys of the block of the tokens from start to stop, such as of an image among them.
 

@@ -44,6 +44,7 @@ class Scheduler:
     max_concurrent_steps: number of steps that workers execute at once, as with pipeline stages. Decoding requests are
         split into as many microbatches, which take turns.
     features: factories of features that add parts to the messages of steps and read parts of results.
+    sends_whole_parts: send parts of requests with the data of tokens that are computed too, which a replay needs.
     tell_ends: callback with the last output of a request for which `schedule` fails, while others go on; None raises
         the exception.
     """
@@ -60,7 +61,9 @@ class Scheduler:
         max_concurrent_steps: int = 1,
         tell_ends: Callable[[list[EngineCoreOutput]], None] | None = None,
         features: Sequence[Callable[[Scheduler], SchedulerFeature]] = (),
+        sends_whole_parts: bool = False,
     ) -> None:
+        self._sends_whole_parts = sends_whole_parts
         self._tell_ends = tell_ends
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -349,7 +352,12 @@ class Scheduler:
 
     def _new_step(self, step_id: int) -> Step:
         """Build a step request by request."""
-        builder = StepBuilder(step_id, self._max_num_batched_tokens, self._share_of_requests())
+        builder = StepBuilder(
+            step_id,
+            self._max_num_batched_tokens,
+            self._share_of_requests(),
+            sends_whole_parts=self._sends_whole_parts,
+        )
         turns = list(self._last_turns)
         self._schedule_running(builder, turns)
         # A new request would take blocks that preempted and running requests need.

@@ -83,6 +83,7 @@ class StepBuilder:
         "_new_reqs",
         "_num_computed_tokens",
         "_num_tokens",
+        "_sends_whole_parts",
         "_shared",
         "_step_id",
         "_token_budget",
@@ -93,8 +94,9 @@ class StepBuilder:
         "waits_for_blocks",
     )
 
-    def __init__(self, step_id: int, token_budget: int, max_num_reqs: int) -> None:
+    def __init__(self, step_id: int, token_budget: int, max_num_reqs: int, *, sends_whole_parts: bool = False) -> None:
         self._step_id = step_id
+        self._sends_whole_parts = sends_whole_parts
         self.max_num_reqs = max_num_reqs
         self.token_budget = self._token_budget = token_budget
         self.waits_for_blocks = False
@@ -122,6 +124,9 @@ class StepBuilder:
 
         block_ids: all its blocks.
         """
+        parts = request.parts
+        if parts is not None and not self._sends_whole_parts:
+            parts = parts.of_tokens_from(hit.num_tokens)
         new = NewRequestData(
             req_id=request.req_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -129,7 +134,7 @@ class StepBuilder:
             sampling_params=request.sampling_params,
             block_ids=block_ids,
             num_computed_tokens=hit.num_tokens,
-            parts=None if request.parts is None else request.parts.of_tokens_from(hit.num_tokens),
+            parts=parts,
             pooling_params=request.pooling_params,
         )
         found = [block for blocks in hit.blocks for block in blocks]

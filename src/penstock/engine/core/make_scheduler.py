@@ -58,6 +58,7 @@ def make_scheduler(
         max_concurrent_steps=config.max_concurrent_batches,
         # A request for which the scheduler fails ends as one that a feature ends.
         tell_ends=lambda ended: services_of(scheduler).tell_ends(ended),
+        sends_whole_parts=config.recording.record is not None,
         features=[partial(make, feature) for feature in features if feature.scheduler_side is not None],
     )
     return CoreScheduler(scheduler, by_method)

@@ -134,6 +134,7 @@ class ReplayedSteps:
                 scheduled_cached_reqs=cached if position else CachedRequestData(),
                 num_scheduled_tokens={_FILLING: num_tokens},
                 total_num_scheduled_tokens=num_tokens,
+                parts=_parts_of_filling(request, position, position + num_tokens),
             )
         yield SchedulerOutput(step_id=self._next_id(), finished_req_ids={_FILLING})
 
@@ -216,3 +217,9 @@ def _at(cached: CachedRequestData, indices: Sequence[int]) -> CachedRequestData:
         new_block_ids=[cached.new_block_ids[index] for index in indices] if cached.new_block_ids else [],
         num_computed_tokens=[cached.num_computed_tokens[index] for index in indices],
     )
+
+
+def _parts_of_filling(request: NewRequestData, start: int, stop: int) -> Parts | None:
+    parts = () if request.parts is None else request.parts.values()
+    made = (part.of_replayed_step(_FILLING, start, stop) for part in parts)
+    return Parts.of(part for part in made if part is not None) or None

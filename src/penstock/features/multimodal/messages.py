@@ -71,6 +71,13 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
                 yield first, row + first - run.start, last - first
             row += run.length
 
+    def scheduled(self, req_id: str, number: int, start: int, stop: int) -> Iterator[ScheduledRows]:
+        """Its rows in a step that computes a range of positions of a request. number: of the item in it."""
+        for position, row, count in self.rows(start, stop):
+            yield ScheduledRows(
+                req_id=req_id, item=number, token=position - start, row=row, count=count, may_cut=self.may_cut
+            )
+
 
 class MediaPart(Part, frozen=True, kw_only=True):
     """The media items of a request, in the order of its tokens. Only blocks with equal items are shared."""
@@ -81,6 +88,10 @@ class MediaPart(Part, frozen=True, kw_only=True):
     def of_tokens_from(self, start: int) -> MediaPart:
         items = [item if item.stop > start else msgspec.structs.replace(item, inputs={}) for item in self.items]
         return MediaPart(items=items)
+
+    def of_replayed_step(self, req_id: str, start: int, stop: int) -> StepMediaPart | None:
+        rows = [row for number, item in enumerate(self.items) for row in item.scheduled(req_id, number, start, stop)]
+        return StepMediaPart(evicted=[], rows=rows) if rows else None
 
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         keys = []

@@ -6,7 +6,7 @@ The scheduler decides, and workers obey, so that all ranks hold the same feature
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from penstock.contract import Part, SchedulerOutput, part_of
 from penstock.errors import InvalidRequest
@@ -187,7 +187,7 @@ class MediaScheduling(SchedulerFeature):
                 if not item.overlaps(start, stop):
                     continue
                 self.cache.use(item.key, item.num_rows, req_id)
-                rows += _scheduled(req_id, number, item, start, stop)
+                rows += item.scheduled(req_id, number, start, stop)
                 if item.stop <= stop:
                     ended.append((item.key, req_id))
             if items[-1].stop <= stop:
@@ -211,10 +211,3 @@ class MediaScheduling(SchedulerFeature):
 def _items(request: Request) -> Sequence[MediaItem]:
     part = part_of(request.parts, MediaPart)
     return () if part is None else part.items
-
-
-def _scheduled(req_id: str, number: int, item: MediaItem, start: int, stop: int) -> Iterator[ScheduledRows]:
-    for position, row, count in item.rows(start, stop):
-        yield ScheduledRows(
-            req_id=req_id, item=number, token=position - start, row=row, count=count, may_cut=item.may_cut
-        )

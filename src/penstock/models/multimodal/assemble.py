@@ -11,12 +11,14 @@ from torch import Tensor
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.config import ModelConfig
+from penstock.errors import UnsupportedFeature
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
-from penstock.models.decoder import DecoderForCausalLM
+from penstock.models.decoder import DecoderForCausalLM, DecoderModel
 from penstock.models.multimodal.interface import MediaEncoder
 from penstock.models.multimodal.registry import native_encoder
 from penstock.models.multimodal.transformers_encoder import TransformersEncoder
+from penstock.models.weights import Elsewhere
 from penstock.parallel import ParallelState
 
 # Beginnings of the names of the language model's tensors in multimodal checkpoints, and their own names.
@@ -52,7 +54,7 @@ class WithEncoder(CausalLM):
         self.encoder = _make_encoder(checkpoint)
         self.take_embeddings()
         if isinstance(self, DecoderForCausalLM):
-            self.model.num_added_rows = self.encoder.num_levels
+            self.model.num_added_rows = _levels_here(self.encoder, self.model)
         self._ignored = re.compile("|".join(f"(?:{one})" for one in self.encoder.ignorable) or r"(?!)")
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
@@ -100,3 +102,15 @@ def with_encoder(language_model: Any) -> Any:
 def _make_encoder(checkpoint: MultimodalCheckpoint) -> MediaEncoder:
     native = native_encoder(checkpoint.architecture, checkpoint.hf_config)
     return TransformersEncoder(checkpoint) if native is None else native
+
+
+def _levels_here(encoder: MediaEncoder, model: DecoderModel) -> int:
+    """Levels of the encoder's features. Raises UnsupportedFeature unless this stage has the layers that take them."""
+    num_layers, size = sum(not isinstance(layer, Elsewhere) for layer in model.layers), model.parallel.pipeline.size
+    if encoder.num_levels > num_layers:
+        raise UnsupportedFeature(
+            f"pipeline_parallel_size={size} with features of {encoder.num_levels} levels (deepstack_visual_indexes): "
+            f"layers 0 to {encoder.num_levels - 1} take them, and the first stage has {num_layers} layers. Start with "
+            "fewer stages, or with language_model_only for prompts of text."
+        )
+    return encoder.num_levels
