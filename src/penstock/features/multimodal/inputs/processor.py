@@ -270,9 +270,12 @@ def _unchecked(_: Any, __: str, argument: Any) -> type[Any]:
 def _read_part(folder: Path, name: str, processor: str) -> Any:
     import transformers
 
+    # Some versions have no such class of their package without torchvision, though it reads the processors of PIL.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
     readers = {
         "tokenizer": transformers.AutoTokenizer,
-        "image_processor": transformers.AutoImageProcessor,
+        "image_processor": AutoImageProcessor,
         "feature_extractor": transformers.AutoFeatureExtractor,
         "audio_processor": transformers.AutoFeatureExtractor,
     }

@@ -33,6 +33,8 @@ _FIXED = frozenset(
         "video_metadata",
     }
 )
+# Limits of an image's pixels, and their names in its size.
+_PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 # Options that make several tiles of an image beside the one of the whole.
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 
@@ -55,13 +57,25 @@ def options_of(processor: Any, modality: str, given: Mapping[str, Any]) -> dict[
         else:
             raise InvalidRequest(f"{name}={shown(value)} of mm_processor_kwargs is not valid. Allowed: a dictionary.")
     free = {name: value for name, value in given.items() if name not in groups}
-    return {**free, **given.get(_OF_MODALITY[modality], {})}
+    taken = {**free, **given.get(_OF_MODALITY[modality], {})}
+    return _with_size(processor.image_processor, taken) if modality == "image" else taken
 
 
 def options_of_detail(processor: Any, detail: str) -> dict[str, Any]:
     """Options that a request's `detail` of an image means: "low" is the whole image, without tiles of it."""
     reader = getattr(processor, "image_processor", None)
     return {name: False for name in _TILES if hasattr(reader, name)} if detail == "low" else {}
+
+
+def _with_size(reader: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the limits of pixels of an image as its size, which is all that newer processors read."""
+    limits = {edge: options[name] for name, edge in _PIXELS.items() if isinstance(options.get(name), int)}
+    given = options.get("size") or getattr(reader, "size", None)
+    known = {} if given is None or isinstance(given, (int, list, tuple)) else dict(given)
+    size = {edge: value for edge, value in known.items() if value is not None}
+    if not limits or size.keys() != set(_PIXELS.values()):
+        return options
+    return {**{name: value for name, value in options.items() if name not in _PIXELS}, "size": {**size, **limits}}
 
 
 def _names(part: Any, group: str) -> set[str]:
