@@ -41,15 +41,22 @@ Step = Sequence[tuple[int, int, int]]
 
 
 def by_definition(
-    query_QHD: np.ndarray, key_LD: np.ndarray, value_LD: np.ndarray, window: int | None, soft_cap: float | None
+    query_QHD: np.ndarray,
+    key_LD: np.ndarray,
+    value_LD: np.ndarray,
+    window: int | None,
+    soft_cap: float | None,
+    run_length: int = 1,
 ) -> np.ndarray:
-    """Attention of the last positions over one KV head, by definition: [Q, H, D]."""
+    """Attention of the last positions over one KV head, by definition: [Q, H, D]. run_length: as of `Ranks.attend`."""
     scores_HQL = np.einsum("qhd,ld->hql", query_QHD, key_LD) * query_QHD.shape[-1] ** -0.5
     if soft_cap is not None:
         scores_HQL = soft_cap * np.tanh(scores_HQL / soft_cap)
     positions = np.arange(len(key_LD))
     back = positions[-len(query_QHD) :, None] - positions
-    hidden = (back < 0) | (back >= abs(window or len(key_LD)))
+    hidden = (positions // run_length > positions[-len(query_QHD) :, None] // run_length) | (
+        back >= abs(window or len(key_LD))
+    )
     if window is not None and window < 0:
         places = np.arange(len(key_LD)) // -window
         hidden |= places[len(key_LD) - len(query_QHD) :, None] != places
@@ -169,23 +176,35 @@ class Ranks:
                 raise result
         return results
 
-    def attend(self, step: Step, *, only_last: bool = False) -> Tensor:
-        """Attention of all ranks, [T, heads, D]; or of each request's last token."""
-        geometry = self.geometry(step)
+    def attend(self, step: Step, *, only_last: bool = False, run_length: int = 1) -> Tensor:
+        """Attention of all ranks, [T, heads, D]; or of each request's last token.
+
+        run_length: positions, from a multiple of it on, whose tokens see one another.
+        """
+        geometry, ends = self.geometry(step), None
+        if run_length > 1:
+            seen = [
+                min((position // run_length + 1) * run_length, stop)
+                for _, start, stop in step
+                for position in range(start, stop)
+            ]
+            ends = torch.tensor(seen, dtype=torch.int32)
 
         def run(rank: int) -> Tensor:
             given, backend = self.given(rank, step), self.backends[rank]
             heads = Heads(given[:, : self.own], given[:, self.own : -1], given[:, -1:])
-            return backend.run(step_of(backend, self.layers[rank], heads, self.caches[rank], geometry, only_last))
+            made = step_of(backend, self.layers[rank], heads, self.caches[rank], geometry, only_last)
+            return backend.run(made._replace(visible_ends=ends))
 
         return torch.cat(self.together(run), 1)
 
-    def expected(self, step: Step) -> Tensor:
+    def expected(self, step: Step, run_length: int = 1) -> Tensor:
         """By definition."""
         outputs = []
         for request, start, stop in step:
             heads = self.heads[request][:stop]
-            outputs.append(by_definition(heads[start:, :-2], heads[:, -2], heads[:, -1], self.window, self.soft_cap))
+            rows = heads[start:, :-2], heads[:, -2], heads[:, -1]
+            outputs.append(by_definition(*rows, self.window, self.soft_cap, run_length))
         return torch.from_numpy(np.concatenate(outputs)).float()
 
 
@@ -212,6 +231,17 @@ def test_a_mixed_step_equals_the_definition(
     for earlier in before:
         torch.testing.assert_close(ranks.attend(earlier), ranks.expected(earlier), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ranks.attend(step), ranks.expected(step), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 3, 30])
+def test_tokens_that_see_later_ones(window: int | None, backend: type[AttentionBackend]) -> None:
+    ranks = Ranks(MIXED, 2, 2, window=window, backend=backend)
+    before, step = in_steps(MIXED, (0, 1, 0, 20, 7, 60))
+    for earlier in before:
+        ranks.attend(earlier)
+    attended = ranks.attend(step, run_length=16)
+    torch.testing.assert_close(attended, ranks.expected(step, 16), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
