@@ -19,6 +19,7 @@ from penstock.features.multimodal.inputs.processor import read_processor
 from penstock.kernels.native import NATIVE
 from support.engines import bytes_of_blocks
 from support.multimodal_models import picture, save_multimodal, words
+from support.padded_attention import PaddedBackend, use_graphs
 
 # A text begins an image, which has four tokens and one behind them.
 IMAGE = "<vision_start>"
@@ -75,6 +76,25 @@ def test_steps_with_images_are_one_program_and_others_another(gemma: tuple[Path,
     with LLM(str(folder), **OPTIONS) as llm:
         answer(llm, PROMPTS[:2])
         assert llm.collective_rpc(segments) == [([1, 1], [])]
+
+
+@pytest.mark.one_path(reason="runs engines with and without fast paths itself")
+@pytest.mark.parametrize("mode", ["full_and_piecewise", "full"])
+def test_graphs_of_steps_with_images(
+    gemma: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    folder, _ = gemma
+    use_graphs(monkeypatch)
+    options = {**OPTIONS, "attention_backend": PaddedBackend.name, "cudagraph_mode": mode, "max_num_batched_tokens": 16}
+    answers = []
+    for fast_paths in ("auto", "off"):
+        with LLM(str(folder), **options, enable_prefix_caching=False, fast_paths=fast_paths) as llm:
+            # The second and third time all graphs are there.
+            answers.append([output.outputs[0] for _ in range(3) for output in answer(llm, PROMPTS)])
+    for output, expected in zip(*answers, strict=True):
+        assert output.token_ids == expected.token_ids
+        for row, other in zip(output.logprobs, expected.logprobs, strict=True):
+            assert max(abs(row[token].logprob - other[token].logprob) for token in row) < TOLERANCE
 
 
 def test_log_probabilities_of_a_prompt(gemma: tuple[Path, PreTrainedModel]) -> None:

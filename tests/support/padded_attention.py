@@ -42,6 +42,7 @@ class PaddedBackend(ReferenceBackend):
             layer.window,
             layer.soft_cap,
             layer.sink_values,
+            ends_T=step.visible_ends,
         )
 
 

@@ -177,7 +177,7 @@ class GraphExecution(Execution):
             graph.has_run = True
             return self._run_layers(frame, kind)
         assert graph.pieces is not None, "a graph in pieces has their state"
-        graph.pieces.step = frame.context.of_all_tokens()
+        graph.pieces.step = _step_of_pieces(frame)
         graph.replay()
         graph.pieces.step = None
         self._count_replay(PIECES)
@@ -212,7 +212,7 @@ class GraphExecution(Execution):
 def rehearse_pieces(frame: Frame, num_tokens: int) -> int:
     """Run a frame in pieces without a capture. Returns the bytes of the buffers between them, of so many tokens."""
     pieces = Pieces(PieceBuffers(num_tokens))
-    pieces.step = frame.context.of_all_tokens()
+    pieces.step = _step_of_pieces(frame)
 
     def run_at_once(call: Callable[[], object]) -> None:
         call()
@@ -232,6 +232,11 @@ class _Outputs:
 
 def _keep_result(graph: _Graph, work: Callable[..., object], *arguments: object) -> None:
     graph.result = work(*arguments)
+
+
+def _step_of_pieces(frame: Frame) -> ForwardContext:
+    """Context of attention between pieces: of all tokens, with the step's inputs."""
+    return frame.context.of_all_tokens().with_inputs(frame.inputs.named)
 
 
 def _run_in_pieces(frame: Frame, pieces: Pieces, between: Between) -> _Outputs:
