@@ -34,6 +34,10 @@ _ENCODERS = {
 }
 
 
+# Models of an encoder of images and one of texts, whose embeddings are compared.
+DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
+
+
 class Use(Enum):
     """Purpose of a model class."""
 
@@ -108,6 +112,11 @@ class Architecture:
     @property
     def has_lm_head(self) -> bool:
         return self.suffix in ("ForCausalLM", "LMHeadModel")
+
+    @property
+    def is_dual_encoder(self) -> bool:
+        """Whether it embeds images beside texts, each by an encoder of its own."""
+        return self.name in DUAL_ENCODERS
 
     @property
     def has_prefix(self) -> bool:

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.checkpoints.architectures import DUAL_ENCODERS
 from penstock.checkpoints.json_file import decode_floats
 from penstock.errors import ModelError
 
 # Field of the text view that holds the whole configuration.
 _WHOLE = "multimodal_config"
 # Ends of the architectures that have a configuration per part.
-_ARCHITECTURES = ("ForConditionalGeneration",)
+_ARCHITECTURES = ("ForConditionalGeneration", *DUAL_ENCODERS)
 # Parts besides the language model, by the field of their configuration, and what each reads.
 _PARTS = {"vision_config": "image", "audio_config": "audio"}
 # Language models that Transformers has only as a part of a multimodal one: model type and class of the same layers.

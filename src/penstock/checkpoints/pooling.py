@@ -120,6 +120,8 @@ def pooling_of_files(
     if normalize is None:
         normalize = True
         defaults.append("normalised")
+    if architecture.is_dual_encoder:
+        return PoolingConfig(tasks=("embed",), pooling="last", normalize=normalize, defaults=("normalised",), **common)
     return PoolingConfig(
         tasks=("embed", "token_embed") if files.late_interaction is None else ("token_embed",),
         pooling=pooling,

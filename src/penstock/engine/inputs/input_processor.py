@@ -41,6 +41,7 @@ from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.decode import MediaLoader
 from penstock.features.multimodal.inputs.given_features import prompt_of_embeddings
+from penstock.features.multimodal.inputs.images_alone import ImagesAlone
 from penstock.features.multimodal.inputs.media import AUDIO, DATA
 from penstock.features.multimodal.inputs.request_media import RequestMedia
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
@@ -109,7 +110,7 @@ class InputProcessor:
         engine: int = 0,
         front_end: int = 0,
         features: Collection[str] = (),
-        media: RequestMedia | None = None,
+        media: RequestMedia | ImagesAlone | None = None,
         loader: MediaLoader | None = None,
     ) -> None:
         self._model = model
@@ -228,7 +229,7 @@ class InputProcessor:
     def reset_mm_cache(self) -> None:
         """Forget processed media."""
         if self._media is not None:
-            self._media.processor.reset_cache()
+            self._media.reset_cache()
 
     def take_number(self) -> int:
         """Return and increment the number of requests so far, for a seed; thread-safe."""
@@ -322,6 +323,10 @@ class InputProcessor:
         if not isinstance(asked.params, PoolingParams):
             raise text_parameters_refused(pooling.pooling, asked.params)
         params, prompt = pooling.params(asked.params), asked.prompt
+        if self._media is not None and has_field(prompt, DATA):
+            if not pooling.pooling.architecture.is_dual_encoder:
+                raise UnsupportedParameter(f"{DATA} is not supported by this model's pooling. Give text.")
+            prompt = self._media.expand(self.media_intake.load(prompt), self._tokenizer.encode)
         text: str | TextPair | None
         if isinstance(prompt, TextPair):
             text, given, cache_salt, parts = prompt, None, None, None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.checkpoints.pooling import PoolingConfig
 from penstock.checkpoints.shown_model import shown_model
 from penstock.config import ModelConfig
 from penstock.contract import PoolingParams
 from penstock.contract.param_checks import shown
+from penstock.engine.inputs.conversation import Message, render_prompt
 from penstock.engine.inputs.prompts import Prompt, RenderedText, TextPair, as_list
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.text.tokenizer import Tokenizer
+
+# Template of the contents alone.
+_CONTENTS = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def check_task(model: ModelConfig, *tasks: str | None) -> PoolingConfig:
@@ -79,6 +83,19 @@ def named_prompt(pooling: PoolingConfig, prompt: Prompt, name: str | None) -> Pr
     if is_asked:
         raise InvalidParameter(f"prompt_name={name!r} is for texts, and the prompt has token ids. Leave one out.")
     return prompt
+
+
+def conversation_prompt(
+    tokenizer: Tokenizer, pooling: PoolingConfig, messages: Sequence[Message], *, add_generation_prompt: bool = False
+) -> Prompt:
+    """Prompt of a conversation: as the chat template writes it, or what a dual encoder embeds, without its roles.
+
+    Raises what `render_prompt` does.
+    """
+    if not pooling.architecture.is_dual_encoder:
+        return render_prompt(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+    prompt: Any = render_prompt(tokenizer, messages, chat_template=_CONTENTS, add_generation_prompt=False)
+    return cast("Prompt", {**prompt, "prompt": str(prompt["prompt"]).strip()})
 
 
 def texts_of(name: str, data: Any) -> list[str]:

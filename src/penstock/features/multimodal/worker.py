@@ -25,7 +25,6 @@ from penstock.layers.rotary import RotaryEmbedding
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import DecoderForCausalLM, added_rows
 from penstock.models.interface import LanguageModel
-from penstock.models.multimodal.assemble import WithEncoder
 from penstock.models.multimodal.interface import MediaEncoder
 from penstock.runner.slot_owner import SlotOwner
 from penstock.step.frame import Frame
@@ -188,7 +187,8 @@ class MediaFeatures(SlotOwner):
 
 
 def _encoder(model: LanguageModel) -> MediaEncoder | None:
-    return model.encoder if isinstance(model, WithEncoder) else None
+    encoder = getattr(model, "encoder", None)
+    return encoder if isinstance(encoder, MediaEncoder) else None
 
 
 def _rotary_of(model: LanguageModel) -> RotaryEmbedding:

@@ -50,7 +50,7 @@ class TextPooling(PoolingHead):
     def profile_prompt(self, model: LanguageModel, hidden_TD: Tensor) -> None:
         assert isinstance(model, PoolingModel), "the head belongs to pooling models"
         # A vector per token takes most.
-        task = next(task for task in model.pooling.tasks if task in TOKEN_TASKS)
+        task = next((task for task in model.pooling.tasks if task in TOKEN_TASKS), model.pooling.tasks[0])
         pooled = AllTokens()
         pooled.add(hidden_TD)
         self._result(model, pooled, PoolingParams(task=task))

@@ -31,6 +31,11 @@ def make_backbone(config: ModelConfig, parallel: ParallelState) -> Backbone:
 
     pooling = config.pooling
     assert pooling is not None, "a pooling model's configuration"
+    if pooling.architecture.is_dual_encoder:
+        from penstock.models.pooling.dual_encoder import DualEncoder
+
+        dual = DualEncoder(config)
+        return Backbone(dual, dual.hidden_size)
     if runs_through_transformers(config):
         from penstock.models.pooling.transformers_texts import TransformersTexts
 

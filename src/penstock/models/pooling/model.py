@@ -50,6 +50,14 @@ class PoolingModel(CausalLM):
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, *given: Tensor) -> Tensor:
         return self.backbone(input_ids_T, positions_T, context, *given)  # type: ignore[no-any-return]
 
+    @property
+    def encoder(self) -> nn.Module | None:
+        """Encoder of images; None for a model of texts."""
+        return getattr(self.backbone, "image_encoder", None)
+
+    def take_embeddings(self) -> int:
+        return self.backbone.take_embeddings()
+
     def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         """Zeros, for dummy steps: no token is sampled."""
         return hidden_LD.new_zeros(hidden_LD.shape[0], self._vocab_size, dtype=torch.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, PlainValidator
+from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from penstock.contract.param_checks import shown
 from penstock.server.protocol.base import RequestModel, Texts, field_error
@@ -62,12 +62,28 @@ class _InputFields(PoolingFields):
 
 
 class EmbeddingRequest(_InputFields):
-    """encoding_format: "base64" is little-endian float32. prompt_name: of the model's prompts, put before texts."""
+    """encoding_format: "base64" is little-endian float32. prompt_name: of the model's prompts, put before texts.
 
+    messages: a conversation in place of `input`, as the chat template writes it, or the image or text of a model that
+        embeds both. add_generation_prompt: end it with the beginning of an answer.
+    """
+
+    input: Inputs = Field(default_factory=list)
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = False
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
+
+    @model_validator(mode="after")
+    def _check_input(self) -> EmbeddingRequest:
+        if (self.messages is None) == (not self.input):
+            what = "is missing" if self.messages is None else "is given beside messages"
+            raise field_error("input", f"input {what}. Give one of input and messages.")
+        if self.messages is not None and self.prompt_name is not None:
+            raise field_error("prompt_name", "prompt_name is for input, and messages are given. Leave one out.")
+        return self
 
 
 class PoolingRequest(_InputFields):

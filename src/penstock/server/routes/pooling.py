@@ -18,7 +18,13 @@ from starlette.responses import Response
 from penstock.checkpoints.pooling import PoolingConfig
 from penstock.contract import PoolingParams
 from penstock.engine.inputs.field_limits import check_pairs
-from penstock.engine.inputs.pooling_prompts import check_task, named_prompt, pairs_of, score_prompts
+from penstock.engine.inputs.pooling_prompts import (
+    check_task,
+    conversation_prompt,
+    named_prompt,
+    pairs_of,
+    score_prompts,
+)
 from penstock.engine.inputs.prompts import Prompt, RenderedText
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.pooling_outputs import pooled_array
@@ -113,7 +119,10 @@ async def embed(
 ) -> tuple[str, list[RequestOutput]]:
     """Name of the response, and the texts' outputs. Raises InvalidRequest."""
     pooling = await _pooling(http, request, task)
-    prompts = [named_prompt(pooling, prompt, request.prompt_name) for prompt in _prompts(request)]
+    if request.messages is None:
+        prompts = [named_prompt(pooling, prompt, request.prompt_name) for prompt in _prompts(request)]
+    else:
+        prompts = [await asyncio.to_thread(_conversation, http, pooling, request)]
     activation = request.normalize if request.use_activation is None else request.use_activation
     params = _params(request, task, dimensions=request.dimensions, use_activation=activation)
     return await _run(http, request, "embd", prompts, params)
@@ -136,6 +145,13 @@ async def _pooling(http: Request, request: protocol.PoolingFields, *tasks: str |
 def _params(request: protocol.PoolingFields, task: str, **more: Any) -> PoolingParams:
     fields = {name: getattr(request, name) for name in ("truncate_prompt_tokens", "truncation_side", "use_activation")}
     return PoolingParams(task=task, **{**fields, **more})
+
+
+def _conversation(http: Request, pooling: PoolingConfig, request: protocol.EmbeddingRequest) -> Prompt:
+    tokenizer = served_model(http).tokenizer
+    return conversation_prompt(
+        tokenizer, pooling, request.messages or (), add_generation_prompt=request.add_generation_prompt
+    )
 
 
 def _prompts(request: protocol.EmbeddingRequest | protocol.PoolingRequest | protocol.ClassifyRequest) -> list[Prompt]:

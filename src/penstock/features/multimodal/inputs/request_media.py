@@ -10,6 +10,7 @@ from penstock.config.multimodal import MultimodalConfig
 from penstock.contract import Parts
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
+from penstock.features.multimodal.inputs.images_alone import ImagesAlone
 from penstock.features.multimodal.inputs.media import DATA, MEDIA_KEYS, OPTIONS, UUIDS
 from penstock.features.multimodal.inputs.placeholders import PlacedItem, Placeholders
 from penstock.features.multimodal.inputs.processor import MediaProcessor
@@ -28,6 +29,10 @@ class RequestMedia:
         cache_bytes = int(config.mm_processor_cache_gb * _GIB)
         self.processor = MediaProcessor(model.tokenizer_folder, checkpoint, model.mm_processor_kwargs, cache_bytes)
         self._placeholders = Placeholders(checkpoint, lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+    def reset_cache(self) -> None:
+        """Forget all processed items."""
+        self.processor.reset_cache()
 
     @property
     def markers(self) -> Mapping[str, str]:
@@ -90,8 +95,10 @@ class _Markers(Mapping[str, str]):
         return modality in self._media.limits
 
 
-def request_media(config: EngineConfig, tokenizer: Tokenizer) -> RequestMedia | None:
+def request_media(config: EngineConfig, tokenizer: Tokenizer) -> RequestMedia | ImagesAlone | None:
     """Reader of the media of an engine's prompts; None for an engine that takes text alone."""
     if not config.model.media_limits:
         return None
+    if config.model.pooling is not None and config.model.pooling.architecture.is_dual_encoder:
+        return ImagesAlone(config.model)
     return RequestMedia(config.model, config.multimodal, tokenizer)
