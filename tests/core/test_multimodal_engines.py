@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,30 @@ import pytest
 from msgspec.structs import replace as replaced
 
 from core.plugins import CIRCUMSTANCES, assert_equal
+from core.test_multimodal import NUM_TOKENS, assert_answered_as_by
 from penstock import LLM, SamplingParams
 from penstock.contract import Parts, RpcCall
 from penstock.engine.core.engine_core import EngineCore
+from penstock.errors import CheckpointError, UnsupportedParameter
+from penstock.features.multimodal.inputs.processor import read_processor
 from penstock.features.multimodal.messages import MediaPart
 from penstock.features.multimodal.scheduling import MediaScheduling
 from penstock.features.multimodal.worker import MediaFeatures
 from penstock.layers.embedding import GIVEN_EMBEDDINGS
 from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
+from support.adapters import make_adapter, request_of, with_adapter
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core
 from support.features import scheduler_side
-from support.multimodal_models import PLACEHOLDERS, MediaPrompt, expanded, picture, save_multimodal, words
+from support.multimodal_models import (
+    PLACEHOLDERS,
+    MediaPrompt,
+    expanded,
+    picture,
+    save_multimodal,
+    tiny_multimodal_model,
+    words,
+)
 from support.padded_attention import PaddedBackend, use_graphs
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 128}
@@ -321,3 +334,31 @@ def test_caches_of_media_are_reset_by_name(name: str, folder: Path) -> None:
         assert counts() == first
         llm.reset_encoder_cache()
         assert counts() == (1, 2, first[2])
+
+
+def test_adapters_change_the_language_model_under_an_image(folder: Path, name: str, tmp_path: Path) -> None:
+    model = tiny_multimodal_model(name)
+    modules = r".*(language_model|text_model).*(q_proj|v_proj|down_proj)"
+    make_adapter(model, tmp_path / "adapter", seed=1, r=4, target_modules=modules)
+    make_adapter(model, tmp_path / "of encoder", seed=1, r=4, target_modules=r".*(visual|vision_model).*(qkv|q_proj)")
+    processor = read_processor(folder, name.replace("-", "_").replace(".", "_"))
+    (text, images), *_ = texts(name)
+    adapted = with_adapter(model, tmp_path / "adapter")
+    with LLM(str(folder), **OPTIONS, enable_lora=True) as llm:
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=2, ignore_eos=True)
+        for number, of_encoder in enumerate((False, True), 1):
+            where = tmp_path / ("of encoder" if of_encoder else "adapter")
+            prompt: Any = {"prompt": text, "multi_modal_data": {"image": images}}
+            refused = pytest.raises(CheckpointError, match="modules that adapters of this model cannot change")
+            with refused if of_encoder else nullcontext():
+                (output,) = llm.generate(prompt, params, lora_request=request_of(number, where), use_tqdm=False)
+                assert_answered_as_by(adapted, processor, text, {"image": images}, output)
+
+
+@pytest.mark.one_path(reason="refused before a step")
+def test_models_that_pool_take_text_alone(folder: Path, name: str) -> None:
+    (text, images), *_ = texts(name)
+    with LLM(str(folder), **OPTIONS, runner="pooling") as llm:
+        assert len(llm.embed(words(3, 4), use_tqdm=False)[0].outputs.embedding) == 64
+        with pytest.raises(UnsupportedParameter, match="multi_modal_data, and this model takes text"):
+            llm.embed({"prompt": text, "multi_modal_data": {"image": images}}, use_tqdm=False)

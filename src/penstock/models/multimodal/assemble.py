@@ -67,6 +67,10 @@ class WithEncoder(CausalLM):
             return super().checkpoint_name(own_name or name)
         return self.encoder.checkpoint_name(name) or name
 
+    def module_name(self, name: str) -> str:
+        name = f"{name}."
+        return super().module_name((language_name(name) or name).removesuffix("."))
+
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         own_name = language_name(name)
         if own_name is not None:
