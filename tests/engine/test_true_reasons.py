@@ -17,8 +17,6 @@ from penstock.errors import UnsupportedModel
 
 STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"
 ENCODER = "it is an encoder-decoder model that is not implemented here"
-IMAGES = "it takes images, which is planned; nor is the language model in it run by itself"
-VIDEOS = "it takes images and videos, which is planned"
 OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
 
 REASONS = {
@@ -28,14 +26,7 @@ REASONS = {
     "RwkvForCausalLM": STATE,
     "JambaForCausalLM": STATE,
     "MiniMaxForCausalLM": STATE,
-    "WhisperForConditionalGeneration": ENCODER,
-    "T5ForConditionalGeneration": ENCODER,
     "BigBirdPegasusForConditionalGeneration": ENCODER,
-    "LlavaForConditionalGeneration": IMAGES,
-    "Gemma3ForConditionalGeneration": IMAGES,
-    "Mistral3ForConditionalGeneration": IMAGES,
-    "Qwen2VLForConditionalGeneration": VIDEOS,
-    "Qwen2AudioForConditionalGeneration": "it takes audio, which is planned",
     "ViTForImageClassification": "it takes images, which is planned",
     "BigBirdForCausalLM": OWN_ATTENTION,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,10 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import DecoderForCausalLM, DecoderModel
 from penstock.models.multimodal.interface import MediaEncoder
 from penstock.models.multimodal.registry import native_encoder
-from penstock.models.multimodal.transformers_encoder import TransformersEncoder
 from penstock.models.weights import Elsewhere
 from penstock.parallel import ParallelState
 
+_TRANSFORMERS = "penstock.models.multimodal.transformers_encoder"
 # Beginnings of the names of the language model's tensors in multimodal checkpoints, and their own names.
 _LANGUAGE_PREFIXES = (
     ("model.language_model.lm_head.", "lm_head."),
@@ -105,7 +106,11 @@ def with_encoder(language_model: Any) -> Any:
 
 def _make_encoder(checkpoint: MultimodalCheckpoint) -> MediaEncoder:
     native = native_encoder(checkpoint.architecture, checkpoint.hf_config)
-    return TransformersEncoder(checkpoint) if native is None else native
+    if native is not None:
+        return native
+    # Imported where it is needed, since it imports Transformers' models.
+    encoder: MediaEncoder = import_module(_TRANSFORMERS).TransformersEncoder(checkpoint)
+    return encoder
 
 
 def _levels_here(encoder: MediaEncoder, model: DecoderModel) -> int:

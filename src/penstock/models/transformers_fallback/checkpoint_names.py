@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Chunk,
     Concatenate,
     MergeModulelist,
-    Split,
     WeightConverter,
     WeightRenaming,
 )
@@ -27,6 +25,9 @@ from penstock.errors import CheckpointError
 from penstock.layers.weights import WeightSlot
 from penstock.models.transformers_fallback.interface import CannotRun
 from penstock.models.weights import ROTARY_BUFFERS
+
+# Conversions that split a tensor. Older versions of Transformers have one of them.
+_SPLITTING = [[kind] for name in ("Split", "Chunk") if (kind := getattr(core_model_loading, name, None)) is not None]
 
 # Buffers in old checkpoints, derived from the configuration.
 _OLD_BUFFERS = (
@@ -173,7 +174,7 @@ def _find_stacked(shapes: Mapping[str, tuple[int, ...]], converters: Iterable[An
 def _is_fused(conversion: Any) -> bool:
     """Whether it cuts one tensor of a checkpoint, along one dimension, into several parameters."""
     kinds = [type(operation) for operation in getattr(conversion, "operations", ())]
-    return kinds in ([Split], [Chunk]) and len(conversion.source_patterns) == 1
+    return kinds in _SPLITTING and len(conversion.source_patterns) == 1
 
 
 def _plain(pattern: str) -> str:
