@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.contract import NewRequestData, part_of
 from penstock.device import Device
@@ -70,6 +71,8 @@ class RopePositions(SlotOwner):
         # By slot: positions of the prompt's tokens. Deltas of the others are zero.
         self._positions: dict[int, np.ndarray] = {}
         self._deltas = np.zeros(num_slots, dtype=np.int64)
+        # By buffer set: its last frame, and the delta of each of its tokens.
+        self._of_frames: dict[int | None, tuple[Frame, Tensor]] = {}
 
     def use(self, rotary: RotaryEmbedding) -> None:
         """Add rows to the table of this embedding, and write to them from now on."""
@@ -113,10 +116,15 @@ class RopePositions(SlotOwner):
         layout = frame.batch.layout
         num_tokens = layout.plan.num_tokens
         rows_T = frame.inputs.named[ROTATION_ROWS][:num_tokens]
-        token_slots_T = self._device.upload(np.repeat(layout.slots_np, layout.counts_np).astype(np.int64))
-        torch.add(frame.batch.positions[:num_tokens], self._delta.tensor[:, 0][token_slots_T], out=rows_T)
+        last = self._of_frames.get(frame.buffer_set)
+        is_repeated = frame.is_repeated and last is not None and last[0] is frame
+        if not is_repeated:
+            token_slots_T = self._device.upload(np.repeat(layout.slots_np, layout.counts_np).astype(np.int64))
+            deltas_T = self._delta.tensor[:, 0].index_select(0, token_slots_T)
+            self._of_frames[frame.buffer_set] = frame, deltas_T
+        torch.add(frame.batch.positions[:num_tokens], self._of_frames[frame.buffer_set][1], out=rows_T)
         rows_T.clamp_(max=self._num_positions - 1)
-        chunks = self._chunks(frame)
+        chunks = () if is_repeated else self._chunks(frame)
         if chunks:
             numbers = np.concatenate([np.arange(first, first + chunk.shape[1]) for first, chunk in chunks])
             rows = self._rows_of(np.concatenate([chunk for _, chunk in chunks], axis=1))
