@@ -237,6 +237,9 @@ class ModelConfig:
         multimodal = self.multimodal
         if multimodal is None or self.language_model_only:
             return {}
+        # What pools takes text alone, but for encoders of images and of texts.
+        if self.pools and not (self.pooling is not None and self.pooling.architecture.is_dual_encoder):
+            return {}
         return media_limits(self.limit_mm_per_prompt, multimodal.modalities)
 
     @property

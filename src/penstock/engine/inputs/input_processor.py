@@ -324,8 +324,6 @@ class InputProcessor:
             raise text_parameters_refused(pooling.pooling, asked.params)
         params, prompt = pooling.params(asked.params), asked.prompt
         if self._media is not None and has_field(prompt, DATA):
-            if not pooling.pooling.architecture.is_dual_encoder:
-                raise UnsupportedParameter(f"{DATA} is not supported by this model's pooling. Give text.")
             prompt = self._media.expand(self.media_intake.load(prompt), self._tokenizer.encode)
         text: str | TextPair | None
         if isinstance(prompt, TextPair):

@@ -8,7 +8,7 @@ from penstock.features.multimodal.messages import MediaPart, StepMediaPart
 
 
 def _takes_media(config: EngineConfig) -> bool:
-    return not config.model.pools and (bool(config.model.media_limits) or config.model.enable_prompt_embeds)
+    return bool(config.model.media_limits) or config.model.enable_prompt_embeds
 
 
 FEATURE = Feature(

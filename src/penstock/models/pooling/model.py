@@ -29,7 +29,7 @@ _HEADS = ("lm_head", "cls", "score", "classifier", "qa_outputs", "head", "decode
 class PoolingModel(CausalLM):
     """Backbone whose hidden states are pooled by the output head, and finished here.
 
-    pooling: its configuration.
+    pooling: its configuration. encoder: of images; None for a model of texts.
     """
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
@@ -40,6 +40,7 @@ class PoolingModel(CausalLM):
         self._vocab_size = model_config.vocab_size
         made: Backbone = make_backbone(model_config, parallel)
         self.backbone: CausalLM = made.model
+        self.encoder: nn.Module | None = getattr(made.model, "image_encoder", None)
         self.features = made.model.features
         self._prefix = made.prefix
         layers = head_layers(model_config, pooling, made.hidden_size, is_logits=made.is_logits)
@@ -49,11 +50,6 @@ class PoolingModel(CausalLM):
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext, *given: Tensor) -> Tensor:
         return self.backbone(input_ids_T, positions_T, context, *given)  # type: ignore[no-any-return]
-
-    @property
-    def encoder(self) -> nn.Module | None:
-        """Encoder of images; None for a model of texts."""
-        return getattr(self.backbone, "image_encoder", None)
 
     def take_embeddings(self) -> int:
         return self.backbone.take_embeddings()
