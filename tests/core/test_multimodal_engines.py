@@ -134,6 +134,7 @@ def assert_nothing_is_left(core: EngineCore) -> None:
     ],
     ids=str,
 )
+@pytest.mark.each_value_quick
 def test_mixed_batches_have_the_bits_of_requests_alone(
     folder: Path, prompts: list[MediaPrompt], alone: list[Result], options: dict[str, Any]
 ) -> None:
@@ -151,6 +152,7 @@ class FailingAmongItems(FailingWorker):
 
 
 @pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.each_value_quick
 def test_items_are_encoded_again_where_a_worker_fails(
     folder: Path, prompts: list[MediaPrompt], alone: list[Result], step: int
 ) -> None:
@@ -163,6 +165,7 @@ def test_items_are_encoded_again_where_a_worker_fails(
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.each_value_quick
 def test_an_abort_within_an_item_leaves_nothing_behind(
     folder: Path, prompts: list[MediaPrompt], alone: list[Result], async_scheduling: bool
 ) -> None:
@@ -274,6 +277,7 @@ def test_the_language_model_stays_one_program(folder: Path, prompts: list[MediaP
 @pytest.mark.one_path(reason="runs engines with and without fast paths itself")
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(("mode", "kinds"), [("full_and_piecewise", [PIECES, UNIFORM]), ("full", [MIXED, UNIFORM])])
+@pytest.mark.each_value_quick
 def test_graphs_give_the_tokens_of_steps_without_graphs(
     folder: Path,
     prompts: list[MediaPrompt],
@@ -303,6 +307,7 @@ def test_graphs_give_the_tokens_of_steps_without_graphs(
 @pytest.mark.parametrize(
     "options", [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=str
 )
+@pytest.mark.each_value_quick
 def test_rounded_weights_give_the_bits_of_requests_alone(
     folder: Path, prompts: list[MediaPrompt], options: dict[str, Any]
 ) -> None:

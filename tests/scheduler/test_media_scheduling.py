@@ -155,7 +155,7 @@ def play(driver: MediaDriver, wanted: list[tuple[list[int], list[MediaItem]]], m
             driver.step(failing=(req_id,))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     capacity=st.sampled_from([7, 8, 10, 16, 40]),
     budget=st.sampled_from([5, 7, 9, 40]),
