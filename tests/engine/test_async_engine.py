@@ -702,7 +702,7 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(
     engine: AsyncEngine, core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core.max_model_len = 100_000
-    engine._input_processor._prompts._max_model_len = 100_000
+    engine._input_processor._prompts.max_model_len = 100_000
     encode_up_to, threads = Tokenizer.encode_up_to, []
 
     def noted(tokenizer: Tokenizer, text: str, *arguments: Any) -> Any:

@@ -76,7 +76,6 @@ def test_a_model_is_refused_with_the_reason(class_name: str, overrides: dict[str
         ("RwkvModel", f"it {STATE}"),
         ("MambaModel", f"it {STATE}"),
         ("XLNetModel", "config.json limits no context"),
-        ("CLIPModel", "it takes images"),
     ],
 )
 def test_a_model_that_cannot_embed_is_refused_for_its_kind(class_name: str, reason: str, tmp_path: Path) -> None:

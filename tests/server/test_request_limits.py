@@ -204,7 +204,7 @@ def subclasses(model: type[Any]) -> Iterator[type[Any]]:
 BODIES = [*subclasses(RequestModel), LoadAdapterRequest, UnloadAdapterRequest, StartProfileRequest]
 FIELDS = {(name, str(field.annotation)) for model in BODIES for name, field in model.model_fields.items()}
 # Texts that become a prompt, or a part of one: `max_prompt_characters`.
-PROMPTS = {"prompt", "input", "query", "text_1", "text_2", "instructions", "system"}
+PROMPTS = {"prompt", "input", "inputs", "query", "text_1", "text_2", "instructions", "system"}
 
 
 @pytest.mark.parametrize(("name", "kind"), sorted(FIELDS))

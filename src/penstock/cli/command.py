@@ -25,7 +25,7 @@ _OPTION, _YES, _CONFIG = (f"{ENGINE}{name}" for name in ("option", "yes", "confi
 # Engine options that the file of `--config` gives by flags that the command does not declare; in `Context.meta`.
 _FROM_FILE = "penstock.from_file"
 # Value of an option such as `--lora-modules NAME=PATH`.
-_PAIR = re.compile(r"[\w.-]*\w=\S+")
+_PAIR = re.compile(r"\w[\w.-]*=\S+")
 # Flags of commands whose outputs may be constrained.
 _CONSTRAINT_FLAGS = ("--json-schema", "--regex", "--choice", "--grammar")
 

@@ -259,7 +259,12 @@ def test_a_new_core_gets_what_requests_cannot_read_again() -> None:
 
 
 def test_an_engine_without_adapters_says_so() -> None:
-    config: Any = SimpleNamespace(lora=LoRAConfig(), model=SimpleNamespace(pooling=None, pools=False))
+    config: Any = SimpleNamespace(
+        lora=LoRAConfig(),
+        model=SimpleNamespace(
+            pooling=None, pools=False, media_limits={}, enable_prompt_embeds=False, is_encoder_decoder=False
+        ),
+    )
     features = DeploymentFeatures(config, lambda call: [True])
     with pytest.raises(InvalidRequest, match="add_lora: LoRA adapters are not enabled .*enable_lora=True"):
         features.side_of(RpcCall("add_lora", (LoRARequest("x", 1, "a"),)))

@@ -9,6 +9,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +21,11 @@ from penstock.errors import InvalidRequest, ModelError, UnsupportedParameter
 from penstock.features.multimodal.inputs.audio import resampled
 from penstock.features.multimodal.inputs.media import Media
 from penstock.features.multimodal.inputs.processors.options import options_of, options_of_detail
-from penstock.features.multimodal.inputs.processors.pixtral import PixtralProcessor
-from penstock.features.multimodal.inputs.processors.videos import VIDEO_PROCESSORS, read_fields
-from penstock.features.multimodal.inputs.processors.voxtral import VoxtralProcessor
 from penstock.features.multimodal.messages import FEATURES
 
 logger = logging.getLogger(__name__)
+# Modules that are imported for a model that needs them: some import torch.
+_PROCESSORS = "penstock.features.multimodal.inputs.processors"
 # Results of a processor that belong to the text.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 # Result of a processor of videos: seconds between two rows in time, for each.
@@ -40,16 +40,19 @@ _READERS = {
 
 
 class _OwnProcessor(NamedTuple):
-    """A processor that is not Transformers'. parts: those of a model's folder that it is made of."""
+    """A processor that is not Transformers'.
 
-    make: Callable[[Mapping[str, Any], Mapping[str, Any]], Any]
+    module: of `processors`, with its class. parts: those of a model's folder that it is made of.
+    """
+
+    module: str
     parts: tuple[str, ...]
 
 
 # By the name of the class of Transformers that it takes the place of.
 _OWN = {
-    "PixtralProcessor": _OwnProcessor(PixtralProcessor, ("image_processor", "tokenizer")),
-    "VoxtralProcessor": _OwnProcessor(VoxtralProcessor, ("feature_extractor", "tokenizer")),
+    "PixtralProcessor": _OwnProcessor("pixtral", ("image_processor", "tokenizer")),
+    "VoxtralProcessor": _OwnProcessor("voxtral", ("feature_extractor", "tokenizer")),
 }
 # Processors of which a clip is one window of their feature extractor, without what is behind it.
 _ONE_WINDOW = ("Qwen2AudioProcessor",)
@@ -249,7 +252,10 @@ def read_processor(folder: Path, model_type: str) -> Any:
     try:
         if own is not None:
             fields, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
-            return own.make({part: _read_part(folder, part, name) for part in own.parts}, fields)
+            make: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] = getattr(
+                import_module(f"{_PROCESSORS}.{own.module}"), str(name)
+            )
+            return make({part: _read_part(folder, part, name) for part in own.parts}, fields)
         # Its text is logged, and not all parts are JSON.
         changes = {"check_argument_for_proper_class": _unchecked, "__repr__": object.__repr__}
         made: Any = type(processor_class.__name__, (processor_class,), changes)
@@ -280,8 +286,9 @@ def _read_part(folder: Path, name: str, processor: str) -> Any:
         "audio_processor": transformers.AutoFeatureExtractor,
     }
     if name == "video_processor":
-        if processor in VIDEO_PROCESSORS:
-            return VIDEO_PROCESSORS[processor](read_fields(folder))
+        videos = import_module(f"{_PROCESSORS}.videos")
+        if processor in videos.VIDEO_PROCESSORS:
+            return videos.VIDEO_PROCESSORS[processor](videos.read_fields(folder))
         from transformers.utils import is_torchvision_available
 
         if not is_torchvision_available():
