@@ -110,6 +110,9 @@ class RepeatedSteps:
             return False
         num_running = len(self._requests.running)
         runs_all = len(step.requests) == num_running or self._num_microbatches > 1
+        # New requests come last in their step, and later ones in the order of the running requests.
+        if step.message.scheduled_new_reqs and runs_all and num_running == len(step.requests):
+            runs_all = step.requests == self._requests.running
         can_admit = num_running < self._max_num_seqs and self._requests.waiting.peek() is not None
         return runs_all and not can_admit and all(_allow_repetition(request.parts) for request in step.requests)
 
