@@ -119,6 +119,15 @@ def weight_slots(layer: nn.Module, shard: Shard | None) -> dict[str, WeightSlot]
     return layer.fused_slots(shard)
 
 
+def slots_of_modules(model: nn.Module) -> dict[str, WeightSlot]:
+    """Slots of all parameters of a model by their names in it, whole or this rank's part."""
+    return {
+        f"{prefix}.{name}" if prefix else name: slot
+        for prefix, module in model.named_modules()
+        for name, slot in weight_slots(module, None).items()
+    }
+
+
 def new_parameter(*shape: int) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)

@@ -18,7 +18,7 @@ from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.errors import ModelError, UnsupportedFeature, UnsupportedModel
 from penstock.layers.embedding import GIVEN_EMBEDDINGS, TEXT_IDS
-from penstock.layers.weights import WeightSlot, weight_slots
+from penstock.layers.weights import WeightSlot, slots_of_modules
 from penstock.models.causal_lm import CausalLM
 from penstock.models.multimodal.interface import MediaEncoder
 from penstock.models.transformers_fallback.buffers import create_buffers
@@ -105,11 +105,7 @@ class DualEncoder(CausalLM):
         raise NotImplementedError("a pooling model has no language model head")
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        return {
-            f"{prefix}.{name}" if prefix else name: slot
-            for prefix, module in self.model.named_modules()
-            for name, slot in weight_slots(module, None).items()
-        }
+        return slots_of_modules(self.model)
 
     ignorable = (r".*position_ids",)
 

@@ -18,7 +18,7 @@ from penstock.attention import ForwardContext
 from penstock.checkpoints.architectures import Use
 from penstock.config import ModelConfig
 from penstock.errors import UnsupportedModel
-from penstock.layers.weights import WeightSlot, weight_slots
+from penstock.layers.weights import WeightSlot, slots_of_modules
 from penstock.models.bert import TOKEN_TYPE_IDS
 from penstock.models.causal_lm import CausalLM
 from penstock.models.transformers_fallback.interface import ContextSlot
@@ -79,11 +79,7 @@ class TransformersTexts(CausalLM):
         raise NotImplementedError("a pooling model has no language model head")
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        return {
-            f"{prefix}.{name}" if prefix else name: slot
-            for prefix, module in self.model.named_modules()
-            for name, slot in weight_slots(module, None).items()
-        }
+        return slots_of_modules(self.model)
 
     @cached_property
     def _names(self) -> frozenset[str]:
