@@ -21,7 +21,7 @@ from penstock.server.audio.form import TranscriptionForm
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import ApiError, json_response, refusals
-from penstock.server.protocol.responses import errors
+from penstock.server.protocol.responses import errors, form_of_file
 from penstock.server.requests.generation import Generation, Submission
 from penstock.server.routes.common import answer, served_model, whole_outputs
 from penstock.server.served_model import ServedModel
@@ -31,25 +31,13 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The transcript, in the form of response_format."},
     **errors(400, 401, 404, 408, 413, 429, 500, 503),
 }
-_FORM = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        **{name: {"type": "string"} for name in ("model", "language", "prompt", "response_format")},
-                        "stream": {"type": "boolean"},
-                        "temperature": {"type": "number"},
-                    },
-                    "required": ["file"],
-                }
-            }
-        },
+_FORM = form_of_file(
+    {
+        **{name: {"type": "string"} for name in ("model", "language", "prompt", "response_format")},
+        "stream": {"type": "boolean"},
+        "temperature": {"type": "number"},
     }
-}
+)
 
 
 @router.post("/v1/audio/transcriptions", responses=_RESPONSES, openapi_extra=_FORM)

@@ -18,7 +18,7 @@ from penstock.server.batches.store import FINAL, UNFINISHED, BatchStore
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response
 from penstock.server.protocol.base import RequestModel, field_error
-from penstock.server.protocol.responses import errors
+from penstock.server.protocol.responses import errors, form_of_file
 from penstock.server.routes.common import list_page
 
 router = APIRouter(route_class=BodyRoute)
@@ -26,23 +26,7 @@ _ERRORS = errors(400, 401, 404, 413, 500)
 _FILE = {200: {"description": "The file's description."}, **_ERRORS}
 _BATCH = {200: {"description": "The batch."}, **_ERRORS}
 _LIST = {200: {"description": "A page of the list."}, **_ERRORS}
-_FORM = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["batch"]},
-                    },
-                    "required": ["file", "purpose"],
-                }
-            }
-        },
-    }
-}
+_FORM = form_of_file({"purpose": {"type": "string", "enum": ["batch"]}}, "purpose")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
 _MOST_FIELDS = 16
 # Seconds of a window's units.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel
@@ -36,6 +37,13 @@ _DESCRIPTIONS = {
 def errors(*statuses: int, model: Any = ErrorResponse) -> dict[int | str, dict[str, Any]]:
     """Error responses of a route. model: their shape."""
     return {status: {"model": model, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+def form_of_file(fields: Mapping[str, Mapping[str, Any]], *required: str) -> dict[str, Any]:
+    """Description of a form with a file, for OpenAPI. fields: schemas of the others. required: their names."""
+    properties = {"file": {"type": "string", "format": "binary"}, **fields}
+    schema = {"type": "object", "properties": properties, "required": ["file", *required]}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 class PromptTokensDetails(BaseModel):
