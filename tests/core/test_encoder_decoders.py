@@ -31,7 +31,7 @@ from support.encoder_decoders import (
     tiny_encoder_decoder,
     write_encoder_decoder,
 )
-from support.engines import Result, add, greedy, make_core
+from support.engines import Result, add, greedy, make_core, owner_of
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4}
 has_equal_bits = pytest.mark.skipif(NATIVE is None, reason="torch's own kernels do not promise it")
@@ -71,12 +71,7 @@ def alone(bart: Path) -> list[Result]:
 
 
 def encoder_of(core: EngineCore) -> SourceEncoder:
-    def owner(worker: Any) -> Any:
-        return worker.runner.owners.of_type(SourceEncoder)
-
-    (found,) = core.collective_rpc(RpcCall(owner))
-    assert isinstance(found, SourceEncoder)
-    return found
+    return owner_of(core, SourceEncoder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

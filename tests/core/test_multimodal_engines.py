@@ -25,7 +25,7 @@ from penstock.layers.embedding import GIVEN_EMBEDDINGS
 from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
 from support.adapters import make_adapter, request_of, with_adapter
 from support.disturbed_workers import FailingWorker
-from support.engines import SMALL, Result, add, finish, greedy, make_core
+from support.engines import SMALL, Result, add, finish, greedy, make_core, owner_of
 from support.features import scheduler_side
 from support.multimodal_models import (
     PLACEHOLDERS,
@@ -98,12 +98,7 @@ def run(core: EngineCore, prompts: Sequence[MediaPrompt], **fields: Any) -> list
 
 
 def features_of(core: EngineCore) -> MediaFeatures:
-    def owner(worker: Any) -> Any:
-        return worker.runner.owners.of_type(MediaFeatures)
-
-    (found,) = core.collective_rpc(RpcCall(owner))
-    assert isinstance(found, MediaFeatures)
-    return found
+    return owner_of(core, MediaFeatures)
 
 
 def num_encoded(core: EngineCore) -> int:

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, InvalidRequest
 from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
 from support.checkpoints import VOCAB_SIZE
 from support.disturbed_workers import FailingWorker
-from support.engines import Result, add, finish, greedy, make_core, random_prompts
+from support.engines import Result, add, finish, greedy, make_core, owner_of, random_prompts
 from support.padded_attention import PaddedBackend, use_graphs
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4}
@@ -74,12 +74,7 @@ def run(core: EngineCore, prompts: Sequence[Prompt], **fields: Any) -> list[Resu
 
 
 def features_of(core: EngineCore) -> ImageFeatures:
-    def owner(worker: Any) -> Any:
-        return worker.runner.owners.of_type(ImageFeatures)
-
-    (found,) = core.collective_rpc(RpcCall(owner))
-    assert isinstance(found, ImageFeatures)
-    return found
+    return owner_of(core, ImageFeatures)
 
 
 def scheduler_of(core: EngineCore) -> ImageScheduler:

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from penstock.config import EngineConfig
-from penstock.contract import LogprobsLists, SamplingParams
+from penstock.contract import LogprobsLists, RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import EngineRequest
 from penstock.engine.planning.plan import plan_engine
+from penstock.runner.slot_owner import SlotOwner
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.checkpoints import oracle_logits
 
 # Where the two best logits of the oracle are closer than this, either token counts.
 TOLERANCE = 1e-4
+AnyOwner = TypeVar("AnyOwner", bound=SlotOwner)
 SMALL = {
     "device": "cpu",
     "num_threads": 1,
@@ -97,6 +99,17 @@ def run(
     results: dict[str, Result] = {}
     finish(core, results)
     return [results[f"r{index}"] for index in range(len(prompts))]
+
+
+def owner_of(core: EngineCore, kind: type[AnyOwner]) -> AnyOwner:
+    """The slot owner of this kind in an engine's only worker, which is in this process."""
+
+    def owner(worker: Any) -> Any:
+        return worker.runner.owners.of_type(kind)
+
+    (found,) = core.collective_rpc(RpcCall(owner))
+    assert isinstance(found, kind)
+    return found
 
 
 def greedy(max_tokens: int, **fields: Any) -> SamplingParams:
