@@ -26,7 +26,7 @@ from penstock.parallel import ParallelState
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What differs between the families. first_position: row of the first token among the positions."""
+    """Features of a family of BART's kind. first_position: row of the first token among the positions."""
 
     is_pre_norm: bool
     norms_embeddings: bool

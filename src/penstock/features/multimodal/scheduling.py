@@ -76,7 +76,7 @@ class EncoderCache:
 
 
 class _Room:
-    """What is left for items of a step: rows of the cache beside the used ones, and rows that may be encoded."""
+    """Rows that are left for the items of a step: of the cache beside the used ones, and of those to encode."""
 
     def __init__(self, cache: EncoderCache, budget: int) -> None:
         self._cache = cache

@@ -135,7 +135,7 @@ class PatchMerger(nn.Module):
 
 
 class QwenVision(TableEncoder):
-    """What the families have in common: patches, layers and the merger."""
+    """Base of the encoders: patches, layers and the merger."""
 
     modalities = ("image", "video")
     renames: ClassVar[Mapping[str, str]] = {"visual.": _PREFIX}

@@ -95,7 +95,7 @@ class WhisperTower(nn.Module):
 
 
 class AudioEncoder(TableEncoder):
-    """What the families have in common: the tower, its last norm, and the features' size."""
+    """Base of the encoders: the tower, its last norm, and the features' size."""
 
     modalities: ClassVar[tuple[str, ...]] = ("audio",)
     renames: ClassVar[Mapping[str, str]] = {"audio_tower.": _TOWER, "multi_modal_projector.": PROJECTOR}

@@ -79,7 +79,7 @@ class MessageMedia:
 
 
 def _content(part: Mapping[str, Any], kind: str, name: str) -> tuple[Any, str | None]:
-    """What a part gives of its item, and the detail that it asks for."""
+    """Content of a part, for the loader of media, and the detail that it asks for."""
     fields = _FIELDS.get(kind, (kind,))
     given = next((part[field] for field in fields if part.get(field) is not None), None)
     detail = part.get("detail")

@@ -92,7 +92,10 @@ class _Target(NamedTuple):
 
 
 def _target(url: str, domains: Sequence[str] | None) -> _Target:
-    """Where to fetch a URL. Raises InvalidMedia for a URL that is not allowed, ValueError for one that is malformed."""
+    """Server and path of a URL.
+
+    Raises InvalidMedia for a URL that is not allowed, ValueError for one that is malformed.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidMedia(f"{shown(url)} is not allowed. Allowed: URLs of http and https.")

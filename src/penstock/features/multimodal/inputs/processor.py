@@ -59,7 +59,7 @@ _ONE_WINDOW = ("Qwen2AudioProcessor",)
 
 
 class ProcessedItem(NamedTuple):
-    """What the processor makes of an item.
+    """An item as the processor has made it.
 
     key: of its content and the processor's options. placeholders: its place in a prompt, in one of these forms. text:
     what takes the placeholder's place. inputs: of the encoder, by name. row_seconds: time of a row of a video's grid.

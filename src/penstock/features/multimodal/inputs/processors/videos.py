@@ -27,7 +27,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 # Numbers of PIL's filters.
 _LANCZOS = 1
 _MODES = {2: "bilinear", 3: "bicubic"}
-# Of videos whose rate nobody gave, as in Transformers.
+# Frames per second of videos without a rate, as in Transformers.
 _USUAL_RATE = 24
 # Longest side of a video's frames in SmolVLM.
 _MAX_SIDE = 4096
