@@ -27,7 +27,7 @@ REASONS = {
     "JambaForCausalLM": STATE,
     "MiniMaxForCausalLM": STATE,
     "BigBirdPegasusForConditionalGeneration": ENCODER,
-    "ViTForImageClassification": "it takes images, which is planned",
+    "ViTForImageClassification": "it takes images in a way that is not implemented",
     "BigBirdForCausalLM": OWN_ATTENTION,
 }
 

@@ -93,7 +93,7 @@ def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedCon
     if model_class.__name__ not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         raise CannotRun(_other_purpose(model_class.__name__))
     if getattr(config, "add_cross_attention", False):
-        raise CannotRun("it has cross attention, which is planned")
+        raise CannotRun("it has cross attention, which the native encoder-decoder models have alone")
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = sorted(set(kinds) - _ATTENTION_KINDS)
     if "linear_attention" in others:
@@ -112,7 +112,7 @@ def _refuse_more_than_text(model_class: type[PreTrainedModel], config: Pretraine
         raise CannotRun("it is an encoder-decoder model that is not implemented here")
     media = _media(model_class, config)
     if media:
-        raise CannotRun(f"it takes {media}, which is planned; nor is the language model in it run by itself")
+        raise CannotRun(f"it takes {media} in a way that is not implemented; nor does its language model run by itself")
     if getattr(model_class, "_is_stateful", False):
         raise CannotRun(_STATE)
 
