@@ -15,8 +15,8 @@ from penstock import LLM, SamplingParams
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.errors import UnsupportedFeature
-from penstock.features.multimodal.inputs.processor import read_processor
 from penstock.kernels.native import NATIVE
+from penstock.media.processors.processor import read_processor
 from support.multimodal_models import IMAGE as IMAGE_ID
 from support.multimodal_models import picture, save_multimodal, words
 from support.padded_attention import PaddedBackend, use_graphs

@@ -16,7 +16,7 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.async_engine import AsyncEngine
-from penstock.features.multimodal.inputs.audio import resampled
+from penstock.media.audio import resampled
 from support.multimodal_models import picture, save_multimodal, words
 from support.servers import Served, serving
 

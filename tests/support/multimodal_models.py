@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from penstock.config import EngineConfig
 from penstock.contract import Parts, part_of
-from penstock.features.multimodal.inputs.decode import MediaLoader
 from penstock.features.multimodal.inputs.request_media import request_media
 from penstock.features.multimodal.messages import MediaItem, MediaPart
+from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import load_tokenizer
 from support.checkpoints import VOCAB_SIZE, save_checkpoint
 from support.transformers_models import TINY, randomise

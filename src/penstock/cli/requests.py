@@ -18,7 +18,7 @@ from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
 from penstock.engine.inputs.prompts import PROMPT_KEYS
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.media import MEDIA_KEYS
+from penstock.media.item import MEDIA_KEYS
 from penstock.server.batches.lines import BATCH_FIELDS
 from penstock.server.options import REASONING_OPTIONS, ServerOptions
 

@@ -52,7 +52,7 @@ def transcribe(
     from penstock.cli.output_file import PartialFile, output_file
     from penstock.config import EngineConfig
     from penstock.engine.session import Session
-    from penstock.features.multimodal.inputs.decode import MediaLoader
+    from penstock.media.loader import MediaLoader
 
     config = EngineConfig.create(model, **engine)
     with closing(Session(config)) as session:

@@ -42,7 +42,7 @@ from penstock.executor.processes import refuse_at_exit
 from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.methods import AsyncAdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
-from penstock.features.multimodal.inputs.media import DATA
+from penstock.media.item import DATA
 from penstock.observability.logging import configure_logging
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.worker.capabilities import check_async_engine

@@ -16,8 +16,8 @@ from penstock.engine.output.progress import Inbox, Progress
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import EngineMetrics, Metric
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.decode import MediaLoader
 from penstock.features.multimodal.inputs.request_media import request_media
+from penstock.media.loader import MediaLoader
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.text.tokenizer import Tokenizer
 from penstock.worker.capabilities import check_options

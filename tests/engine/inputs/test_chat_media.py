@@ -17,7 +17,7 @@ from penstock.engine.inputs import media_intake
 from penstock.engine.inputs.conversation import render_prompt
 from penstock.engine.inputs.media_intake import MediaIntake
 from penstock.errors import ChatTemplateError, InvalidMedia, InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from support.fake_engine import write_model
 

@@ -11,8 +11,8 @@ from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest
 from penstock.features.multimodal.inputs.placeholders import PlacedItem, Placeholders
-from penstock.features.multimodal.inputs.processor import ProcessedItem
 from penstock.features.multimodal.messages import Run
+from penstock.media.processors.processor import ProcessedItem
 
 VOCABULARY = {"a": 1, "b": 2, "<image>": 3, "<video>": 4, "<start>": 5, "<end>": 6, "row": 7}
 VISION = {"spatial_merge_size": 2, "tokens_per_second": 2}

@@ -11,8 +11,8 @@ from penstock.config import vllm
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
 from penstock.errors import InvalidParameter, InvalidRequest
-from penstock.features.multimodal.inputs.content_parts import MessageMedia
-from penstock.features.multimodal.inputs.media import MODALITIES
+from penstock.media.content_parts import MessageMedia
+from penstock.media.item import MODALITIES
 from penstock.templates.chat_template import plain_data
 from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 from penstock.templates.told_tools import WriteCalls, plain_calls

@@ -39,11 +39,11 @@ from penstock.engine.inputs.prompts import (
 from penstock.engine.inputs.source_prompts import SourcePrompts
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.decode import MediaLoader
-from penstock.features.multimodal.inputs.given_features import prompt_of_embeddings
 from penstock.features.multimodal.inputs.images_alone import ImagesAlone
-from penstock.features.multimodal.inputs.media import AUDIO, DATA
+from penstock.features.multimodal.inputs.prompt_embeds import prompt_of_embeddings
 from penstock.features.multimodal.inputs.request_media import RequestMedia
+from penstock.media.item import AUDIO, DATA
+from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 
 # Total number of values in sampling parameters whose check takes milliseconds.

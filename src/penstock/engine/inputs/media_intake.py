@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.prompts import Prompt, as_list, has_field
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.content_parts import GivenMedia
-from penstock.features.multimodal.inputs.decode import MediaLoader
-from penstock.features.multimodal.inputs.given_features import split_features
-from penstock.features.multimodal.inputs.media import AUDIO, DATA, IMAGE, UUIDS, VIDEO, Media
+from penstock.media.content_parts import GivenMedia
+from penstock.media.features import split_features
+from penstock.media.item import AUDIO, DATA, IMAGE, UUIDS, VIDEO, Media
+from penstock.media.loader import MediaLoader
 
 _NUM_THREADS = 8
 # Decoded media of one prompt.

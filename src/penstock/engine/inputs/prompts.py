@@ -13,7 +13,7 @@ from penstock.contract import Part, Parts
 from penstock.contract.feature import feature_of_part
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.media import MEDIA_KEYS
+from penstock.media.item import MEDIA_KEYS
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
 # Field of a prompt of embeddings.

@@ -21,9 +21,9 @@ from penstock.engine.inputs.prompts import DECODER_PROMPT, ENCODER_PROMPT, Promp
 from penstock.errors import ContextTooLong, InvalidMedia, InvalidRequest, ModelError
 from penstock.features.encoder_decoder.messages import SourcePart
 from penstock.features.encoder_decoder.spectrograms import Spectrograms
-from penstock.features.multimodal.inputs.audio import resampled
-from penstock.features.multimodal.inputs.decode import MediaLoader
-from penstock.features.multimodal.inputs.media import AUDIO
+from penstock.media.audio import resampled
+from penstock.media.item import AUDIO
+from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import Tokenizer
 
 _MEDIA = "multi_modal_data"

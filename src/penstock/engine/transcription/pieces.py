@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.features.multimodal.inputs.media import Samples
+from penstock.media.item import Samples
 
 # A cut is looked for in so many last seconds of a piece, between windows of this length.
 _SEARCHED_S, _WINDOW_S = 2.0, 0.1

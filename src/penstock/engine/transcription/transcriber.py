@@ -16,9 +16,9 @@ from penstock.engine.transcription.speech_tokens import TASKS, SpeechTokens
 from penstock.engine.transcription.transcript import Segment, Transcript, compression_ratio
 from penstock.features.encoder_decoder.messages import SpeechPart
 from penstock.features.encoder_decoder.spectrograms import Spectrograms
-from penstock.features.multimodal.inputs.audio import resampled
-from penstock.features.multimodal.inputs.decode import MediaLoader
-from penstock.features.multimodal.inputs.media import AUDIO, Samples
+from penstock.media.audio import resampled
+from penstock.media.item import AUDIO, Samples
+from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import Tokenizer
 
 

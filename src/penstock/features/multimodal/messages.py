@@ -10,8 +10,8 @@ import msgspec
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.parts import Part
 
-# Modality of items that are embeddings of a prompt's tokens, and the input of an item whose features are given.
-EMBEDDINGS, FEATURES = "embeddings", "features"
+# Modality of items that are embeddings of a prompt's tokens.
+EMBEDDINGS = "embeddings"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: its tokens, in the order of its features' rows. key: of its content; items with equal keys have equal
     features. may_cut: whether a chunk may end inside it; where it may not, the tokens of a run see one another. inputs:
-    what the model's processor has made of it, by name, or its features (`FEATURES`).
+    what the model's processor has made of it, by name, or its features (`media.item: FEATURES`).
     """
 
     modality: str

@@ -18,10 +18,11 @@ from penstock.contract import NewRequestData, SchedulerOutput, part_of
 from penstock.device import Device
 from penstock.errors import ModelError
 from penstock.features.multimodal.item_ends import ItemEnds, rows_of
-from penstock.features.multimodal.messages import FEATURES, MediaItem, MediaPart, StepMediaPart
+from penstock.features.multimodal.messages import MediaItem, MediaPart, StepMediaPart
 from penstock.features.multimodal.rope_positions import RopePositions
 from penstock.layers.embedding import GIVEN_EMBEDDINGS, TEXT_IDS
 from penstock.layers.rotary import RotaryEmbedding
+from penstock.media.item import FEATURES
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import DecoderForCausalLM, added_rows
 from penstock.models.interface import LanguageModel

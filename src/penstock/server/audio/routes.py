@@ -16,7 +16,7 @@ from penstock.engine.transcription.speech_tokens import TASKS
 from penstock.engine.transcription.transcriber import Speech, Transcriber
 from penstock.engine.transcription.transcript import usage_of
 from penstock.errors import UnsupportedFeature
-from penstock.features.multimodal.inputs.decode import MediaLoader
+from penstock.media.loader import MediaLoader
 from penstock.server.audio.form import TranscriptionForm
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event

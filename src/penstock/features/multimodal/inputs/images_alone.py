@@ -13,8 +13,8 @@ from penstock.config import ModelConfig
 from penstock.contract import Parts
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, ModelError, UnsupportedParameter
-from penstock.features.multimodal.inputs.media import DATA, IMAGE, MEDIA_KEYS, OPTIONS
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
+from penstock.media.item import DATA, IMAGE, MEDIA_KEYS, OPTIONS
 
 
 class ImagesAlone:

@@ -10,8 +10,8 @@ import numpy as np
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.processor import ProcessedItem, row_token_id
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
+from penstock.media.processors.processor import ProcessedItem, row_token_id
 
 
 class PlacedItem(NamedTuple):

@@ -11,9 +11,9 @@ from penstock.contract import Parts
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
 from penstock.features.multimodal.inputs.images_alone import ImagesAlone
-from penstock.features.multimodal.inputs.media import DATA, MEDIA_KEYS, OPTIONS, UUIDS
 from penstock.features.multimodal.inputs.placeholders import PlacedItem, Placeholders
-from penstock.features.multimodal.inputs.processor import MediaProcessor
+from penstock.media.item import DATA, MEDIA_KEYS, OPTIONS, UUIDS
+from penstock.media.processors.processor import MediaProcessor
 from penstock.text.tokenizer import Tokenizer
 
 _GIB = 1 << 30

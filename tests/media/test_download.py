@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidMedia
-from penstock.features.multimodal.inputs.download import DownloadLimits, download, is_public
+from penstock.media.download import DownloadLimits, download, is_public
 
 PUBLIC = ["8.8.8.8", "93.184.216.34", "2606:4700::1111", "64:ff9b::808:808", "2002:808:808::1"]
 NOT_PUBLIC = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import UnsupportedParameter
-from penstock.features.multimodal.inputs.processor import MediaProcessor
+from penstock.media.processors.processor import MediaProcessor
 
 
 def test_a_part_whose_package_is_not_installed_refuses_its_modality() -> None:

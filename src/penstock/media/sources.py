@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.contract.param_checks import shown
 from penstock.errors import ConfigError, InvalidMedia
-from penstock.features.multimodal.inputs.download import DownloadLimits, download
+from penstock.media.download import DownloadLimits, download
 
 _ALLOWED = "Allowed: a data:, http:, https: or file: URL, or a path"
 # A data URL of this type has a frame's JPEG file per part, separated by commas.

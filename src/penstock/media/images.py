@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia
-from penstock.features.multimodal.inputs.media import ImageOptions, package
+from penstock.media.item import package
+from penstock.media.options import ImageOptions
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -9,12 +9,13 @@ from typing import Any, Self
 from penstock.config.multimodal import MultimodalConfig
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.audio import audio_of, decode_audio
-from penstock.features.multimodal.inputs.given_features import are_features, features_of
-from penstock.features.multimodal.inputs.images import decode_image, image_of
-from penstock.features.multimodal.inputs.media import AUDIO, IMAGE, VIDEO, Media, MediaOptions
-from penstock.features.multimodal.inputs.sources import MediaSources
-from penstock.features.multimodal.inputs.video import decode_video, video_of
+from penstock.media.audio import audio_of, decode_audio
+from penstock.media.features import are_features, features_of
+from penstock.media.images import decode_image, image_of
+from penstock.media.item import AUDIO, IMAGE, VIDEO, Media
+from penstock.media.options import MediaOptions
+from penstock.media.sources import MediaSources
+from penstock.media.video import decode_video, video_of
 
 DETAILS = ("auto", "low", "high")
 # Longer side of an image of low detail, as OpenAI's.

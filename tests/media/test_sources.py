@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, InvalidMedia
-from penstock.features.multimodal.inputs.download import DownloadLimits
-from penstock.features.multimodal.inputs.sources import MediaSources
+from penstock.media.download import DownloadLimits
+from penstock.media.sources import MediaSources
 
 
 @pytest.fixture

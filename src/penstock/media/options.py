@@ -1,71 +1,17 @@
-"""Decoded images, audio and video, and the options and limits of their decoding."""
+"""Options and limits of the decoding of media (`media_io_kwargs`)."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import ModuleType
-from typing import Any, Self, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Self
 
 from penstock.config.checks import did_you_mean
 from penstock.contract.param_checks import shown
-from penstock.errors import ConfigError, InvalidMedia, UnsupportedParameter
+from penstock.errors import ConfigError, InvalidMedia
 
-Samples: TypeAlias = NDArray[np.float32]
-Frames: TypeAlias = NDArray[np.uint8]
-# Fields of a prompt with media.
-DATA, OPTIONS, UUIDS = MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 # Options of which -1 is no limit.
 _UNLIMITED = ("num_frames", "fps")
-IMAGE, AUDIO, VIDEO = MODALITIES = ("image", "audio", "video")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Media:
-    """A decoded image, sound or video.
-
-    value: an RGB image of PIL; samples [N] of one channel, float32, within -1 to 1 as a rule; frames [F, H, W, 3] of a
-        video, uint8.
-    rate: samples per second, or frames per second of the video's file; None where the caller gave none.
-    frame_indices: numbers of the frames in the video's file, which has num_file_frames.
-    detail: size that the request asks of an image: "low", "high" or "auto".
-    is_features: value is what an encoder would make of the item, [L, D], floats. grid: of its patches in time, height
-        and width, for models that have such.
-    """
-
-    modality: str
-    value: Any
-    rate: float | None = None
-    frame_indices: tuple[int, ...] = ()
-    num_file_frames: int = 0
-    detail: str = "auto"
-    is_features: bool = False
-    grid: tuple[int, ...] | None = None
-
-    @property
-    def is_picture(self) -> bool:
-        """Whether it is an image of PIL."""
-        return self.modality == IMAGE and not self.is_features
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the content."""
-        size: int = 3 * self.value.width * self.value.height if self.is_picture else self.value.nbytes
-        return size
-
-    def content_hash(self) -> str:
-        """Digest of the decoded content, in hexadecimal; equal for equal content of any source."""
-        is_image = self.is_picture
-        form: tuple[Any, ...] = (self.value.size if is_image else self.value.shape, self.rate, self.frame_indices)
-        form = (*form, self.grid, self.value.dtype.name) if self.is_features else form
-        digest = hashlib.blake2b(repr((self.modality, form)).encode(), digest_size=32)
-        digest.update(self.value.tobytes() if is_image else np.ascontiguousarray(self.value).data)
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +84,6 @@ class MediaOptions:
                 _check_like(name, f"media_io_kwargs[{modality!r}][{name!r}]", value, allowed[name])
             read[modality] = kinds[modality](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
         return cls(**read)
-
-
-def package(name: str, what: str, extra: str) -> ModuleType:
-    """Module of an optional package. Raises UnsupportedParameter, naming the extra, where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as error:
-        raise UnsupportedParameter(
-            f"{what} need the package {name.partition('.')[0]}. Install the extra: pip install 'penstock[{extra}]'."
-        ) from error
 
 
 def _check_like(option: str, name: str, value: Any, default: Any) -> None:

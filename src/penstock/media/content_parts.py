@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.media import AUDIO, IMAGE, VIDEO
+from penstock.media.item import AUDIO, IMAGE, VIDEO
 from penstock.templates.content_format import MARKER
 
 # Modality, and an example, of each type of part. The content is under the name of the type, unless it is noted.

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia, UnsupportedParameter
-from penstock.features.multimodal.inputs.media import AudioOptions, Samples, package
+from penstock.media.item import Samples, package
+from penstock.media.options import AudioOptions
 
 MIN_RATE, MAX_RATE = 1_000, 768_000
 # Of samples that come without a rate, for the limit of their length.

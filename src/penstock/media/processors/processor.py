@@ -18,14 +18,13 @@ import numpy as np
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, ModelError, UnsupportedParameter
-from penstock.features.multimodal.inputs.audio import resampled
-from penstock.features.multimodal.inputs.media import Media
-from penstock.features.multimodal.inputs.processors.options import options_of, options_of_detail
-from penstock.features.multimodal.messages import FEATURES
+from penstock.media.audio import resampled
+from penstock.media.item import FEATURES, Media
+from penstock.media.processors.options import options_of, options_of_detail
 
 logger = logging.getLogger(__name__)
 # Modules that are imported for a model that needs them: some import torch.
-_PROCESSORS = "penstock.features.multimodal.inputs.processors"
+_PROCESSORS = "penstock.media.processors"
 # Results of a processor that belong to the text.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 # Result of a processor of videos: seconds between two rows in time, for each.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.given_features import rows_of
+from penstock.media.features import rows_of
 from support.multimodal_models import saved_tensor
 
 _SPARSE = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.tensor([1.0]), (4, 64), check_invariants=False)

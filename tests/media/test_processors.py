@@ -17,9 +17,9 @@ from transformers.video_utils import VideoMetadata
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.media import Media
-from penstock.features.multimodal.inputs.processor import MediaProcessor, read_processor
-from penstock.features.multimodal.inputs.processors.videos import (
+from penstock.media.item import Media
+from penstock.media.processors.processor import MediaProcessor, read_processor
+from penstock.media.processors.videos import (
     InternVLVideos,
     Qwen2Videos,
     Qwen3Videos,

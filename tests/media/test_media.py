@@ -20,9 +20,10 @@ from PIL import Image
 from scipy.signal import resample_poly
 
 from penstock.errors import ConfigError, InvalidMedia, UnsupportedParameter
-from penstock.features.multimodal.inputs.audio import resampled
-from penstock.features.multimodal.inputs.decode import MediaLoader
-from penstock.features.multimodal.inputs.media import Media, MediaOptions
+from penstock.media.audio import resampled
+from penstock.media.item import Media
+from penstock.media.loader import MediaLoader
+from penstock.media.options import MediaOptions
 
 LOADER = MediaLoader()
 GRADIENT = np.stack(np.meshgrid(np.arange(0, 240, 5), np.arange(0, 160, 5)), axis=-1).astype(np.uint8)

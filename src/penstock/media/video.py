@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidMedia
-from penstock.features.multimodal.inputs.audio import CONTAINERS
-from penstock.features.multimodal.inputs.images import decode_image, image_of
-from penstock.features.multimodal.inputs.media import VIDEO, Frames, ImageOptions, Media, MediaOptions, package
+from penstock.media.audio import CONTAINERS
+from penstock.media.images import decode_image, image_of
+from penstock.media.item import VIDEO, Frames, Media, package
+from penstock.media.options import ImageOptions, MediaOptions
 
 
 def decode_video(content: bytes, options: MediaOptions) -> Media:
