@@ -68,3 +68,31 @@ def test_text_goes_on_after_the_largest_position_of_a_long_video() -> None:
         [0, 1, 2, 3, 2, 3, 2, 3, 6, 7],
     ]
     assert delta == -2
+
+
+def test_transformers_agrees_on_a_long_video_but_for_the_text_behind_it(family: tuple[str, PreTrainedModel]) -> None:
+    """Versions before 5.3 go on after the largest position, like vLLM; later ones after the frame's larger side.
+
+    These, too, continue a prompt that ends with the video after its largest position.
+    """
+    name, model = family
+    if name == "qwen3-vl":
+        pytest.skip("a video is one run per row in time, with the time as text: no run has later times than sides")
+    seconds = {"second_per_grid_ts": torch.tensor([1.0])} if name == "qwen2.5-vl" else {}
+    run = Run(start=2, length=10, grid=(5, 1, 2), time_step=1.0)
+    items = [MediaItem(modality="video", runs=(run,), key="", inputs={})]
+    for num_behind in (0, 3):
+        kinds = torch.tensor([[TEXT] * 2 + [VIDEO] * run.length + [TEXT] * num_behind])
+        positions, delta = media_positions(kinds.shape[1], items)
+        grids = torch.tensor([[5, MERGE, 2 * MERGE]])
+        expected, expected_delta = model.model.get_rope_index(
+            torch.ones_like(kinds), mm_token_type_ids=kinds, video_grid_thw=grids, **seconds
+        )
+        assert positions[:, : run.stop].tolist() == expected[:, 0, : run.stop].tolist()
+        largest, larger_side = 2 + 5, 2 + 2
+        assert positions[0, run.stop :].tolist() == list(range(largest, largest + num_behind))
+        assert expected[0, 0, run.stop :].tolist() in (
+            [start + index for index in range(num_behind)] for start in (largest, larger_side)
+        )
+        if num_behind == 0:
+            assert delta == int(expected_delta) == largest - run.stop
