@@ -52,18 +52,18 @@ class RotaryEmbedding(nn.Module):
 
 
 class LayerRotations(nn.Module):
-    """The rotary embedding of every layer, in order; layers with equal parameters share one."""
+    """The rotary embedding of every layer, in order; layers with equal parameters share one. None: a layer has none."""
 
-    def __init__(self, ropes: Sequence[RopeParameters]) -> None:
+    def __init__(self, ropes: Sequence[RopeParameters | None]) -> None:
         super().__init__()
         distinct: list[RopeParameters] = []
         for rope in ropes:
-            if rope not in distinct:
+            if rope is not None and rope not in distinct:
                 distinct.append(rope)
         self.embeddings = nn.ModuleList(RotaryEmbedding(rope) for rope in distinct)
-        self._embedding_of_layer = [distinct.index(rope) for rope in ropes]
+        self._embedding_of_layer = [None if rope is None else distinct.index(rope) for rope in ropes]
 
-    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> list[Rotation]:
+    def forward(self, positions_T: Tensor, dtype: torch.dtype) -> list[Rotation | None]:
         """Rotation of heads at these positions, by layer."""
         rotations = [embedding(positions_T, dtype) for embedding in self.embeddings]
-        return [rotations[index] for index in self._embedding_of_layer]
+        return [None if index is None else rotations[index] for index in self._embedding_of_layer]

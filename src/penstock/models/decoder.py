@@ -48,18 +48,22 @@ from penstock.models.weights import (
     expand_table,
     modules_of_table,
     names_elsewhere,
+    of_layers,
 )
 from penstock.parallel import ParallelState, layers_of_stage
 from penstock.parallel.context_share import context_share
 from penstock.parallel.scattered_rows import scattered_rows
 
-DECODER_WEIGHTS: WeightTable = {
-    "model.embed_tokens": Into("model.embed_tokens"),
-    "model.layers.*.input_layernorm": Into("model.layers.*.input_layernorm"),
+# What layers with attention have, and what all have.
+ATTENTION_WEIGHTS: WeightTable = {
     "model.layers.*.self_attn.q_proj": Into("model.layers.*.self_attn.qkv_proj", shard="q"),
     "model.layers.*.self_attn.k_proj": Into("model.layers.*.self_attn.qkv_proj", shard="k"),
     "model.layers.*.self_attn.v_proj": Into("model.layers.*.self_attn.qkv_proj", shard="v"),
     "model.layers.*.self_attn.o_proj": Into("model.layers.*.self_attn.o_proj"),
+}
+COMMON_WEIGHTS: WeightTable = {
+    "model.embed_tokens": Into("model.embed_tokens"),
+    "model.layers.*.input_layernorm": Into("model.layers.*.input_layernorm"),
     "model.layers.*.post_attention_layernorm": Into("model.layers.*.post_attention_layernorm"),
     "model.layers.*.mlp.gate_proj": Into("model.layers.*.mlp.gate_up_proj", shard="gate"),
     "model.layers.*.mlp.up_proj": Into("model.layers.*.mlp.gate_up_proj", shard="up"),
@@ -67,6 +71,7 @@ DECODER_WEIGHTS: WeightTable = {
     "model.norm": Into("model.norm"),
     "lm_head": Into("lm_head"),
 }
+DECODER_WEIGHTS: WeightTable = {**COMMON_WEIGHTS, **ATTENTION_WEIGHTS}
 _IGNORABLE = (
     r"model\.(layers\.\d+\.self_attn\.)?" + ROTARY_BUFFERS,
     # Present in checkpoints although the LM head is tied; an untied head has a slot.
@@ -78,8 +83,8 @@ _IGNORABLE = (
 class DecoderConfig:
     """Parameters of the layers, from `config.json`.
 
-    rope_interleave: pairs of dimensions that rotate are adjacent in checkpoints. norm: class of the norms of hidden
-    states. lm_head_bias: whether the LM head has a bias.
+    rope: None without rotary embedding. rope_interleave: pairs of dimensions that rotate are adjacent in checkpoints.
+    norm: class of the norms of hidden states. lm_head_bias: whether the LM head has a bias.
     """
 
     vocab_size: int
@@ -92,7 +97,7 @@ class DecoderConfig:
     activation: str
     norm_eps: float
     tie_word_embeddings: bool
-    rope: RopeParameters
+    rope: RopeParameters | None
     rope_interleave: bool = False
     norm: type[RMSNorm | LayerNorm] = RMSNorm
     lm_head_bias: bool = False
@@ -106,12 +111,15 @@ class DecoderConfig:
         tied_by_default: bool = False,
         activation_field: str = "hidden_act",
         default_activation: str = "silu",
+        norm_eps_field: str = "rms_norm_eps",
+        intermediate_size: int | None = None,
         rope: Callable[[int], RopeParameters] | None = None,
     ) -> DecoderConfig:
         """Raises ModelError for a missing or invalid field, UnsupportedFeature for an unsupported value.
 
         default_head_size: for an absent `head_dim`; None takes hidden_size / num_attention_heads.
-        rope: reads the rotary embedding for a head size; None takes a plain one over whole heads.
+        intermediate_size: None for that of the field. rope: reads the rotary embedding for a head size; None takes a
+        plain one over whole heads.
         """
         fields.refuse_unsupported()
         hidden_size = fields.integer("hidden_size")
@@ -129,13 +137,13 @@ class DecoderConfig:
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size"),
+            intermediate_size=intermediate_size or fields.integer("intermediate_size"),
             num_layers=fields.integer("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             activation=fields.choice(activation_field, GATED_ACTIVATIONS, default_activation),
-            norm_eps=fields.number("rms_norm_eps"),
+            norm_eps=fields.number(norm_eps_field),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=tied_by_default),
             rope=(
                 rope(head_size)
@@ -211,7 +219,7 @@ class SelfAttention(nn.Module):
             config.num_heads * config.head_size, config.hidden_size, bias=output_bias, parallel=parallel
         )
 
-    def forward(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+    def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
         qkv_TX = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens())
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
         return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
@@ -252,7 +260,7 @@ class DecoderLayer(nn.Module):
             self.mlp.gate_up_proj.scalable_inputs = outputs_of(self.post_attention_layernorm)
 
     def forward(
-        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.self_attn(hidden_TD, rotation, context)
@@ -270,8 +278,8 @@ class DecoderModel(nn.Module):
 
     Between stages the residual stream is sent as one tensor; under sequence parallelism each rank sends its rows.
 
-    layer: makes a layer, such as `DecoderLayer`, from its number. ropes: rotary embedding of each layer; None takes the
-    configuration's for all. embed_tokens, norm: replace the default ones.
+    layer: makes a layer, such as `DecoderLayer`, from its number. ropes: rotary embedding of each layer, None for one
+    without; None takes the configuration's for all. embed_tokens, norm: replace the default ones.
 
     num_added_rows: first layers to whose output a step may add rows (`added_rows`).
     """
@@ -284,7 +292,7 @@ class DecoderModel(nn.Module):
         parallel: ParallelState,
         layer: Callable[[int], nn.Module],
         *,
-        ropes: Sequence[RopeParameters] | None = None,
+        ropes: Sequence[RopeParameters | None] | None = None,
         embed_tokens: VocabEmbedding | None = None,
         norm: RMSNorm | None = None,
     ) -> None:
@@ -381,9 +389,15 @@ def plain_decoder(
 
 
 class DecoderForCausalLM(CausalLM):
-    """A decoder with its LM head."""
+    """A decoder with its LM head.
+
+    weight_table: weights of all layers. weights_of_kinds: weights that only layers of a kind have, where `layer_kinds`
+    gives that of each layer, such as those with attention and those with a recurrent state.
+    """
 
     weight_table: ClassVar[WeightTable] = DECODER_WEIGHTS
+    weights_of_kinds: ClassVar[Mapping[str, WeightTable]] = {}
+    layer_kinds: Sequence[str] = ()
     ignorable: ClassVar[tuple[str, ...]] = _IGNORABLE
     notes_layers = True
 
@@ -424,13 +438,16 @@ class DecoderForCausalLM(CausalLM):
         return names_elsewhere(self, self._table(), self.config.num_layers)
 
     def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
-        return modules_of_table(self, self.weight_table, self.config.num_layers)
+        table = {**self._table(), "lm_head": self.weight_table["lm_head"]}
+        return modules_of_table(self, table, self.config.num_layers)
 
     def tied_weights(self) -> Mapping[str, str]:
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
 
     def _table(self) -> WeightTable:
         table = dict(self.weight_table)
+        for kind, of_kind in self.weights_of_kinds.items():
+            table |= of_layers(of_kind, [layer for layer, name in enumerate(self.layer_kinds) if name == kind])
         if self.config.tie_word_embeddings:
             del table["lm_head"]
         return table

@@ -77,6 +77,7 @@ class DraftHead(CausalLM):
         super().__init__()
         self.name = model_config.model
         self.config = config
+        assert config.rope is not None, "draft heads have rotary embedding"
         self.rotation = RotaryEmbedding(config.rope)
         self.embed_tokens: VocabEmbedding | None = None
         if has_embedding:

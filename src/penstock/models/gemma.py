@@ -111,7 +111,7 @@ class GemmaForCausalLM(DecoderForCausalLM):
         logits_soft_cap: float | None,
         soft_cap: float | None = None,
         query_key_norm: AttentionNorm | None = None,
-        ropes: Sequence[RopeParameters] | None = None,
+        ropes: Sequence[RopeParameters | None] | None = None,
     ) -> None:
         window = fields.optional_integer("sliding_window", default=_DEFAULT_WINDOW)
         if _is_bidirectional(fields) and window is not None:

@@ -32,7 +32,7 @@ class GraniteLayer(DecoderLayer):
     residual_multiplier: float = 1.0
 
     def forward(
-        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
+        self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         hidden_TD, residual_TD = norm_of_stream(self.input_layernorm, hidden_TD, residual_TD)
         hidden_TD = self.self_attn(hidden_TD, rotation, context).mul_(self.residual_multiplier)

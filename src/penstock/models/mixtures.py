@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from torch import nn
-
 from penstock.errors import ModelError
 from penstock.kernels.activation import GatedActivation
 from penstock.layers.experts import MoE, Routing
-from penstock.layers.weights import Shard
 from penstock.models.causal_lm import StackedParameter
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
-from penstock.models.weights import Into, WeightTable, modules_of_table
+from penstock.models.weights import Into, WeightTable, of_layers
 from penstock.parallel import ParallelState
 
 # Families, and versions of Transformers, differ in the name.
@@ -64,10 +61,6 @@ class MixtureForCausalLM(DecoderForCausalLM):
         super().__init__(config, parallel, model)
         self._moe_layers, self._routing = moe_layers, routing
 
-    def modules_by_name(self) -> Mapping[str, tuple[nn.Module | None, Shard | None]]:
-        table = {**self._table(), "lm_head": self.weight_table["lm_head"]}
-        return modules_of_table(self, table, self.config.num_layers)
-
     def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
         """Experts' weights, which Transformers stacks, and the router's."""
         found: dict[str, Sequence[StackedParameter]] = {}
@@ -101,8 +94,7 @@ class MixtureForCausalLM(DecoderForCausalLM):
             if layer in self._moe_layers:
                 table |= self._expert_table(layer)
                 continue
-            for name, into in mlps.items():
-                table[name.replace("*", str(layer))] = Into(into.module.replace("*", str(layer)), into.shard)
+            table |= of_layers(mlps, [layer])
         return table
 
     def _expert_table(self, layer: int) -> WeightTable:

@@ -35,6 +35,15 @@ class Into:
 WeightTable = Mapping[str, Into]
 
 
+def of_layers(table: WeightTable, layers: Iterable[int]) -> WeightTable:
+    """Weights of the table's layers with these numbers alone."""
+    return {
+        name.replace("*", str(layer)): replace(into, module=into.module.replace("*", str(layer)))
+        for layer in layers
+        for name, into in table.items()
+    }
+
+
 class Elsewhere(nn.Module):
     """Placeholder of a module on another pipeline stage."""
 
