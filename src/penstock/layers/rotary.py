@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.device.limits import memory_limit
 from penstock.errors import OutOfMemory
-from penstock.kernels.rotary import Rotation, gather_rotation, rotary_table
+from penstock.kernels.rotary import Rotation, gather_rotation, no_rotation, rotary_table
 from penstock.layers.rope_scaling import RopeParameters, rope_frequencies
 from penstock.observability.units import format_bytes
 
@@ -54,6 +54,8 @@ class RotaryEmbedding(nn.Module):
 class LayerRotations(nn.Module):
     """The rotary embedding of every layer, in order; layers with equal parameters share one. None: a layer has none."""
 
+    unrotated: Tensor
+
     def __init__(self, ropes: Sequence[RopeParameters | None]) -> None:
         super().__init__()
         distinct: list[RopeParameters] = []
@@ -62,8 +64,12 @@ class LayerRotations(nn.Module):
                 distinct.append(rope)
         self.embeddings = nn.ModuleList(RotaryEmbedding(rope) for rope in distinct)
         self._embedding_of_layer = [None if rope is None else distinct.index(rope) for rope in ropes]
+        self.register_buffer("unrotated", torch.empty(1, 0, dtype=torch.float32, device="cpu"), persistent=False)
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> list[Rotation | None]:
         """Rotation of heads at these positions, by layer."""
         rotations = [embedding(positions_T, dtype) for embedding in self.embeddings]
-        return [None if index is None else rotations[index] for index in self._embedding_of_layer]
+        none = None
+        if None in self._embedding_of_layer:
+            none = no_rotation(self.unrotated, positions_T.to(torch.int64), dtype)
+        return [none if index is None else rotations[index] for index in self._embedding_of_layer]
