@@ -15,7 +15,6 @@ from core.test_multimodal import NUM_TOKENS, assert_answered_as_by
 from penstock import LLM, SamplingParams
 from penstock.contract import Parts, RpcCall
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.planning.plan import plan_engine
 from penstock.errors import CheckpointError, UnsupportedParameter
 from penstock.features.multimodal.messages import MediaPart
 from penstock.features.multimodal.scheduling import MediaScheduling
@@ -25,7 +24,7 @@ from penstock.media.processors.processor import read_processor
 from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
 from support.adapters import make_adapter, request_of, with_adapter
 from support.disturbed_workers import FailingWorker
-from support.engines import SMALL, Result, add, finish, greedy, make_core, owner_of
+from support.engines import Result, add, finish, greedy, make_core, owner_of
 from support.features import scheduler_side
 from support.multimodal_models import (
     PLACEHOLDERS,
@@ -363,16 +362,3 @@ def test_models_that_pool_take_text_alone(folder: Path, name: str) -> None:
         assert len(llm.embed(words(3, 4), use_tqdm=False)[0].outputs.embedding) == 64
         with pytest.raises(UnsupportedParameter, match="multi_modal_data, and this model takes text"):
             llm.embed({"prompt": text, "multi_modal_data": {"image": images}}, use_tqdm=False)
-
-
-@pytest.mark.one_path(reason="plans")
-def test_the_encoder_cache_is_a_term_of_the_plan(folder: Path) -> None:
-    sizes = []
-    for num_rows in (64, 128):
-        plan = plan_engine(folder, **{**SMALL, **OPTIONS, "encoder_cache_size": num_rows}).stages[0].memory
-        sizes.append(plan["images,_audio_and_video"])
-        assert "images, audio and video" in plan.table()
-    # Rows of 64 numbers in float32.
-    assert sizes[1] - sizes[0] == 64 * 64 * 4
-    plan = plan_engine(folder, **{**SMALL, **OPTIONS, "language_model_only": True}).stages[0].memory
-    assert plan["images,_audio_and_video"] == 0

@@ -60,6 +60,10 @@ class MultimodalConfig:
         """Rows that a step encodes at most."""
         return self.max_num_encoder_input_tokens or self.cache_rows(max_num_batched_tokens)
 
+    def item_rows(self, max_num_batched_tokens: int) -> int:
+        """Rows of the largest item: it is encoded in one step, and cached."""
+        return min(self.budget(max_num_batched_tokens), self.cache_rows(max_num_batched_tokens))
+
 
 _MIN_CACHE_ROWS = 4096
 _MAX_CACHE_GB = 65_536

@@ -31,7 +31,6 @@ _BUILT_IN = (
     "penstock.features.hidden_states",
     "penstock.features.multimodal",
     "penstock.features.encoder_decoder",
-    "penstock.features.multimodal",
 )
 
 
@@ -57,7 +56,9 @@ class Feature:
     keeps_layer_inputs: whether the worker's side computes with the inputs of layers, which loading must not rescale.
     recorded_call: type of the calls of worker methods that recordings keep.
 
-    memory: (config, model, kind of device, dtype) -> bytes of the worker's side, which the profile run leaves out then.
+    memory: terms of the memory plan by name, (config, model, kind of device, dtype) -> bytes; the profile run leaves
+    out the worker's side then. runs: terms by name, (WorkerServices, is_largest) -> None, which runs work beside the
+    forward pass: the largest one's peak is the term, and warm-up runs the smallest one where kernels are compiled.
     deployment_methods, worker_methods: methods of these sides that `collective_rpc` reaches by their names.
     """
 
@@ -70,7 +71,8 @@ class Feature:
     model_state: Side = None
     output_heads: Mapping[str, Side] = field(default_factory=dict)
     options: type[Any] | None = None
-    memory: Side = None
+    memory: Mapping[str, Side] = field(default_factory=dict)
+    runs: Mapping[str, Side] = field(default_factory=dict)
     keeps_layer_inputs: bool = False
     recorded_call: type[RecordedCall] | None = None
     deployment_methods: Sequence[str] = ()
@@ -199,9 +201,8 @@ def _sides(feature: Feature) -> list[Callable[..., Any] | str]:
         feature.scheduler_side,
         feature.worker_side,
         feature.model_state,
-        feature.memory,
     )
-    sides = *named, *feature.output_heads.values()
+    sides = *named, *feature.output_heads.values(), *feature.memory.values(), *feature.runs.values()
     return [side for side in sides if side is not None]
 
 

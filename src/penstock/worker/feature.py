@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,7 +74,7 @@ class WorkerFeatures:
         self.transforms: list[LogitsTransform] = []
         self.rpc_methods: dict[str, Callable[..., Any]] = {}
         for feature in features:
-            if is_profile and feature.memory is not None:
+            if is_profile and feature.memory:
                 continue
             side = make_side(feature.worker_side, services)
             if isinstance(side, WorkerFeature):
@@ -111,15 +111,36 @@ class WorkerFeatures:
 
 def memory_of_features(config: EngineConfig, model: LanguageModel, kind: str, dtype: torch.dtype) -> list[MemoryTerm]:
     """Memory terms of the features that are left out of the profile run. kind: of the device."""
-    features = [feature for feature in features_of(config, features_of_model(model)) if feature.memory is not None]
     return [
-        MemoryTerm(
-            feature.name.lower().replace(" ", "_"),
-            make_side(feature.memory, config, model, kind, dtype),
-            feature.name.replace("_", " "),
-        )
-        for feature in features
+        MemoryTerm(_as_field(name), make_side(side, config, model, kind, dtype), name)
+        for feature in features_of(config, features_of_model(model))
+        for name, side in feature.memory.items()
     ]
+
+
+def measure_runs(services: WorkerServices) -> list[MemoryTerm]:
+    """Memory terms of the largest work of features beside the forward pass, which is run."""
+    terms = []
+    for name, side in _runs(services):
+        with services.device.measure_peak() as peak:
+            make_side(side, services, True)
+        terms.append(MemoryTerm(_as_field(name), peak.bytes_above_start, name, is_temporary=True))
+    return terms
+
+
+def warm_up_runs(services: WorkerServices) -> None:
+    """Run the smallest work of features beside the forward pass."""
+    for _, side in _runs(services):
+        make_side(side, services, False)
+
+
+def _runs(services: WorkerServices) -> Iterator[tuple[str, Side]]:
+    for feature in features_of(services.config, features_of_model(services.model)):
+        yield from feature.runs.items()
+
+
+def _as_field(name: str) -> str:
+    return name.lower().replace(" ", "_")
 
 
 def features_of_model(model: LanguageModel) -> Sequence[str]:

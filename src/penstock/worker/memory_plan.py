@@ -52,7 +52,8 @@ class MemoryPlan:
 
     total: memory that this process could use alone. free_at_start: free memory when it started.
     fraction: share of `total` for the engine, or with `is_default_fraction` the limit of its KV cache alone.
-    terms: all memory beside the KV cache, among it "process", in use before the model was loaded, and "weights".
+    terms: all memory beside the KV cache, among it "process", in use before the model was loaded, "weights", and
+        "encoder_weights", of which decodes read none.
     requested_kv_cache: kv_cache_memory_bytes, which overrides the remaining memory.
     usual_fraction: share of `total` beyond which the KV cache grows only as far as one request needs it.
     """
@@ -83,6 +84,11 @@ class MemoryPlan:
     def free_or_held(self) -> int:
         """Memory that was free at the start, or in use by this process."""
         return self.free_at_start + self["process"]
+
+    @property
+    def free_beside_weights(self) -> int:
+        """Memory that was free at the start and that weights do not take."""
+        return self.free_at_start - self["weights"] - self["encoder_weights"]
 
     @property
     def left_for_kv_cache(self) -> int:
@@ -183,7 +189,7 @@ def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:
             f"The model leaves no memory for the KV cache. {more}, lower max_num_batched_tokens or "
             f"max_num_seqs, or take {lighter}a smaller model.\n{plan.table()}"
         )
-    if plan.requested_kv_cache is not None and plan.requested_kv_cache > plan.free_at_start - plan["weights"]:
+    if plan.requested_kv_cache is not None and plan.requested_kv_cache > plan.free_beside_weights:
         raise OutOfMemory(
             f"kv_cache_memory_bytes={plan.requested_kv_cache} is more than what is free beside the weights. "
             f"Lower it.\n{plan.table()}"

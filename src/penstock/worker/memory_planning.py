@@ -20,6 +20,7 @@ from penstock.worker.memory_plan import (
     MemoryPlan,
     MemoryTerm,
     affordable_fraction,
+    bytes_of,
     check_plan,
     resident_terms,
     saved_by_int8_weights,
@@ -90,7 +91,7 @@ def plan_memory(
     if tensors is None:
         services = WorkerServices(config, device, weights.language_model, dtype.torch_dtype)
         step = measure_step(services, weights.layers, weights.kv_cache_specs, limits, weights.speculator)
-        tensors = terms_of_model(services, parallel, 0, step, limits, weights.speculator)
+        tensors = terms_of_model(services, parallel, weights.size_bytes, step, limits, weights.speculator)
     # Free memory in torch's cache is not available to the KV cache.
     device.return_unused_memory()
     library_bytes = device.library_bytes(start)
@@ -104,7 +105,7 @@ def plan_memory(
         config,
         device.kind,
         start,
-        with_size(tensors, "weights", weights.size_bytes),
+        with_size(tensors, "weights", weights.size_bytes - bytes_of(tensors, "encoder_weights")),
         weights.kv_cache_specs,
         limits,
         num_heads=most_query_heads(weights.layers),

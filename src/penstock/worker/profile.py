@@ -10,6 +10,7 @@ from penstock.attention import CacheLayer
 from penstock.config import SamplingConfig
 from penstock.contract import KVCacheConfig, KVCacheGroupSpec, KVCachePool, KVCacheSpec, KVCacheTensor
 from penstock.device import Device
+from penstock.layers.linear import weights_size_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.dummy_runs import (
     run_largest_graph,
@@ -25,7 +26,7 @@ from penstock.runner.sampling.thinking_budget import ThinkingBudget
 from penstock.runner.speculative import NO_SPECULATOR, Speculator
 from penstock.runner.stage import num_noted_before, receive_buffer_bytes
 from penstock.worker.drafter import layers_of_target
-from penstock.worker.feature import WorkerFeatures, WorkerServices, memory_of_features
+from penstock.worker.feature import WorkerFeatures, WorkerServices, measure_runs, memory_of_features
 from penstock.worker.memory_plan import MemoryTerm
 
 # Of cuBLAS for the stream that graphs are captured on, on Hopper.
@@ -77,12 +78,14 @@ def measure_step(
         of_requests = _peak(device, lambda: head.profile(num_reqs, num_rows))
         of_prompt = _peak(device, lambda: head.profile_prompt(services.model, hidden_TD))
         captured = _measure_graphs(device, runner)
+        of_features = measure_runs(services)
         features.close()
     return [
         MemoryTerm("activations", max(forward.bytes_above_start, drafted), "activations", is_temporary=True),
         MemoryTerm(head.memory_name, max(of_requests, of_prompt), head.memory_why, is_temporary=True),
         MemoryTerm("runner_state", made.bytes_kept - config.size_bytes, "request state"),
         MemoryTerm("graphs", captured, "CUDA graphs"),
+        *of_features,
     ]
 
 
@@ -94,14 +97,17 @@ def terms_of_model(
     limits: RunnerLimits,
     speculator: Speculator,
 ) -> tuple[MemoryTerm, ...]:
-    """Return the terms of a model on one rank. step: `measure_step`."""
+    """Return the terms of a model on one rank. weights_bytes: of all weights. step: `measure_step`."""
     config, model = services.config, services.model
+    encoder = getattr(model, "encoder", None)
+    of_encoder = 0 if encoder is None else weights_size_bytes(encoder)
     num_aux = num_noted_before(speculator.aux_layers, layers_of_target(model, parallel))
     received = receive_buffer_bytes(
         parallel.pipeline, limits.max_num_tokens, config.model.hidden_size, services.dtype, num_aux
     )
     return (
-        MemoryTerm("weights", weights_bytes, "weights"),
+        MemoryTerm("weights", weights_bytes - of_encoder, "weights"),
+        MemoryTerm("encoder_weights", of_encoder, "encoder weights"),
         *step,
         MemoryTerm("receive_buffer", received, "received hidden states"),
         *memory_of_features(config, model, services.device.kind, services.dtype),

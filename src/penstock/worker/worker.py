@@ -32,7 +32,7 @@ from penstock.worker.capabilities import check_options
 from penstock.worker.changes_model import changes_model
 from penstock.worker.drafter import layers_of_target, place_for_drafter
 from penstock.worker.expert_load import ExpertLoad
-from penstock.worker.feature import WorkerFeatures, WorkerServices, features_of_model
+from penstock.worker.feature import WorkerFeatures, WorkerServices, features_of_model, warm_up_runs
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
@@ -105,8 +105,7 @@ class Worker(WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         weights, layers = self.weights, self.weights.layers
-        services = WorkerServices(self.config, self.device, weights.language_model, self.dtype.torch_dtype)
-        self._features = features = WorkerFeatures(services)
+        self._features = features = WorkerFeatures(self._services)
         self._runner = ModelRunner(
             self.device,
             weights.language_model,
@@ -143,8 +142,10 @@ class Worker(WorkerBase):
         run_dummy_step(runner)
         with torch.no_grad():
             warm_up_decodes(runner)
-            if self.device.compiles_kernels and self.config.model.output_head == GENERATE:
-                warm_up_requests(runner)
+            if self.device.compiles_kernels:
+                warm_up_runs(self._services)
+                if self.config.model.output_head == GENERATE:
+                    warm_up_requests(runner)
         self.device.synchronize()
         if self.device.kind == "cpu":
             self._pages = PagePrefaulting(self.device, runner.block_tables, runner.kv_cache, runner.steps)
@@ -306,6 +307,10 @@ class Worker(WorkerBase):
     def _limits(self, max_model_len: int) -> RunnerLimits:
         """Sizes of this worker's runner; a worker of another class may have more drafts than the options say."""
         return replace(RunnerLimits.of(self.config, max_model_len), max_drafts=self.num_speculative_tokens)
+
+    @property
+    def _services(self) -> WorkerServices:
+        return WorkerServices(self.config, self.device, self.weights.language_model, self.dtype.torch_dtype)
 
     @property
     def _spans(self) -> SpanLog | None:

@@ -183,7 +183,7 @@ def options_that_fit(
 
 def _larger_cache(plan: MemoryPlan, needed: int) -> Iterator[str]:
     """Options that give the KV cache of this worker `needed` bytes, if the memory has them."""
-    if needed > min(plan.free_at_start - plan["weights"], replace(plan, is_default_fraction=True).left_for_kv_cache):
+    if needed > min(plan.free_beside_weights, replace(plan, is_default_fraction=True).left_for_kv_cache):
         return
     if plan.requested_kv_cache is None and not plan.is_default_fraction:
         fraction = math.ceil(100 * (needed + plan.without_kv_cache) / plan.total) / 100

@@ -19,6 +19,6 @@ FEATURE = Feature(
     parts=(SourcePart, SpeechPart),
     scheduler_side=f"{_SIDES}.scheduling:SourceScheduling",
     worker_side=f"{_SIDES}.worker:SourceEncoding",
-    memory=f"{_SIDES}.memory:encoder_bytes",
+    memory={"encoder activations": f"{_SIDES}.memory:encoder_bytes"},
     how_to_turn_on="Send the request to an encoder-decoder model.",
 )

@@ -40,6 +40,6 @@ FEATURE = Feature(
     scheduler_side="penstock.features.hidden_states.scheduling:HiddenStatesScheduling",
     worker_side="penstock.features.hidden_states.worker:HiddenStatesOwner",
     options=HiddenStatesOptions,
-    memory="penstock.features.hidden_states.memory:most_step_bytes",
+    memory={"hidden states": "penstock.features.hidden_states.memory:most_step_bytes"},
     how_to_turn_on="Send the request to an engine that generates text.",
 )

@@ -40,5 +40,5 @@ FEATURE = Feature(
         "pin_lora",
         "list_loras",
     ),
-    memory="penstock.features.lora.tables:adapter_bytes",
+    memory={"LoRA adapters": "penstock.features.lora.tables:adapter_bytes"},
 )

@@ -6,6 +6,8 @@ from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
 from penstock.features.multimodal.messages import MediaPart, StepMediaPart
 
+_MEMORY = "penstock.features.multimodal.memory"
+
 
 def _takes_media(config: EngineConfig) -> bool:
     return bool(config.model.media_limits) or config.model.enable_prompt_embeds
@@ -19,6 +21,7 @@ FEATURE = Feature(
     parts=(MediaPart, StepMediaPart),
     scheduler_side="penstock.features.multimodal.scheduling:MediaScheduling",
     worker_side="penstock.features.multimodal.worker:MediaWorker",
-    memory="penstock.features.multimodal.worker:feature_bytes",
+    memory={"encoder cache": f"{_MEMORY}:cache_bytes", "inputs of media": f"{_MEMORY}:input_bytes"},
+    runs={"encoder activations": f"{_MEMORY}:encode_dummy"},
     worker_methods=("reset_encoder_cache", "get_encoder_timing_stats"),
 )

@@ -102,7 +102,7 @@ class MediaScheduling(SchedulerFeature):
     def __init__(self, services: SchedulerServices) -> None:
         config, step = services.config.multimodal, services.config.scheduler.max_num_batched_tokens
         self.cache = EncoderCache(config.cache_rows(step))
-        self._budget = min(config.budget(step), self.cache.capacity)
+        self._budget = config.item_rows(step)
         self._max_num_tokens, self._runs_chunks = step, services.config.scheduler.enable_chunked_prefill
         # Items of running requests that are not taken in whole.
         self._running: dict[str, list[MediaItem]] = {}

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.config import EngineConfig
 from penstock.contract import NewRequestData, SchedulerOutput, part_of
 from penstock.device import Device
 from penstock.errors import ModelError
@@ -44,7 +43,7 @@ class MediaWorker(WorkerFeature):
         model, config = services.model, services.config.model
         self._features: MediaFeatures | None = None
         assert isinstance(model, CausalLM), "models with embeddings of tokens are such"
-        encoder = _encoder(model)
+        encoder = encoder_of(model)
         if encoder is not None or (config.enable_prompt_embeds and model.is_first):
             size = model.take_embeddings()
             self._features = MediaFeatures(services.device, encoder, size, config.vocab_size, services.dtype)
@@ -61,7 +60,7 @@ class MediaWorker(WorkerFeature):
                 is_interleaved=multimodal.rope_is_interleaved,
                 max_num_tokens=services.config.scheduler.max_num_batched_tokens,
             )
-            self._positions.use(_rotary_of(model))
+            self._positions.use(rotary_of(model))
             self._owners.append(self._positions)
 
     def slot_owners(self) -> Sequence[SlotOwner]:
@@ -71,9 +70,9 @@ class MediaWorker(WorkerFeature):
         if self._features is not None:
             assert isinstance(model, CausalLM), "models with embeddings of tokens are such"
             model.take_embeddings()
-            self._features.replace_encoder(_encoder(model))
+            self._features.replace_encoder(encoder_of(model))
         if self._positions is not None:
-            self._positions.use(_rotary_of(model))
+            self._positions.use(rotary_of(model))
 
     def reset_encoder_cache(self) -> None:
         """Drop the features of all items; those that requests still need are computed again."""
@@ -164,7 +163,8 @@ class MediaFeatures(SlotOwner):
         features = self._cache.get(item.key)
         if features is None:
             began = time.perf_counter()
-            inputs = dict(self._inputs_of(item))
+            arrays = {name: values.to_numpy().copy() for name, values in item.inputs.items()}
+            inputs = encoder_inputs(self._device, arrays)
             if FEATURES in inputs:
                 features = inputs[FEATURES].to(self._dtype)
             else:
@@ -180,35 +180,24 @@ class MediaFeatures(SlotOwner):
         self._cache[item.key] = features
         return features
 
-    def _inputs_of(self, item: MediaItem) -> Iterator[tuple[str, Tensor]]:
-        """Inputs of the encoder: floats on the device, integers, such as grids, on the host."""
-        for name, values in item.inputs.items():
-            array = values.to_numpy().copy()
-            yield name, self._device.upload(array) if array.dtype.kind == "f" else torch.from_numpy(array)
+
+def encoder_inputs(device: Device, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Inputs of an encoder: floats on the device, integers, such as grids, on the host."""
+    return {
+        name: device.upload(array) if array.dtype.kind == "f" else torch.from_numpy(array)
+        for name, array in arrays.items()
+    }
 
 
-def _encoder(model: LanguageModel) -> MediaEncoder | None:
+def encoder_of(model: LanguageModel) -> MediaEncoder | None:
+    """The encoder of media of a model; None without one, as on later pipeline stages."""
     encoder = getattr(model, "encoder", None)
     return encoder if isinstance(encoder, MediaEncoder) else None
 
 
-def _rotary_of(model: LanguageModel) -> RotaryEmbedding:
+def rotary_of(model: LanguageModel) -> RotaryEmbedding:
+    """The rotary embedding of a model with positions in three axes."""
     assert isinstance(model, DecoderForCausalLM), "models with positions in three axes are Penstock's own"
     (rotary,) = model.model.rotations.embeddings
     assert isinstance(rotary, RotaryEmbedding)
     return rotary
-
-
-def feature_bytes(config: EngineConfig, model: LanguageModel, _: str, dtype: torch.dtype) -> int:
-    """Bytes of the encoder cache when it is full, and of the step inputs."""
-    encoder, num_tokens = _encoder(model), config.scheduler.max_num_batched_tokens
-    multimodal, num_bytes = config.model.multimodal, 0
-    if multimodal is not None and multimodal.rope_sections is not None:
-        num_bytes += num_tokens * (_rotary_of(model).table[0].nbytes + config.max_concurrent_batches * 8)
-    size, levels = config.model.hidden_size, 0
-    if encoder is not None:
-        size, levels = encoder.feature_size, encoder.num_levels
-    elif not config.model.enable_prompt_embeds:
-        return num_bytes
-    num_rows = config.multimodal.cache_rows(num_tokens) + config.max_concurrent_batches * num_tokens
-    return num_bytes + num_rows * size * (1 + levels) * dtype.itemsize

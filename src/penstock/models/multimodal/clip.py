@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.layers.weights import new_parameter
 from penstock.models.config_fields import Fields
+from penstock.models.multimodal.interface import DummyItem
 from penstock.models.multimodal.pixtral import PixtralTower
 from penstock.models.multimodal.siglip import SiglipTower
 from penstock.models.multimodal.vision_layers import (
@@ -30,6 +31,7 @@ from penstock.models.multimodal.vision_layers import (
     feature_layers,
     host_integers,
     in_parts,
+    near_square,
     vision_activation,
 )
 from penstock.models.weights import Into, WeightTable
@@ -126,6 +128,12 @@ class LlavaVision(TowerEncoder):
             images = images[:, :, :height, :width]
         return self.features(images).flatten(0, 1)
 
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: one image, with Pixtral's tower one nearly as wide as high."""
+        tower = self.tower
+        rows, columns = near_square(most_rows) if isinstance(tower, PixtralTower) else (tower.side, tower.side)
+        return DummyItem("image", {"pixel_values": tower.patch_embedding.zeros(1, rows, columns)})
+
     def features(self, images_NCHW: Tensor) -> Tensor:
         """Projected features, [N, S, D]."""
         tokens = math.prod(pixels // self.tower.patch_size for pixels in images_NCHW.shape[2:])
@@ -190,6 +198,25 @@ class OneVision(LlavaVision):
         grid = self._without_padding(self._grid(features_NSD[1:], shape), size)
         with_newlines = torch.cat((grid, newline_1D.expand(len(grid), 1, -1)), dim=1)
         return torch.cat((features_NSD[0], with_newlines.flatten(0, 1)))
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: an image of as many tiles as allowed, or a video of frames."""
+        side, zeros = self._side, self.tower.patch_embedding.zeros
+        frames = zeros((most_rows - 1) // math.ceil(side / 2) ** 2, side, side)
+        fitting = [size for size in self._pinpoints.tolist() if self._num_rows(size) <= most_rows]
+        size = max(fitting, key=math.prod, default=None)
+        num_tiles = 0 if size is None else math.prod(size) // self._tile_size**2
+        if size is None or num_tiles < len(frames):
+            return DummyItem("video", {"pixel_values_videos": frames[None]})
+        return DummyItem(
+            "image", {"pixel_values": zeros(1 + num_tiles, side, side)[None], "image_sizes": np.array([size])}
+        )
+
+    def _num_rows(self, size: list[int]) -> int:
+        """Rows of an image whose tiles have no padding."""
+        grid = torch.empty(*(pixels // self.tower.patch_size for pixels in size), 1, device="meta")
+        rows, columns = self._without_padding(grid, size).shape[:2]
+        return int(self._side**2 + rows * (columns + 1) + 1)
 
     def _shape_of_tiles(self, size: list[int]) -> tuple[int, int]:
         """Rows and columns of tiles: those that keep most of an image of this height and width, and waste least."""

@@ -7,11 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
 from penstock.layers.weights import WeightSlot
+
+
+class DummyItem(NamedTuple):
+    """An item without contents. inputs: of the encoder, by name; arrays of floats are zeros."""
+
+    modality: str
+    inputs: Mapping[str, np.ndarray]
 
 
 class MediaEncoder(nn.Module, ABC):
@@ -44,6 +52,10 @@ class MediaEncoder(nn.Module, ABC):
         integers and booleans, such as grids and masks, are on the host; others are on the model's device in any float
         dtype. The result's bits depend on the item only. Raises ModelError for inputs that do not fit the model.
         """
+
+    @abstractmethod
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """The item whose encoding takes most memory, of those with up to `most_rows` rows; or the smallest one."""
 
     @abstractmethod
     def checkpoint_slots(self) -> dict[str, WeightSlot]:

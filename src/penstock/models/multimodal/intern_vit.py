@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.layers.norm import LayerNorm
 from penstock.layers.weights import new_parameter
+from penstock.models.multimodal.interface import DummyItem
 from penstock.models.multimodal.vision_layers import (
     PROJECTOR,
     PROJECTOR_TABLE,
@@ -133,6 +134,11 @@ class InternVision(TowerEncoder):
         images = inputs["pixel_values"].flatten(0, -4)
         check_squares(images, self.side, self.patch_size)
         return in_parts(images, 1, self.side**2, self._encode)
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: an image of tiles."""
+        num_tiles = most_rows // (self.side // self._scale) ** 2
+        return DummyItem("image", {"pixel_values": self.patch_embedding.zeros(num_tiles, self.side, self.side)})
 
     def _encode(self, images_NCHW: Tensor) -> Tensor:
         hidden_NSD = self.embeddings(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from penstock.attention import NO_CONTEXT
 from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import RMSNorm
 from penstock.models.config_fields import Fields
+from penstock.models.multimodal.interface import DummyItem
 from penstock.models.multimodal.vision_layers import (
     PROJECTOR,
     PROJECTOR_TABLE,
@@ -30,6 +32,7 @@ from penstock.models.multimodal.vision_layers import (
     feature_layers,
     host_integers,
     merge_neighbours,
+    near_square,
     rope_theta,
     square,
     vision_activation,
@@ -143,3 +146,8 @@ class Mistral3Vision(TowerEncoder):
         # The merging weight goes through the patches of a square for each element.
         by_element = squares.view(len(squares), self.merge_size**2, -1).transpose(1, 2).flatten(1)
         return self.projector(self.merger(by_element, NO_CONTEXT))  # type: ignore[no-any-return]
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: an image nearly as wide as high."""
+        images = self.tower.patch_embedding.zeros(1, *(self.merge_size * side for side in near_square(most_rows)))
+        return DummyItem("image", {"pixel_values": images, "image_sizes": np.array([images.shape[2:]])})

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock.attention import NO_CONTEXT
 from penstock.layers.embedding import VocabEmbedding
 from penstock.models.config_fields import Fields
+from penstock.models.multimodal.interface import DummyItem
 from penstock.models.multimodal.vision_layers import (
     AxialRotary,
     PatchEmbedding,
@@ -30,6 +31,7 @@ from penstock.models.multimodal.vision_layers import (
     encoder_fields,
     host_integers,
     in_parts,
+    near_square,
     rope_theta,
     square,
 )
@@ -168,6 +170,12 @@ class QwenVision(TableEncoder):
             return self._encode(self.patch_embedding.embed(part), grid)
 
         return in_parts(pixels, rows * columns, rows * columns, encode)
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: one image, whose patches pass the layers at once."""
+        rows, columns = (self.merge_size * side for side in near_square(most_rows))
+        pixels = np.zeros((rows * columns, self.patch_embedding.input_size), dtype=np.float32)
+        return DummyItem("image", {"pixel_values": pixels, "image_grid_thw": np.array([[1, rows, columns]])})
 
     def _encode(self, hidden_TD: Tensor, grid: Grid) -> Tensor:
         rotation = self.rotary(*grid.coordinates, (grid.rows, grid.columns), hidden_TD.dtype)

@@ -20,6 +20,7 @@ from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import RMSNormRoundedLast
 from penstock.layers.weights import WeightSlot
 from penstock.models.config_fields import Fields
+from penstock.models.multimodal.interface import DummyItem
 from penstock.models.multimodal.vision_layers import (
     PROJECTOR,
     TOWER,
@@ -149,6 +150,12 @@ class Idefics3Vision(TableEncoder):
         (positions,) = self._positions(torch.ones(1, rows, columns, dtype=torch.bool, device="cpu"))
         return in_parts(images, 1, rows * columns, lambda part: self._encode(part, positions))
 
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: an image of tiles of the table's size."""
+        side = self.tower.side
+        images = self.tower.patch_embedding.zeros(most_rows // (side // self._scale) ** 2, side, side)
+        return DummyItem("image", {"pixel_values": images[None]})
+
     def _encode(self, images_NCHW: Tensor, positions: Tensor, is_visible_NS: Tensor | None = None) -> Tensor:
         positions = positions.to(images_NCHW.device)
         (hidden_TD,) = self.tower.states(images_NCHW, positions, [self.num_layers], is_visible_NS)
@@ -219,6 +226,12 @@ class Gemma3Vision(TowerEncoder):
         """See `MediaEncoder`: pixel_values [N, C, H, W], the image and its crops."""
         images = inputs["pixel_values"].flatten(0, -4)
         return in_parts(images, 1, self.tower.side**2, self._encode)
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: an image and its crops."""
+        side = self.tower.side
+        images = self.tower.patch_embedding.zeros(most_rows // (side // self._pool) ** 2, side, side)
+        return DummyItem("image", {"pixel_values": images})
 
     def _encode(self, images_NCHW: Tensor) -> Tensor:
         (hidden_TD,) = self.tower(images_NCHW, [self.num_layers])

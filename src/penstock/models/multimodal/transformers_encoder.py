@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.errors import ModelError, UnsupportedModel
 from penstock.layers.weights import WeightSlot
-from penstock.models.multimodal.interface import MediaEncoder
+from penstock.models.multimodal.interface import DummyItem, MediaEncoder
 from penstock.models.transformers_fallback.buffers import create_buffers
 from penstock.models.transformers_fallback.interface import CannotRun
 
@@ -23,6 +24,8 @@ from penstock.models.transformers_fallback.interface import CannotRun
 _LANGUAGE = ("language_model", "text_model", "lm_head")
 # Forms in which checkpoints name the modules beside the language model.
 _PREFIXES = ("", "model.")
+# Pixels of an image's side where the configuration does not say.
+_IMAGE_SIZE = 224
 
 
 class TransformersEncoder(MediaEncoder):
@@ -34,6 +37,8 @@ class TransformersEncoder(MediaEncoder):
         self._architecture = checkpoint.architecture
         model = _build(checkpoint)
         self.feature_size = model.config.get_text_config().hidden_size
+        size = (checkpoint.hf_config.get("vision_config") or {}).get("image_size")
+        self._size = size if isinstance(size, int) else _IMAGE_SIZE
         self._encode = {modality: _method(model, modality) for modality in self.modalities}
         # Not a submodule: its parameters are, without the language model's.
         self._model = (model,)
@@ -52,6 +57,10 @@ class TransformersEncoder(MediaEncoder):
         if isinstance(features, (list, tuple)):
             features = torch.cat([one.reshape(-1, self.feature_size) for one in features])
         return features.reshape(-1, self.feature_size)  # type: ignore[no-any-return]
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: one image of the configuration's size."""
+        return DummyItem("image", {"pixel_values": np.zeros((1, 3, self._size, self._size), dtype=np.float32)})
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return {name: WeightSlot(tuple(tensor.shape), tensor) for name, tensor in self._tensors().items()}

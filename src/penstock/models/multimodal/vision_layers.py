@@ -6,6 +6,7 @@ Suffixes: N images or tiles, C channels, T tokens of an item, D hidden size, X c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,6 +135,11 @@ class PatchEmbedding(LinearLayer):
         whole = images_NCHW[:, :, : rows * height, : columns * width]
         patches = whole.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
         return self.embed(patches.reshape(-1, self.input_size))
+
+    def zeros(self, num_images: int, rows: int, columns: int) -> np.ndarray:
+        """Pixels of at least one image of this many patches, for a `DummyItem`: [N, C, H, W]."""
+        channels, height, width = self._shape[1:]
+        return np.zeros((max(1, num_images), channels, rows * height, columns * width), dtype=np.float32)
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = {"weight": WeightSlot(self._shape, self.weight.view(self._shape))}
@@ -398,6 +404,12 @@ def merge_neighbours(hidden_TD: Tensor, rows: int, columns: int, side: int) -> T
     whole = images[:, : rows // side * side, : columns // side * side]
     squares: Tensor = whole.unflatten(2, (columns // side, side)).unflatten(1, (rows // side, side)).transpose(2, 3)
     return squares.reshape(-1, side * side * hidden_TD.shape[1])
+
+
+def near_square(most: int) -> tuple[int, int]:
+    """Sides of a grid with nearly as many places as allowed, and at least one."""
+    side = max(1, math.isqrt(most))
+    return side, max(1, most // side)
 
 
 def in_parts(inputs: Tensor, rows: int, tokens: int, encode: Callable[[Tensor], Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import LayerNorm
 from penstock.models.config_fields import Fields
+from penstock.models.multimodal.interface import DummyItem
 from penstock.models.multimodal.vision_layers import (
     PROJECTOR,
     PROJECTOR_TABLE,
@@ -119,6 +121,11 @@ class AudioEncoder(TableEncoder):
             )
         return windows_NCP
 
+    def zeros(self, num_windows: int) -> np.ndarray:
+        """At least one window of a `DummyItem`."""
+        tower = self.tower
+        return np.zeros((max(1, num_windows), tower.num_bins, 2 * tower.num_positions), dtype=np.float32)
+
 
 class Qwen2Audio(AudioEncoder):
     """The encoder of Qwen2-Audio: means of two positions, of one window without what is behind the clip's end."""
@@ -135,6 +142,12 @@ class Qwen2Audio(AudioEncoder):
         hidden_SD = self.tower(self.windows(inputs), (num_frames + 1) // 2)
         pairs = hidden_SD[: len(hidden_SD) // 2 * 2].unflatten(0, (-1, 2))
         return self.projector(self.last_norm(pairs.mean(1)), NO_CONTEXT)  # type: ignore[no-any-return]
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: a window."""
+        windows = self.zeros(1)
+        mask = np.ones((1, windows.shape[2]), dtype=np.int64)
+        return DummyItem("audio", {"input_features": windows, "feature_attention_mask": mask})
 
 
 class Voxtral(AudioEncoder):
@@ -163,3 +176,8 @@ class Voxtral(AudioEncoder):
             return self.projector(hidden_TD.reshape(-1, self._width))  # type: ignore[no-any-return]
 
         return in_parts(self.windows(inputs), 1, num_positions, encode)
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: a clip of windows."""
+        per_window = self.tower.num_positions * self.tower.config.hidden_size // self._width
+        return DummyItem("audio", {"input_features": self.zeros(most_rows // per_window)})

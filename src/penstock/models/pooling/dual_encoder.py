@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +21,7 @@ from penstock.errors import ModelError, UnsupportedFeature, UnsupportedModel
 from penstock.layers.embedding import GIVEN_EMBEDDINGS, TEXT_IDS
 from penstock.layers.weights import WeightSlot, slots_of_modules
 from penstock.models.causal_lm import CausalLM
-from penstock.models.multimodal.interface import MediaEncoder
+from penstock.models.multimodal.interface import DummyItem, MediaEncoder
 from penstock.models.transformers_fallback.buffers import create_buffers
 
 
@@ -41,6 +42,12 @@ class ImageEncoder(MediaEncoder):
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{type(model).__name__} cannot encode an {modality}: {error}") from error
         return _features(output)
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: one image."""
+        (model,) = self._model
+        size = model.config.vision_config.image_size
+        return DummyItem("image", {"pixel_values": np.zeros((1, 3, size, size), dtype=np.float32)})
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return {}
