@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -59,3 +60,30 @@ def state_pages(
         page(rows_T, positions_T % num_own_blocks, is_kept_T),
         page(rows_T, num_own_blocks + positions_T // block_size, is_border_T),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """Requests of a step, as operations on recurrent states take them: tensors and numbers of `StepGeometry`.
+
+    max_query_len: most tokens of a request.
+    """
+
+    block_table_RB: Tensor
+    query_start_loc: Tensor
+    seq_lens_R: Tensor
+    slot_mapping_T: Tensor
+    num_own_blocks: int
+    block_size: int
+    max_query_len: int
+
+    def pages(self) -> StatePages:
+        """`state_pages` of the step."""
+        return state_pages(
+            self.block_table_RB,
+            self.query_start_loc,
+            self.seq_lens_R,
+            self.slot_mapping_T,
+            num_own_blocks=self.num_own_blocks,
+            block_size=self.block_size,
+        )

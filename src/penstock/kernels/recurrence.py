@@ -1,0 +1,246 @@
+"""Causal convolution, linear recurrences and gated norms of recurrent layers.
+
+A recurrence advances a matrix per head, token by token, in one order of sums, so that the state at a position has one
+value: by decode, verification of drafts, any chunks, or from a snapshot. State-space models (Mamba, arXiv:2312.00752;
+Mamba 2, arXiv:2405.21060), the gated delta rule (arXiv:2412.06464; with a decay per key channel, arXiv:2510.26692) and
+lightning attention (arXiv:2401.04658) are cases of it.
+Suffixes: T tokens, R requests, B pages, C channels, K taps of a convolution, H heads, G groups of heads with common
+keys and queries, N keys' size, P values' size, W width of gates, X concatenated heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.recurrent_state import StateStep
+
+# Of the norm of queries and keys, as in the paper's implementation of the gated delta rule.
+_UNIT_EPS = 1e-6
+
+GateName = Literal["silu", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanRule:
+    """A linear recurrence: where a token's row has its operands, and how the state advances.
+
+    Of every head, with a state s [N, P], key k and query q [N], value v [P]:
+
+        d = clamp(softplus(steps + step_bias), min_step, max_step), or 1 without steps
+        s = s * exp(-exp(decay_log) * d)
+        u = sigmoid(betas) * beta_scale * (v - k^T s), or d * v with `scales_values`, or v
+        s = s + k u^T
+        y = q^T s + skip * v
+
+    values, keys, queries: first columns among the mixed rows, of [H, P], [G, N] and [G, N]; head h has the keys and
+        queries of group h // (H / G).
+    steps: first column among the gates; None for none. step_size: steps are [H], [H, N] or [H, P].
+    betas: first column among the gates, of [H]; None for a recurrence without the delta rule.
+    has_unit_keys: queries and keys are divided by their norms. query_scale: factor on queries, after that.
+    """
+
+    num_groups: int
+    values: int
+    keys: int
+    queries: int
+    steps: int | None = None
+    step_size: Literal["head", "key", "value"] = "head"
+    scales_values: bool = False
+    min_step: float = 0.0
+    max_step: float = float("inf")
+    betas: int | None = None
+    beta_scale: float = 1.0
+    has_unit_keys: bool = False
+    query_scale: float = 1.0
+
+
+class ScanParameters(NamedTuple):
+    """Parameters of a recurrence.
+
+    decay_log: [H], or [H, N, P]. step_bias: as many as steps, [H * N] of steps per key channel; None for none.
+    skip: [H], or [H * P]; None for none.
+    """
+
+    decay_log: Tensor
+    step_bias: Tensor | None = None
+    skip: Tensor | None = None
+
+
+def convolve(
+    x_TW: Tensor,
+    inputs_BKC: Tensor,
+    step: StateStep,
+    weight_KC: Tensor,
+    bias_C: Tensor | None,
+    *,
+    offset: int,
+    gates: tuple[int, int] | None,
+    activation: GateName | None,
+) -> Tensor:
+    """Causal depthwise convolution of the columns of x from `offset` on: [T, C], in x's dtype.
+
+    inputs_BKC: [B, K - 1, C], pages of the last inputs of a request.
+    gates: columns of factors on the inputs, and on the outputs (LFM2).
+    """
+    channels = weight_KC.shape[1]
+    inputs_TC = x_TW[:, offset : offset + channels].float()
+    if gates is not None:
+        before_TC, after_TC = (x_TW[:, first : first + channels].float() for first in gates)
+        inputs_TC = before_TC * inputs_TC
+    weight_KC = weight_KC.float()
+
+    def advance(inputs_RKC: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+        inputs_RKC = torch.cat((inputs_RKC, inputs_TC[tokens_R].unsqueeze(1)), 1)
+        sums_RC = torch.zeros_like(inputs_RKC[:, 0]) if bias_C is None else bias_C.float().expand(len(tokens_R), -1)
+        for inputs_RC, weight_C in zip(inputs_RKC.unbind(1), weight_KC.unbind(0), strict=True):
+            sums_RC = sums_RC + inputs_RC * weight_C
+        return inputs_RKC[:, 1:], sums_RC
+
+    out_TC = _token_by_token(advance, inputs_BKC, step, len(x_TW), channels)
+    if activation is not None:
+        out_TC = _activate(activation, out_TC)
+    if gates is not None:
+        out_TC = after_TC * out_TC
+    return out_TC.to(x_TW.dtype)
+
+
+def scan(
+    mixed_TC: Tensor,
+    gates_TW: Tensor,
+    states_BHNP: Tensor,
+    step: StateStep,
+    rule: ScanRule,
+    parameters: ScanParameters,
+) -> Tensor:
+    """A linear recurrence over the tokens of each request: [T, H * P], in the dtype of the mixed rows.
+
+    states_BHNP: pages, float32, or bfloat16: a state is rounded after every token.
+    """
+    _, num_heads, key_size, value_size = states_BHNP.shape
+    decay_log, step_bias, skip = (None if one is None else one.float() for one in parameters)
+    assert decay_log is not None, "every recurrence decays"
+    decay_rate_HNP = decay_log.view(num_heads, 1, 1).exp() if decay_log.dim() == 1 else decay_log.exp()
+    sizes = {"head": (1, 1), "key": (key_size, 1), "value": (1, value_size)}
+
+    def of_heads(rows_RC: Tensor, first: int, num_heads: int, size: int) -> Tensor:
+        return rows_RC[:, first : first + num_heads * size].view(-1, num_heads, size)
+
+    def keys(rows_RC: Tensor, first: int) -> Tensor:
+        """Keys or queries, [R, H, N, 1]."""
+        rows_RGN = of_heads(rows_RC, first, rule.num_groups, key_size)
+        if rule.has_unit_keys:
+            rows_RGN = rows_RGN * (_sum(rows_RGN * rows_RGN, 2).unsqueeze(2) + _UNIT_EPS).rsqrt()
+        return rows_RGN.repeat_interleave(num_heads // rule.num_groups, 1).unsqueeze(3)
+
+    def advance(states_RHNP: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+        mixed_RC, gates_RW = mixed_TC[tokens_R].float(), gates_TW[tokens_R].float()
+        keys_RHN1, queries_RHN1 = keys(mixed_RC, rule.keys), keys(mixed_RC, rule.queries) * rule.query_scale
+        values_RH1P = of_heads(mixed_RC, rule.values, num_heads, value_size).unsqueeze(2)
+        steps_RHNP = torch.ones_like(values_RH1P[..., :1])
+        if rule.steps is not None:
+            size = sizes[rule.step_size]
+            steps_RX = gates_RW[:, rule.steps :][:, : num_heads * size[0] * size[1]]
+            steps_RX = _softplus(steps_RX if step_bias is None else steps_RX + step_bias.view(-1))
+            steps_RHNP = steps_RX.clamp(rule.min_step, rule.max_step).view(-1, num_heads, *size)
+        states_RHNP = states_RHNP * (-decay_rate_HNP * steps_RHNP).exp()
+        added_RH1P = values_RH1P
+        if rule.betas is not None:
+            betas_RH11 = of_heads(gates_RW, rule.betas, num_heads, 1).unsqueeze(3)
+            betas_RH11 = _activate("sigmoid", betas_RH11) * rule.beta_scale
+            added_RH1P = betas_RH11 * (values_RH1P - _sum(states_RHNP * keys_RHN1, 2).unsqueeze(2))
+        elif rule.scales_values:
+            added_RH1P = steps_RHNP * values_RH1P
+        states_RHNP = states_RHNP + keys_RHN1 * added_RH1P
+        out_RHP = _sum(states_RHNP * queries_RHN1, 2)
+        if skip is not None:
+            out_RHP = out_RHP + skip.view(num_heads, -1) * values_RH1P.squeeze(2)
+        return states_RHNP, out_RHP.flatten(1)
+
+    return _token_by_token(advance, states_BHNP, step, len(mixed_TC), num_heads * value_size).to(mixed_TC.dtype)
+
+
+def gated_norm(
+    y_TX: Tensor,
+    gate_TW: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: int,
+    group_size: int,
+    gates_first: bool,
+    activation: GateName,
+) -> Tensor:
+    """RMSNorm by groups of y, with a gate from the columns of `gate` from `offset` on: [T, X], in y's dtype.
+
+    weight: [X], or one for all groups; None for the gate alone. gates_first: norm(y * activation(gate)), instead of
+    norm(y) * activation(gate).
+    """
+    wide_TX = y_TX.float()
+    gate_TX = apply_gate(activation, gate_TW, offset, y_TX.shape[1])
+    if weight is None:
+        return (wide_TX * gate_TX).to(y_TX.dtype)
+    groups_TGX = (wide_TX * gate_TX if gates_first else wide_TX).unflatten(1, (-1, group_size))
+    scale_TG1 = (groups_TGX * groups_TGX).mean(2, keepdim=True).add_(eps).rsqrt_()
+    normed_TX: Tensor = (groups_TGX * scale_TG1 * weight.float().view(-1, group_size)).flatten(1)
+    return (normed_TX if gates_first else normed_TX * gate_TX).to(y_TX.dtype)
+
+
+def apply_gate(activation: GateName, gate_TW: Tensor, offset: int, width: int) -> Tensor:
+    """Activation of the columns of a gate from `offset` on: float32 [T, width]."""
+    return _activate(activation, gate_TW[:, offset : offset + width].float())
+
+
+def _token_by_token(
+    advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    states_BX: Tensor,
+    step: StateStep,
+    num_tokens: int,
+    width: int,
+) -> Tensor:
+    """Advance the states of all requests together, and keep those that have a page: [T, width] of outputs, float32.
+
+    advance: returns the next states, float32 [R, ...], and outputs [R, width], from states and rows of tokens, int64
+    [R].
+    """
+    pages, device = step.pages(), states_BX.device
+    starts_R, ends_R = step.query_start_loc[:-1].long(), step.query_start_loc[1:].long()
+    is_begun_RX = (pages.before_R > 0).view(-1, *[1] * (states_BX.dim() - 1))
+    states_RX = torch.where(is_begun_RX, states_BX[pages.before_R].float(), 0.0)
+    # One row more, for requests with fewer tokens than others.
+    out_TX = torch.zeros(num_tokens + 1, width, device=device)
+    for offset in range(step.max_query_len):
+        is_there_R = starts_R + offset < ends_R
+        tokens_R = torch.where(is_there_R, starts_R + offset, num_tokens - 1)
+        advanced_RX, out_RX = advance(states_RX, tokens_R)
+        kept_RX = advanced_RX.to(states_BX.dtype)
+        for pages_T in (pages.own_T, pages.snapshots_T):
+            # Page 0 takes what is not kept.
+            states_BX[torch.where(is_there_R, pages_T[tokens_R], 0)] = kept_RX
+        out_TX[torch.where(is_there_R, tokens_R, num_tokens)] = out_RX
+        states_RX = kept_RX.float()
+    return out_TX[:-1]
+
+
+def _sum(x: Tensor, dim: int) -> Tensor:
+    """Sum over a dimension, elementwise, so that bits depend on nothing else."""
+    size = x.shape[dim]
+    while size > 1:
+        half = size // 2
+        halves = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = halves if size % 2 == 0 else torch.cat((halves, x.narrow(dim, size - 1, 1)), dim)
+        size = x.shape[dim]
+    return x.squeeze(dim)
+
+
+def _activate(name: GateName, x: Tensor) -> Tensor:
+    """Activation by functions whose bits do not depend on an element's place, unlike those of torch's fused ones."""
+    return (x if name == "silu" else 1.0) / (1.0 + x.neg().exp())
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + x.abs().neg().exp().log1p()

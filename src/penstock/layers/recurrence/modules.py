@@ -1,0 +1,125 @@
+"""Convolution and gated norm of recurrent layers, with their weights, split over the tensor-parallel ranks.
+
+Suffixes are those of `kernels.recurrence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from penstock.attention import ForwardContext
+from penstock.kernels.recurrence import GateName, apply_gate, gated_norm
+from penstock.layers.recurrence.operations import convolve
+from penstock.layers.recurrence.state import RecurrentState
+from penstock.layers.weights import Part, WeightSlot, new_parameter
+from penstock.parallel import Group, Share
+from penstock.parallel.share import Indivisible
+
+
+class CausalConvolution(nn.Module):
+    """Causal depthwise convolution. weight: [K, C]; `conv1d.weight` of checkpoints is [C, 1, K].
+
+    shares: this rank's channels of each part of the checkpoint's, such as values, keys and queries.
+    """
+
+    def __init__(self, shares: Sequence[Share], num_taps: int, *, bias: bool) -> None:
+        super().__init__()
+        begins = [sum(share.whole for share in shares[:index]) for index in range(len(shares))]
+        self._whole = sum(share.whole for share in shares)
+        self._part = Part(
+            0, tuple(Share(begin + one.start, one.size, self._whole) for begin, one in zip(begins, shares, strict=True))
+        )
+        self.num_channels = sum(share.size for share in shares)
+        self.weight = new_parameter(num_taps, self.num_channels)
+        self.bias = new_parameter(self.num_channels) if bias else None
+
+    def slots(self) -> dict[str, WeightSlot]:
+        target_C1K = self.weight.t().unsqueeze(1)
+        slots = {"weight": WeightSlot((self._whole, *target_C1K.shape[1:]), target_C1K, self._part)}
+        if self.bias is not None:
+            slots["bias"] = WeightSlot((self._whole,), self.bias, self._part)
+        return slots
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """`RecurrentState.convolution` of a layer with this convolution."""
+        return self.weight.shape[0] - 1, self.num_channels
+
+    def forward(
+        self,
+        state: RecurrentState,
+        x_TW: Tensor,
+        context: ForwardContext,
+        *,
+        offset: int = 0,
+        gates: tuple[int, int] | None = None,
+        activation: GateName | None = None,
+    ) -> Tensor:
+        """`kernels.recurrence.convolve`: [T, C]."""
+        return convolve(state, x_TW, context, self.weight, self.bias, offset=offset, gates=gates, activation=activation)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of groups of channels with a gate (`kernels.recurrence.gated_norm`).
+
+    channels: this rank's. group_size: channels that are normalised together, which may be of several ranks.
+    is_shared: one weight for all groups, [group_size].
+    """
+
+    def __init__(
+        self,
+        channels: Share,
+        eps: float,
+        *,
+        group_size: int,
+        gates_first: bool,
+        group: Group,
+        activation: GateName = "silu",
+        is_shared: bool = False,
+    ) -> None:
+        super().__init__()
+        if group_size % channels.size and channels.size % group_size:
+            raise Indivisible(
+                f"a norm of {channels.whole} channels in groups of {group_size} cannot be shared by "
+                f"{channels.whole // channels.size} ranks."
+            )
+        self.eps, self.group_size, self.gates_first, self.activation = eps, group_size, gates_first, activation
+        self._channels, self._group, self._is_shared = channels, group, is_shared
+        self.weight = new_parameter(group_size if is_shared else channels.size)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        if self._is_shared:
+            return {"weight": WeightSlot((self.group_size,), self.weight)}
+        return {"weight": WeightSlot((self._channels.whole,), self.weight, Part(0, (self._channels,)))}
+
+    def forward(self, y_TX: Tensor, gate_TW: Tensor, context: ForwardContext, *, offset: int = 0) -> Tensor:
+        """[T, X]. offset: first column of the gate."""
+        if self.group_size > self._channels.size:
+            call = partial(self._across_ranks, offset=offset)
+            (out_TX,) = context.opaque(call, y_TX, gate_TW, widths=[self._channels.size])
+            return out_TX
+        return gated_norm(
+            y_TX,
+            gate_TW,
+            self.weight,
+            self.eps,
+            offset=offset,
+            group_size=self.group_size,
+            gates_first=self.gates_first,
+            activation=self.activation,
+        )
+
+    def _across_ranks(self, _: ForwardContext, y_TX: Tensor, gate_TW: Tensor, *, offset: int) -> list[Tensor]:
+        """The norm of a group that several ranks have channels of, each of that group alone."""
+        wide_TX, gate_TX = y_TX.float(), apply_gate(self.activation, gate_TW, offset, self._channels.size)
+        if self.gates_first:
+            wide_TX = wide_TX * gate_TX
+        own = self._channels.start // self.group_size
+        squares_TG = wide_TX.new_zeros(len(wide_TX), self._channels.whole // self.group_size)
+        squares_TG[:, own] = (wide_TX * wide_TX).sum(1)
+        mean_T1 = self._group.all_reduce(squares_TG)[:, own : own + 1] / self.group_size
+        normed_TX = wide_TX * (mean_T1 + self.eps).rsqrt() * self.weight.float()
+        return [(normed_TX if self.gates_first else normed_TX * gate_TX).to(y_TX.dtype)]
