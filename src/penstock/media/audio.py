@@ -14,21 +14,32 @@ from numpy.typing import NDArray
 
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia, UnsupportedParameter
-from penstock.media.item import Samples, package
+from penstock.media.containers import opened
+from penstock.media.item import AUDIO, Media, Samples, package
 from penstock.media.options import AudioOptions
 
 MIN_RATE, MAX_RATE = 1_000, 768_000
 # Of samples that come without a rate, for the limit of their length.
 _USUAL_RATE = 16_000
 _BLOCK = 1 << 18
-# Containers whose sound is read by av; none of them refers to other files, as playlists do.
-CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,mp3,aac,flac,wav,gif,asf,amr"
 _NUM_ZEROS = 10
 _KAISER_BETA = 5.0
 
 
-def decode_audio(content: bytes, options: AudioOptions) -> tuple[Samples, float]:
-    """Samples [N] of a file's content, and its rate in Hz. Raises InvalidMedia."""
+def read_audio(given: Any, options: AudioOptions) -> Media:
+    """Sound of a file's content, of samples, or of (samples, rate). Raises InvalidMedia."""
+    if isinstance(given, bytes):
+        samples, rate = _decoded(given, options)
+    else:
+        values, rate = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        samples = _samples_of(values, rate, options)
+    if not len(samples):
+        raise InvalidMedia("It has no samples. Allowed: at least one.")
+    return Media(AUDIO, samples, None if rate is None else float(rate))
+
+
+def _decoded(content: bytes, options: AudioOptions) -> tuple[Samples, float]:
+    """Samples [N] of a file's content, and its rate in Hz."""
     if content[:4] == b"RIFF":
         try:
             return _wav(content, options)
@@ -52,7 +63,7 @@ def decode_audio(content: bytes, options: AudioOptions) -> tuple[Samples, float]
         ) from None
 
 
-def audio_of(given: Any, rate: Any, options: AudioOptions) -> Samples:
+def _samples_of(given: Any, rate: Any, options: AudioOptions) -> Samples:
     """Samples [N] of an array [N], or of one with a row or a column per channel: floats, or integers of full range.
 
     rate: in Hz; None where it is that of the model.
@@ -130,17 +141,13 @@ def _wav(content: bytes, options: AudioOptions) -> tuple[Samples, float]:
 
 
 def _by_av(content: bytes, options: AudioOptions) -> tuple[Samples, float]:
-    library = package("av", "Audio files of this format", "video")
-    try:
-        with library.open(io.BytesIO(content), options={"format_whitelist": CONTAINERS}) as file:
-            if not file.streams.audio:
-                raise InvalidMedia("It has no audio.")
-            rate = file.streams.audio[0].rate
-            mix = library.AudioResampler(format="fltp", layout="mono")
-            frames = (part for frame in file.decode(audio=0) for part in mix.resample(frame))
-            return _joined((frame.to_ndarray()[0] for frame in frames), rate, options), float(rate)
-    except library.FFmpegError as error:
-        raise InvalidMedia(f"It is no audio that can be read: {error.strerror}.") from None
+    with opened(content, AUDIO) as file:
+        from av import AudioResampler
+
+        rate = file.streams.audio[0].rate
+        mix = AudioResampler(format="fltp", layout="mono")
+        frames = (part for frame in file.decode(audio=0) for part in mix.resample(frame))
+        return _joined((frame.to_ndarray()[0] for frame in frames), rate, options), float(rate)
 
 
 def _joined(blocks: Iterable[NDArray[np.float32]], rate: float, options: AudioOptions) -> Samples:

@@ -7,11 +7,11 @@ is made to a checked one, so that another answer of the DNS in between changes n
 from __future__ import annotations
 
 import http.client
-import io
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia
 
 _REDIRECTS = (301, 302, 303, 307, 308)
-_PIECE_BYTES = 1 << 20
 # The last 32 bits of these addresses are an IPv4 address, to which a router translates (RFC 6052).
 _NAT64 = IPv6Network("64:ff9b::/96")
 # Characters of a path or a query that are sent as they are.
@@ -67,8 +66,7 @@ def download(
     asked = url
     try:
         for _ in range(limits.max_redirects + 1):
-            with _Request(_target(url, domains), deadline_s, is_allowed) as request:
-                response = request.response
+            with _response(_target(url, domains), deadline_s, is_allowed) as response:
                 location = response.headers.get("Location")
                 if response.status not in _REDIRECTS or location is None:
                     return _body(response, asked, limits)
@@ -110,84 +108,64 @@ def _target(url: str, domains: Sequence[str] | None) -> _Target:
     return _Target(is_secure, host, parts.port or (443 if is_secure else 80), path)
 
 
-class _Request:
-    """One request of a download, and its connection. response: status, headers and body."""
-
-    def __init__(self, target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]) -> None:
-        sock = _connected(target, deadline_s, is_allowed)
-        try:
-            if target.is_secure:
-                # Its timeout is that of the whole handshake.
-                sock.settimeout(_left_s(deadline_s))
-                sock = ssl.create_default_context().wrap_socket(sock, server_hostname=target.host)
-        except BaseException:
-            sock.close()
-            raise
-        kind = http.client.HTTPSConnection if target.is_secure else http.client.HTTPConnection
-        connection = kind(target.host, target.port)
-        stream: Any = _TimedSocket(sock, deadline_s)
-        connection.sock = stream
-        self._stream = stream
-        try:
-            connection.request("GET", target.path, headers=_HEADERS)
-            # Not the connection's own way to it, which closes the stream before the content is read.
-            self.response = http.client.HTTPResponse(stream, method="GET")
-            self.response.begin()
-        except BaseException:
-            stream.close()
-            raise
-
-    def __enter__(self) -> _Request:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.response.close()
-        self._stream.close()
+@contextmanager
+def _response(
+    target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]
+) -> Iterator[http.client.HTTPResponse]:
+    """Answer of the server: status, headers and body."""
+    kind = http.client.HTTPSConnection if target.is_secure else http.client.HTTPConnection
+    with closing(kind(target.host, target.port)) as connection:
+        connection.sock = _connected(target, deadline_s, is_allowed)
+        if target.is_secure:
+            context = ssl.create_default_context()
+            context.sslsocket_class = _TlsSocket
+            # The timeout of the socket is that of the whole handshake.
+            connection.sock = context.wrap_socket(connection.sock, server_hostname=target.host)
+            connection.sock.deadline_s = deadline_s
+        connection.request("GET", target.path, headers=_HEADERS)
+        with connection.getresponse() as response:
+            yield response
 
 
-class _TimedSocket(io.RawIOBase):
-    """Socket whose operations all end at one deadline, as `http.client` uses one. Raises TimeoutError."""
+class _Deadline(socket.socket):
+    """Socket whose operations all end at one deadline. Raises TimeoutError."""
 
-    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
-        self._sock = sock
-        self._deadline_s = deadline_s
+    deadline_s: float
 
-    def readable(self) -> bool:
-        return True
+    def recv_into(self, *args: Any) -> int:
+        self.settimeout(_left_s(self.deadline_s))
+        return super().recv_into(*args)
 
-    def readinto(self, buffer: Any) -> int:
-        self._sock.settimeout(_left_s(self._deadline_s))
-        return self._sock.recv_into(buffer)
-
-    def sendall(self, data: bytes) -> None:
-        self._sock.settimeout(_left_s(self._deadline_s))
-        self._sock.sendall(data)
-
-    def makefile(self, _: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def close(self) -> None:
-        self._sock.close()
-        super().close()
+    def sendall(self, *args: Any) -> None:
+        self.settimeout(_left_s(self.deadline_s))
+        super().sendall(*args)
 
 
-def _connected(target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]) -> socket.socket:
+class _TlsSocket(_Deadline, ssl.SSLSocket):
+    """The same above TLS."""
+
+
+def _connected(target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]) -> _Deadline:
     """Connection to the server, of whose addresses each one must be allowed."""
     found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    addresses = [str(address[0]) for *_, address in found]
-    if not addresses or not all(map(is_allowed, addresses)):
+    if not found or not all(is_allowed(str(address[0])) for *_, address in found):
         raise InvalidMedia(
             f"The server {shown(target.host)} has an address that is not public, which is not allowed. Allowed: "
             "servers of the internet. Give the content as a data: URL instead."
         )
-    error: OSError | None = None
-    for address in addresses:
+    errors = []
+    for family, kind, protocol, _, address in found:
+        sock = _Deadline(family, kind, protocol)
+        sock.deadline_s = deadline_s
         try:
-            return socket.create_connection((address, target.port), timeout=_left_s(deadline_s))
-        except OSError as refused:
-            error = refused
-    assert error is not None, "there is an address"
-    raise error
+            sock.settimeout(_left_s(deadline_s))
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            errors.append(error)
+        else:
+            return sock
+    raise errors[-1]
 
 
 def _left_s(deadline_s: float) -> float:
@@ -200,16 +178,13 @@ def _left_s(deadline_s: float) -> float:
 def _body(response: http.client.HTTPResponse, url: str, limits: DownloadLimits) -> bytes:
     if response.status != 200:
         raise InvalidMedia(f"{shown(url)} could not be fetched: the server answered with status {response.status}.")
-    expected = response.length
-    content = bytearray()
-    while len(content) <= limits.max_bytes and (expected is None or expected <= limits.max_bytes):
-        piece = response.read(_PIECE_BYTES)
-        content += piece
-        if not piece:
-            if expected is not None and len(content) < expected:
-                raise InvalidMedia(f"{shown(url)} ended after {len(content):,} of {expected:,} bytes.")
-            return bytes(content)
-    raise InvalidMedia(f"{shown(url)} has more than {limits.max_bytes:,} bytes, which is the limit of a file.")
+    expected = response.length or 0
+    content = b"" if expected > limits.max_bytes else response.read(limits.max_bytes + 1)
+    if max(expected, len(content)) > limits.max_bytes:
+        raise InvalidMedia(f"{shown(url)} has more than {limits.max_bytes:,} bytes, which is the limit of a file.")
+    if len(content) < expected:
+        raise InvalidMedia(f"{shown(url)} ended after {len(content):,} of {expected:,} bytes.")
+    return content
 
 
 def _reason(error: Exception) -> str:

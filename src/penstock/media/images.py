@@ -24,33 +24,28 @@ _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 _CHANNELS = (1, 3, 4)
 
 
-def decode_image(content: bytes, options: ImageOptions) -> Image.Image:
-    """Image of a file's content. Its size is checked before its pixels are decoded. Raises InvalidMedia."""
+def read_image(given: Any, options: ImageOptions) -> Image.Image:
+    """RGB copy of an image of PIL, of a file's content, or of an array [H, W], [H, W, C] or [C, H, W]: uint8, or floats
+    of 0 to 1.
+
+    Its size is checked before its pixels are decoded. Raises InvalidMedia.
+    """
     library = package("PIL.Image", "Images", "multimodal")
     library.init()
     formats = [name for name in _FORMATS if name in library.OPEN]
     try:
-        with library.open(io.BytesIO(content), formats=formats) as image:
-            options.check(*image.size)
-            image.load()
-            return _upright_rgb(image, options)
+        if isinstance(given, bytes):
+            image = library.open(io.BytesIO(given), formats=formats)
+        else:
+            image = given if isinstance(given, library.Image) else library.fromarray(_pixels(given))
+        options.check(*image.size)
+        return _upright_rgb(image, options)
     except InvalidMedia:
         raise
     except library.UnidentifiedImageError:
         raise InvalidMedia(f"It is not an image that can be read. Allowed: {', '.join(formats)}.") from None
     except Exception as error:  # decoders raise many kinds for damaged files
-        raise InvalidMedia(f"It is a damaged image: {_text(error)}") from None
-
-
-def image_of(given: Any, options: ImageOptions) -> Image.Image:
-    """RGB copy of an image of PIL, or of an array [H, W], [H, W, C] or [C, H, W]: uint8, or floats of 0 to 1."""
-    library = package("PIL.Image", "Images", "multimodal")
-    image = given if isinstance(given, library.Image) else library.fromarray(_pixels(given))
-    options.check(*image.size)
-    try:
-        return _upright_rgb(image, options)
-    except OSError as error:  # an image that was opened, and is decoded here
-        raise InvalidMedia(f"It is a damaged image: {_text(error)}") from None
+        raise InvalidMedia(f"It is a damaged image: {error or type(error).__name__}."[:300]) from None
 
 
 def _upright_rgb(image: Image.Image, options: ImageOptions) -> Image.Image:
@@ -100,7 +95,3 @@ def _pixels(given: Any) -> NDArray[np.uint8]:
         f"It is {shape if is_array else shown(given)}. Allowed: an image of PIL, an array [H, W], [H, W, C] or "
         "[C, H, W] of uint8 or of floats from 0 to 1, bytes, a path or a URL."
     )
-
-
-def _text(error: Exception) -> str:
-    return f"{error or type(error).__name__}."[:300]

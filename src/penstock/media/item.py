@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from penstock.errors import UnsupportedParameter
 
 Samples: TypeAlias = NDArray[np.float32]
-Frames: TypeAlias = NDArray[np.uint8]
 # Fields of a prompt with media.
 DATA, OPTIONS, UUIDS = MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 # Input of an item whose features are given.

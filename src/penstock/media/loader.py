@@ -9,13 +9,13 @@ from typing import Any, Self
 from penstock.config.multimodal import MultimodalConfig
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
-from penstock.media.audio import audio_of, decode_audio
+from penstock.media.audio import read_audio
 from penstock.media.features import are_features, features_of
-from penstock.media.images import decode_image, image_of
+from penstock.media.images import read_image
 from penstock.media.item import AUDIO, IMAGE, VIDEO, Media
 from penstock.media.options import MediaOptions
 from penstock.media.sources import MediaSources
-from penstock.media.video import decode_video, video_of
+from penstock.media.video import read_video
 
 DETAILS = ("auto", "low", "high")
 # Longer side of an image of low detail, as OpenAI's.
@@ -70,38 +70,18 @@ class MediaLoader:
         if self._takes_features and are_features(modality, given):
             return features_of(modality, given)
         if isinstance(given, str) and modality == VIDEO and (frames := self._sources.frames(given)) is not None:
-            return video_of(frames, {}, self._options)
-        if isinstance(given, (str, Path)):
+            given = frames
+        elif isinstance(given, (str, Path)):
             given = self._sources.read(given)
-        content = bytes(given) if isinstance(given, (bytes, bytearray, memoryview)) else None
-        if modality == IMAGE:
-            if detail not in (None, *DETAILS):
-                raise InvalidMedia(f"detail={shown(detail)} is not valid. Allowed: {', '.join(DETAILS)}.")
-            options = self._options.image
-            image = image_of(given, options) if content is None else decode_image(content, options)
-            if detail == "low":
-                image.thumbnail((_LOW_PIXELS, _LOW_PIXELS))
-            return Media(IMAGE, image, detail=detail or "auto")
+        elif isinstance(given, (bytearray, memoryview)):
+            given = bytes(given)
         if modality == AUDIO:
-            return self._audio(given, content)
-        if content is not None:
-            return decode_video(content, self._options)
-        has_metadata = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
-        frames, metadata = given if has_metadata else (given, {})
-        if isinstance(frames, Mapping) or not hasattr(frames, "__len__"):
-            raise InvalidMedia(
-                f"It is {shown(given)}. Allowed: a list of images, an array [F, H, W, 3], (frames, metadata), bytes, a "
-                "path or a URL."
-            )
-        return video_of(frames, metadata, self._options)
-
-    def _audio(self, given: Any, content: bytes | None) -> Media:
-        rate: Any
-        if content is not None:
-            samples, rate = decode_audio(content, self._options.audio)
-        else:
-            values, rate = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-            samples = audio_of(values, rate, self._options.audio)
-        if not len(samples):
-            raise InvalidMedia("It has no samples. Allowed: at least one.")
-        return Media(AUDIO, samples, None if rate is None else float(rate))
+            return read_audio(given, self._options.audio)
+        if modality == VIDEO:
+            return read_video(given, self._options)
+        if detail not in (None, *DETAILS):
+            raise InvalidMedia(f"detail={shown(detail)} is not valid. Allowed: {', '.join(DETAILS)}.")
+        image = read_image(given, self._options.image)
+        if detail == "low":
+            image.thumbnail((_LOW_PIXELS, _LOW_PIXELS))
+        return Media(IMAGE, image, detail=detail or "auto")

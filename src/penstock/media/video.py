@@ -2,50 +2,63 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.contract.param_checks import shown
 from penstock.errors import InvalidMedia
-from penstock.media.audio import CONTAINERS
-from penstock.media.images import decode_image, image_of
-from penstock.media.item import VIDEO, Frames, Media, package
-from penstock.media.options import ImageOptions, MediaOptions
+from penstock.media.containers import opened
+from penstock.media.images import read_image
+from penstock.media.item import VIDEO, Media
+from penstock.media.options import MediaOptions
+
+Frame: TypeAlias = NDArray[np.uint8]
 
 
-def decode_video(content: bytes, options: MediaOptions) -> Media:
-    """Frames of a file's content, which are counted before any is decoded. Raises InvalidMedia."""
-    library = package("av", "Videos", "video")
-    try:
-        with _opened(library, content) as file:
-            stream = file.streams.video[0]
-            width, height = stream.codec_context.width, stream.codec_context.height
-            rate = None if not stream.average_rate else float(stream.average_rate)
-            num_frames = 0
-            for packet in file.demux(stream):
-                num_frames += packet.size > 0
-                _check_length(num_frames, rate, options)
-        indices = _taken(num_frames, rate, options)
-        _check_pixels((width, height), len(indices), options)
-        with _opened(library, content) as file:
-            frames = _frames(file, indices, (width, height))
-    except library.FFmpegError as error:
-        raise InvalidMedia(f"It is no video that can be read: {error.strerror}.") from None
-    if not len(frames):
-        raise InvalidMedia("It has no frames that can be decoded.")
-    return Media(VIDEO, frames, rate, frame_indices=tuple(indices[: len(frames)]), num_file_frames=num_frames)
+def read_video(given: Any, options: MediaOptions) -> Media:
+    """Video of a file's content, of frames, or of (frames, metadata).
 
-
-def video_of(given: Any, metadata: Mapping[str, Any], options: MediaOptions) -> Media:
-    """Frames of an array [F, H, W, 3], or of a list of images: of PIL, arrays, or contents of files.
-
-    metadata: may have "fps", "frames_indices" and "total_num_frames" of the file that they are of.
+    Frames: an array [F, H, W, 3], or a list of what `read_image` takes. metadata: may have "fps", "frames_indices" and
+    "total_num_frames" of the file that they are of. Raises InvalidMedia.
     """
+    if isinstance(given, bytes):
+        return _decoded(given, options)
+    has_metadata = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+    frames, metadata = given if has_metadata else (given, {})
+    if isinstance(frames, Mapping) or not hasattr(frames, "__len__"):
+        raise InvalidMedia(
+            f"It is {shown(given)}. Allowed: a list of images, an array [F, H, W, 3], (frames, metadata), bytes, a "
+            "path or a URL."
+        )
+    return _of_frames(frames, metadata, options)
+
+
+def _decoded(content: bytes, options: MediaOptions) -> Media:
+    """Frames of a file's content, which are counted before any is decoded."""
+    with opened(content, VIDEO) as file:
+        stream = file.streams.video[0]
+        size = stream.codec_context.width, stream.codec_context.height
+        rate = None if not stream.average_rate else float(stream.average_rate)
+        num_frames = 0
+        for packet in file.demux(stream):
+            num_frames += packet.size > 0
+            _check_length(num_frames, rate, options)
+    indices = _taken(num_frames, rate, options)
+    _check_pixels(size, len(indices), options)
+    with opened(content, VIDEO) as file:
+        frames = _frames(file, indices, size)
+    if not frames:
+        raise InvalidMedia("It has no frames that can be decoded.")
+    return Media(VIDEO, np.stack(frames), rate, frame_indices=tuple(indices[: len(frames)]), num_file_frames=num_frames)
+
+
+def _of_frames(given: Any, metadata: Mapping[str, Any], options: MediaOptions) -> Media:
     if not len(given):
         raise InvalidMedia("It has no frames. Allowed: at least one.")
-    images = [_image(frame, options.image) for frame in given]
+    images = [read_image(frame, options.image) for frame in given]
     sizes = sorted({image.size for image in images})
     if len(sizes) > 1:
         raise InvalidMedia(f"It has frames of {sizes[0]} and of {sizes[1]} pixels. Allowed: frames of one size.")
@@ -62,21 +75,9 @@ def video_of(given: Any, metadata: Mapping[str, Any], options: MediaOptions) -> 
     return Media(VIDEO, np.stack([np.asarray(image) for image in images]), rate, numbers, total)
 
 
-def _image(given: Any, options: ImageOptions) -> Any:
-    return decode_image(given, options) if isinstance(given, bytes) else image_of(given, options)
-
-
-def _opened(library: Any, content: bytes) -> Any:
-    file = library.open(io.BytesIO(content), options={"format_whitelist": CONTAINERS})
-    if not file.streams.video:
-        file.close()
-        raise InvalidMedia("It has no video.")
-    return file
-
-
-def _frames(file: Any, indices: Sequence[int], size: tuple[int, int]) -> Frames:
+def _frames(file: Any, indices: Sequence[int], size: tuple[int, int]) -> list[Frame]:
     """Frames of these numbers, which rise; a frame that a phone marks as turned is turned upright."""
-    wanted, taken = set(indices), []
+    wanted, taken = set(indices), list[Frame]()
     for number, frame in enumerate(file.decode(video=0)):
         if (frame.width, frame.height) != size:
             raise InvalidMedia("It changes its size. Allowed: videos of one size.")
@@ -85,7 +86,7 @@ def _frames(file: Any, indices: Sequence[int], size: tuple[int, int]) -> Frames:
             taken.append(np.rot90(frame.to_ndarray(format="rgb24"), turns))
             if len(taken) == len(indices):
                 break
-    return np.stack(taken) if taken else np.zeros((0, *size[::-1], 3), np.uint8)
+    return taken
 
 
 def _taken(num_frames: int, rate: float | None, options: MediaOptions) -> list[int]:
