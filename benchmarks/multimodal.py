@@ -27,7 +27,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock import LLM, SamplingParams
-from penstock.media.processors.processor import read_processor
+from penstock.media.processors.reading import read_processor
 
 _VOCABULARY = 49_280
 _SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<video>"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.errors import InvalidRequest, UnsupportedParameter
-from penstock.media.processors.processor import read_processor
+from penstock.media.processors.reading import read_processor
 from support.multimodal_models import PLACEHOLDERS, picture, save_multimodal, saved_tensor, words
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 128, "enable_mm_embeds": True}

@@ -16,7 +16,7 @@ from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.native import NATIVE
-from penstock.media.processors.processor import read_processor
+from penstock.media.processors.reading import read_processor
 from support.multimodal_models import IMAGE as IMAGE_ID
 from support.multimodal_models import picture, save_multimodal, words
 from support.padded_attention import PaddedBackend, use_graphs

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.video_utils import VideoMetadata
 
 from penstock import LLM, RequestOutput, SamplingParams
-from penstock.media.processors.processor import read_processor
+from penstock.media.processors.reading import read_processor
 from support.multimodal_models import (
     AUDIO,
     MODEL_TYPES,

@@ -20,7 +20,7 @@ from penstock.features.multimodal.messages import MediaPart
 from penstock.features.multimodal.scheduling import MediaScheduling
 from penstock.features.multimodal.worker import MediaFeatures
 from penstock.layers.embedding import GIVEN_EMBEDDINGS
-from penstock.media.processors.processor import read_processor
+from penstock.media.processors.reading import read_processor
 from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
 from support.adapters import make_adapter, request_of, with_adapter
 from support.disturbed_workers import FailingWorker

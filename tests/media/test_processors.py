@@ -18,7 +18,8 @@ from transformers.video_utils import VideoMetadata
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.errors import InvalidRequest
 from penstock.media.item import Media
-from penstock.media.processors.processor import MediaProcessor, read_processor
+from penstock.media.processors.processor import MediaProcessor
+from penstock.media.processors.reading import read_processor
 from penstock.media.processors.videos import (
     InternVLVideos,
     Qwen2Videos,

@@ -28,6 +28,7 @@ _KAISER_BETA = 5.0
 
 def read_audio(given: Any, options: AudioOptions) -> Media:
     """Sound of a file's content, of samples, or of (samples, rate). Raises InvalidMedia."""
+    rate: Any
     if isinstance(given, bytes):
         samples, rate = _decoded(given, options)
     else:

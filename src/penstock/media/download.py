@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote, urljoin, urlsplit
 
 from penstock.contract.param_checks import shown
@@ -115,13 +115,13 @@ def _response(
     """Answer of the server: status, headers and body."""
     kind = http.client.HTTPSConnection if target.is_secure else http.client.HTTPConnection
     with closing(kind(target.host, target.port)) as connection:
-        connection.sock = _connected(target, deadline_s, is_allowed)
+        connection.sock = sock = _connected(target, deadline_s, is_allowed)
         if target.is_secure:
             context = ssl.create_default_context()
             context.sslsocket_class = _TlsSocket
-            # The timeout of the socket is that of the whole handshake.
-            connection.sock = context.wrap_socket(connection.sock, server_hostname=target.host)
-            connection.sock.deadline_s = deadline_s
+            # The socket's timeout is that of the whole handshake.
+            connection.sock = sock = cast("_TlsSocket", context.wrap_socket(sock, server_hostname=target.host))
+        sock.deadline_s = deadline_s
         connection.request("GET", target.path, headers=_HEADERS)
         with connection.getresponse() as response:
             yield response
@@ -156,7 +156,6 @@ def _connected(target: _Target, deadline_s: float, is_allowed: Callable[[str], b
     errors = []
     for family, kind, protocol, _, address in found:
         sock = _Deadline(family, kind, protocol)
-        sock.deadline_s = deadline_s
         try:
             sock.settimeout(_left_s(deadline_s))
             sock.connect(address)

@@ -8,8 +8,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ import numpy as np
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.contract.array_bytes import ArrayBytes
-from penstock.errors import InvalidRequest, ModelError, UnsupportedParameter
+from penstock.errors import InvalidRequest, UnsupportedParameter
 from penstock.media.audio import resampled
 from penstock.media.item import FEATURES, Media
 from penstock.media.processors.options import options_of, options_of_detail
+from penstock.media.processors.reading import read_processor
 
 logger = logging.getLogger(__name__)
-# Modules that are imported for a model that needs them: some import torch.
-_PROCESSORS = "penstock.media.processors"
 # Results of a processor that belong to the text.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 # Result of a processor of videos: seconds between two rows in time, for each.
@@ -35,23 +33,6 @@ _READERS = {
     "image": ("image_processor",),
     "audio": ("feature_extractor", "audio_processor"),
     "video": ("video_processor",),
-}
-
-
-class _OwnProcessor(NamedTuple):
-    """A processor that is not Transformers'.
-
-    module: of `processors`, with its class. parts: those of a model's folder that it is made of.
-    """
-
-    module: str
-    parts: tuple[str, ...]
-
-
-# By the name of the class of Transformers that it takes the place of.
-_OWN = {
-    "PixtralProcessor": _OwnProcessor("pixtral", ("image_processor", "tokenizer")),
-    "VoxtralProcessor": _OwnProcessor("voxtral", ("feature_extractor", "tokenizer")),
 }
 # Processors of which a clip is one window of their feature extractor, without what is behind it.
 _ONE_WINDOW = ("Qwen2AudioProcessor",)
@@ -110,9 +91,6 @@ class MediaProcessor:
         Raises InvalidRequest for an item or options that the processor does not take.
         """
         given = {**self._options, **(options or {})}
-        if media.detail == "low" and hasattr(getattr(self._read(), "image_processor", None), "do_image_splitting"):
-            # One tile, where others enlarge the image for its tiles.
-            given = {"do_image_splitting": False, **given}
         key = _key(media, given, uuid)
         with self._lock:
             found = self._cache.get(key)
@@ -232,68 +210,6 @@ def _listening(processor: Any) -> tuple[Any, list[str]]:
     processor = copy.copy(processor)
     processor.tokenizer = _ListeningTokenizer(processor.tokenizer, heard)
     return processor, heard
-
-
-def read_processor(folder: Path, model_type: str) -> Any:
-    """Read the processor of a model's folder.
-
-    A part whose package is not installed, such as some of videos without torchvision, is None. Raises ModelError for a
-    folder whose files are missing or damaged.
-    """
-    import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    name = PROCESSOR_MAPPING_NAMES.get(model_type)
-    own = _OWN.get(str(name))
-    processor_class = None if name is None else getattr(transformers, name, None)
-    if processor_class is None:
-        raise ModelError(f"Transformers {transformers.__version__} has no processor for model_type={model_type!r}.")
-    try:
-        if own is not None:
-            fields, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
-            make: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] = getattr(
-                import_module(f"{_PROCESSORS}.{own.module}"), str(name)
-            )
-            return make({part: _read_part(folder, part, name) for part in own.parts}, fields)
-        # Its text is logged, and not all parts are JSON.
-        changes = {"check_argument_for_proper_class": _unchecked, "__repr__": object.__repr__}
-        made: Any = type(processor_class.__name__, (processor_class,), changes)
-        fields, _ = made.get_processor_dict(folder, local_files_only=True)
-        return made.from_args_and_dict([_read_part(folder, part, name) for part in made.get_attributes()], fields)
-    except Exception as error:  # damaged files raise anything
-        raise ModelError(
-            f"The processor of {folder.name} ({name}) cannot be read: {error} It needs "
-            "preprocessor_config.json or processor_config.json, and the tokenizer's files."
-        ) from error
-
-
-def _unchecked(_: Any, __: str, argument: Any) -> type[Any]:
-    """Class of a part: one that is missing here has none to be checked against."""
-    return type(argument)
-
-
-def _read_part(folder: Path, name: str, processor: str) -> Any:
-    import transformers
-
-    # Some versions have no such class of their package without torchvision, though it reads the processors of PIL.
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    readers = {
-        "tokenizer": transformers.AutoTokenizer,
-        "image_processor": AutoImageProcessor,
-        "feature_extractor": transformers.AutoFeatureExtractor,
-        "audio_processor": transformers.AutoFeatureExtractor,
-    }
-    if name == "video_processor":
-        videos = import_module(f"{_PROCESSORS}.videos")
-        if processor in videos.VIDEO_PROCESSORS:
-            return videos.VIDEO_PROCESSORS[processor](videos.read_fields(folder))
-        from transformers.utils import is_torchvision_available
-
-        if not is_torchvision_available():
-            return None
-        readers[name] = transformers.AutoVideoProcessor
-    return readers[name].from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _audio_arguments(processor: Any, media: Media) -> dict[str, Any]:

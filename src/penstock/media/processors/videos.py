@@ -6,22 +6,14 @@ Suffixes: F frames, C channels, H height, W width.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# Files of a folder that may have a video processor's fields, and the field with them. The first is taken.
-_FILES = (
-    ("processor_config.json", "video_processor"),
-    ("video_preprocessor_config.json", None),
-    ("preprocessor_config.json", None),
-)
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 # Numbers of PIL's filters.
@@ -33,35 +25,10 @@ _USUAL_RATE = 24
 _MAX_SIDE = 4096
 
 
-class NoOptions(TypedDict):
-    """No options of a request beside those of all families."""
-
-
-class QwenOptions(TypedDict, total=False):
-    """Options of a request beside those of all families."""
-
-    min_pixels: int | None
-    max_pixels: int | None
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    min_frames: int
-    max_frames: int
-    cap_pixels_per_frame: bool | None
-    max_video_tokens: int
-
-
-class SmolVLMOptions(TypedDict, total=False):
-    """Options of a request beside those of all families."""
-
-    max_image_size: dict[str, int]
-    skip_secs: float
-
-
-class InternVLOptions(TypedDict, total=False):
-    """Options of a request beside those of all families."""
-
-    initial_shift: bool | float | int
+def _options(**types: Any) -> Any:
+    """Type of the options of a request that a family has beside those of all."""
+    make: Any = TypedDict
+    return make("Options", types, total=False)
 
 
 class VideoProcessor:
@@ -84,7 +51,7 @@ class VideoProcessor:
         "do_normalize": True,
         **_CLIP,
     }
-    valid_kwargs: ClassVar[Any] = NoOptions
+    valid_kwargs: ClassVar[Any] = _options()
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.options = {**self.defaults, **{name: value for name, value in fields.items() if name in self.defaults}}
@@ -114,10 +81,7 @@ class VideoProcessor:
 
     def sampled(self, metadata: Any, options: Mapping[str, Any]) -> list[int]:
         """Numbers of the frames that are taken of a video."""
-        total, num_frames = metadata.total_num_frames, options["num_frames"]
-        if num_frames is None and options["fps"] is not None:
-            num_frames = max(1, int(total / _rate(metadata) * options["fps"]))
-        num_frames = checked_count(total if num_frames is None else num_frames, total)
+        total, num_frames = metadata.total_num_frames, _count(metadata, options)
         return [number * total // num_frames for number in range(num_frames)]
 
     def inputs(self, frames_FCHW: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -136,13 +100,10 @@ class InternVLVideos(VideoProcessor):
     """Video processor of InternVL: frames from the middle of equal parts."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**VideoProcessor.defaults, "initial_shift": True}
-    valid_kwargs = InternVLOptions
+    valid_kwargs = _options(initial_shift=bool | float | int)
 
     def sampled(self, metadata: Any, options: Mapping[str, Any]) -> list[int]:
-        total, num_frames = metadata.total_num_frames, options["num_frames"]
-        if num_frames is None and options["fps"] is not None:
-            num_frames = int(total / _rate(metadata) * options["fps"])
-        num_frames = checked_count(total if num_frames is None else num_frames, total)
+        total, num_frames = metadata.total_num_frames, _count(metadata, options)
         shift = options["initial_shift"]
         shift = total / num_frames / 2 if shift is True else shift
         return torch.arange(shift, total, total / num_frames).int().tolist()
@@ -159,7 +120,7 @@ class SmolVLMVideos(VideoProcessor):
         "skip_secs": 1,
         **_HALF,
     }
-    valid_kwargs = SmolVLMOptions
+    valid_kwargs = _options(max_image_size=dict[str, int], skip_secs=float)
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -169,11 +130,8 @@ class SmolVLMVideos(VideoProcessor):
             self.options |= {"num_frames": sampling["max_frames"], "fps": sampling["fps"], "size": size}
 
     def sampled(self, metadata: Any, options: Mapping[str, Any]) -> list[int]:
-        total, num_frames, fps, skipped = (
-            metadata.total_num_frames,
-            *(options[name] for name in ("num_frames", "fps", "skip_secs")),
-        )
-        rate = _rate(metadata)
+        num_frames, fps, skipped = (options[name] for name in ("num_frames", "fps", "skip_secs"))
+        total, rate = metadata.total_num_frames, _rate(metadata)
         if num_frames is None or fps is None:
             raise ValueError(f"num_frames={num_frames} and fps={fps} do not say how many frames to take. Set both.")
         wanted = max(min(round(fps * metadata.duration), num_frames), 1)
@@ -182,7 +140,7 @@ class SmolVLMVideos(VideoProcessor):
             first, last = int(skipped * rate), min(int(total - skipped * rate), last)
         if first >= last:
             first, last = 0, total - 1
-        return [int(number) for number in np.unique(np.linspace(first, last, wanted, dtype=int))]
+        return list(map(int, np.unique(np.linspace(first, last, wanted, dtype=int))))
 
     def inputs(self, frames_FCHW: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
         if options["do_resize"]:
@@ -216,7 +174,12 @@ class Qwen2Videos(VideoProcessor):
         "cap_pixels_per_frame": False,
         "max_video_tokens": 128_000,
     }
-    valid_kwargs = QwenOptions
+    valid_kwargs = _options(
+        **dict.fromkeys(("min_pixels", "max_pixels"), int | None),
+        **dict.fromkeys(("patch_size", "temporal_patch_size", "merge_size"), int),
+        **dict.fromkeys(("min_frames", "max_frames", "max_video_tokens"), int),
+        cap_pixels_per_frame=bool | None,
+    )
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -233,7 +196,7 @@ class Qwen2Videos(VideoProcessor):
             most = min(options["max_frames"], total) // step * step
             num_frames = min(max(total / _rate(metadata) * options["fps"], options["min_frames"]), most, total)
             num_frames = math.floor(num_frames / step) * step
-        num_frames = checked_count(total if num_frames is None else num_frames, total)
+        num_frames = _checked_count(total if num_frames is None else num_frames, total)
         return torch.arange(0, total, total / num_frames).int().tolist()
 
     def inputs(self, frames_FCHW: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -278,16 +241,12 @@ class Qwen3Videos(Qwen2Videos):
             num_frames = min(max(wanted, options["min_frames"]), options["max_frames"], total)
         if num_frames is None:
             num_frames = min(max(total, options["min_frames"]), options["max_frames"])
-        return [int(number) for number in np.linspace(0, total - 1, num_frames).round()]
+        return list(map(int, np.linspace(0, total - 1, num_frames).round()))
 
     def frame_size(self, height: int, width: int, num_frames: int, options: Mapping[str, Any]) -> tuple[int, int]:
-        factor, step, size = (
-            options["patch_size"] * options["merge_size"],
-            options["temporal_patch_size"],
-            options["size"],
-        )
+        factor, step = options["patch_size"] * options["merge_size"], options["temporal_patch_size"]
+        least, most = (options["size"][edge] for edge in ("shortest_edge", "longest_edge"))
         num_frames = max(num_frames, step)
-        least, most = size["shortest_edge"], size["longest_edge"]
         if options["cap_pixels_per_frame"]:
             of_frame = min(options["max_video_tokens"] * factor**2, most // num_frames)
             most = max(of_frame, int(least * 1.05)) * num_frames
@@ -308,19 +267,15 @@ VIDEO_PROCESSORS: Mapping[str, type[VideoProcessor]] = {
 }
 
 
-def read_fields(folder: Path) -> Mapping[str, Any]:
-    """Fields of the video processor of a model's folder; those of its images where it has none."""
-    for file, field in _FILES:
-        path = folder / file
-        if path.exists():
-            content = json.loads(path.read_text(encoding="utf-8"))
-            content = content if field is None else content.get(field)
-            if isinstance(content, Mapping):
-                return content
-    return {}
+def _count(metadata: Any, options: Mapping[str, Any]) -> int:
+    """Number of frames to take: that of the options, or by their rate, or all."""
+    total, num_frames = metadata.total_num_frames, options["num_frames"]
+    if num_frames is None and options["fps"] is not None:
+        num_frames = max(1, int(total / _rate(metadata) * options["fps"]))
+    return _checked_count(total if num_frames is None else num_frames, total)
 
 
-def checked_count(num_frames: int, total: int) -> int:
+def _checked_count(num_frames: int, total: int) -> int:
     """The number of frames to take. Raises ValueError unless a video with so many has them."""
     if not 0 < num_frames <= total:
         raise ValueError(f"{num_frames} of its frames cannot be taken: it has {total}. Set num_frames or fps.")
@@ -381,13 +336,13 @@ def fitted_size(
             f"frames of {width} x {height} are not supported: the longer side is over 200 times the shorter."
         )
     least, most = pixels
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    rows, columns = (round(side / factor) * factor for side in (height, width))
     if num_frames[1] * rows * columns > most:
         scale = math.sqrt(num_frames[0] * height * width / most)
-        return tuple(max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))  # type: ignore[return-value]
-    if num_frames[1] * rows * columns < least:
+        rows, columns = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
+    elif num_frames[1] * rows * columns < least:
         scale = math.sqrt(least / (num_frames[0] * height * width))
-        return tuple(math.ceil(side * scale / factor) * factor for side in (height, width))  # type: ignore[return-value]
+        rows, columns = (math.ceil(side * scale / factor) * factor for side in (height, width))
     return rows, columns
 
 
