@@ -9,14 +9,13 @@ from penstock.config.checks import did_you_mean
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest
 
-# Parts of a processor, and the groups of options for them.
-_GROUPS = {
-    "image_processor": "images_kwargs",
-    "video_processor": "videos_kwargs",
-    "feature_extractor": "audio_kwargs",
-    "audio_processor": "audio_kwargs",
+# Argument of a processor by modality, before "_kwargs" the name of the group of its options; and parts that read it.
+ARGUMENTS = {"image": "images", "audio": "audio", "video": "videos"}
+_PARTS = {
+    "image": ("image_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+    "video": ("video_processor",),
 }
-_OF_MODALITY = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
 # Options that the engine sets, or that change the form of what a processor returns.
 _FIXED = frozenset(
     {
@@ -39,15 +38,20 @@ _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 
 
-def options_of(processor: Any, modality: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def reader_of(processor: Any, modality: str) -> Any:
+    """Part of a processor that reads a modality; None where it has none."""
+    parts = (getattr(processor, name, None) for name in _PARTS[modality])
+    return next((part for part in parts if part is not None), None)
+
+
+def options_of(processor: Any, modality: str, given: Mapping[str, Any], detail: str) -> dict[str, Any]:
     """Options for an item of a modality: those of its group, such as images_kwargs, and those without a group.
 
-    Raises InvalidRequest for an option that no part of the processor reads.
+    detail: of an image; "low" is the whole image, without tiles of it. Raises InvalidRequest for an option that no part
+    of the processor reads.
     """
-    groups: dict[str, set[str]] = {}
-    for part, group in _GROUPS.items():
-        if getattr(processor, part, None) is not None:
-            groups.setdefault(group, set()).update(_names(getattr(processor, part), group))
+    readers = {f"{argument}_kwargs": reader_of(processor, one) for one, argument in ARGUMENTS.items()}
+    groups = {group: _names(reader, group) for group, reader in readers.items() if reader is not None}
     names = set().union(*groups.values())
     for name, value in given.items():
         if name in groups and isinstance(value, Mapping):
@@ -57,14 +61,12 @@ def options_of(processor: Any, modality: str, given: Mapping[str, Any]) -> dict[
         else:
             raise InvalidRequest(f"{name}={shown(value)} of mm_processor_kwargs is not valid. Allowed: a dictionary.")
     free = {name: value for name, value in given.items() if name not in groups}
-    taken = {**free, **given.get(_OF_MODALITY[modality], {})}
-    return _with_size(processor.image_processor, taken) if modality == "image" else taken
-
-
-def options_of_detail(processor: Any, detail: str) -> dict[str, Any]:
-    """Options that a request's `detail` of an image means: "low" is the whole image, without tiles of it."""
-    reader = getattr(processor, "image_processor", None)
-    return {name: False for name in _TILES if hasattr(reader, name)} if detail == "low" else {}
+    taken = {**free, **given.get(f"{ARGUMENTS[modality]}_kwargs", {})}
+    if modality != "image":
+        return taken
+    reader = reader_of(processor, modality)
+    tiles = {name: False for name in _TILES if hasattr(reader, name)} if detail == "low" else {}
+    return {**tiles, **_with_size(reader, taken)}
 
 
 def _with_size(reader: Any, options: dict[str, Any]) -> dict[str, Any]:

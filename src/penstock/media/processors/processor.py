@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import re
 import threading
 from collections import OrderedDict
@@ -19,21 +18,13 @@ from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, UnsupportedParameter
 from penstock.media.audio import resampled
 from penstock.media.item import FEATURES, Media
-from penstock.media.processors.options import options_of, options_of_detail
+from penstock.media.processors.options import ARGUMENTS, options_of, reader_of
 from penstock.media.processors.reading import read_processor
 
-logger = logging.getLogger(__name__)
 # Results of a processor that belong to the text.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
 # Result of a processor of videos: seconds between two rows in time, for each.
 _ROW_SECONDS = "second_per_grid_ts"
-# Arguments of a processor by modality, and its parts that read them.
-_ARGUMENTS = {"image": "images", "audio": "audio", "video": "videos"}
-_READERS = {
-    "image": ("image_processor",),
-    "audio": ("feature_extractor", "audio_processor"),
-    "video": ("video_processor",),
-}
 # Processors of which a clip is one window of their feature extractor, without what is behind it.
 _ONE_WINDOW = ("Qwen2AudioProcessor",)
 
@@ -77,7 +68,7 @@ class MediaProcessor:
         # Gemma's begins an image; its own token is that of a row of features.
         token = getattr(processor, "boi_token", None) if modality == "image" else None
         token = token or getattr(processor, f"{modality}_token", None)
-        if token is None or all(getattr(processor, name, None) is None for name in _READERS[modality]):
+        if token is None or reader_of(processor, modality) is None:
             raise UnsupportedParameter(
                 f"{type(processor).__name__} reads no {modality} here ({self._folder.name}): the part of it that does "
                 "needs a package that is not installed, or the model's folder lacks its file."
@@ -117,15 +108,13 @@ class MediaProcessor:
         if media.is_features:
             return self._of_features(key, media)
         placeholder = self.placeholder(modality)
-        options = options_of(self._read(), modality, options)
+        options = options_of(self._read(), modality, options, media.detail)
         processor, heard = _listening(self._read())
-        arguments: dict[str, Any] = {_ARGUMENTS[modality]: [media.value]}
+        arguments: dict[str, Any] = {ARGUMENTS[modality]: [media.value]}
         if modality == "audio":
             arguments = _audio_arguments(processor, media)
         elif modality == "video":
             arguments |= _video_arguments(media)
-        else:
-            arguments |= options_of_detail(processor, media.detail)
         try:
             made = processor(text=[placeholder], **{**arguments, **options}, return_tensors="pt")
         except Exception as error:  # a processor's errors have no common class
@@ -214,7 +203,7 @@ def _listening(processor: Any) -> tuple[Any, list[str]]:
 
 def _audio_arguments(processor: Any, media: Media) -> dict[str, Any]:
     """Arguments of a processor for a clip of audio. Raises InvalidRequest for one longer than the model takes."""
-    reader = next(part for name in _READERS["audio"] if (part := getattr(processor, name, None)) is not None)
+    reader = reader_of(processor, "audio")
     rate = reader.sampling_rate
     samples = resampled(media.value, media.rate or rate, rate)
     if type(processor).__name__ in _ONE_WINDOW and len(samples) > reader.n_samples:
