@@ -236,11 +236,36 @@ MIXTURES = {
     ),
     "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", {**_TINY_MOE, "intermediate_size": 48}),
 }
-_ALL = {**FAMILIES, **MIXTURES}
+# Families with recurrent layers.
+_TINY_LFM2 = {
+    **{name: value for name, value in _TINY.items() if name != "rms_norm_eps"},
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "pad_token_id": 0,
+    "conv_L_cache": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+RECURRENT = {
+    "lfm2": Family("Lfm2Config", "Lfm2ForCausalLM", {**_TINY_LFM2, "block_multiple_of": 16}),
+    "lfm2_moe": Family(
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {
+            **_TINY_LFM2,
+            "moe_intermediate_size": 48,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+}
+_ALL = {**FAMILIES, **MIXTURES, **RECURRENT}
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """Tiny configuration of one of `FAMILIES` or `MIXTURES`, which runs in milliseconds."""
+    """Tiny configuration of one of `FAMILIES`, `MIXTURES` or `RECURRENT`, which runs in milliseconds."""
     config_class = getattr(transformers, _ALL[family].config_class)
     return config_class(**{**_ALL[family].tiny, **overrides})
 
@@ -255,7 +280,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
         for name, parameter in model.named_parameters():
             parameter.copy_(_random_values(name, parameter, generator, _ALL[family].norm_weight))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.eval()
 

@@ -32,6 +32,8 @@ _MODELS = {
     "HunYuanDenseV1ForCausalLM": "penstock.models.hunyuan",
     "HunYuanMoEV1ForCausalLM": "penstock.models.hunyuan",
     "Llama4ForCausalLM": "penstock.models.llama4",
+    "Lfm2ForCausalLM": "penstock.models.lfm2",
+    "Lfm2MoeForCausalLM": "penstock.models.lfm2",
     "LlamaForCausalLM": "penstock.models.llama",
     "M2M100ForConditionalGeneration": "penstock.models.bart",
     "MBartForConditionalGeneration": "penstock.models.bart",

@@ -1,0 +1,155 @@
+"""Families with recurrent layers: tokens and log-probabilities are Transformers' in float32, however work is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.plugins import assert_equal
+from penstock.contract import RecurrentStateSpec
+from penstock.engine.core.engine_core import EngineCore
+from penstock.scheduler.kv_cache_plan import make_kv_cache_config
+from support.checkpoints import RECURRENT, VOCAB_SIZE, save_checkpoint, tiny_model
+from support.engines import Result, assert_greedy_continuation, greedy, make_core, random_prompts, run
+
+# Families with other layouts of heads, groups and layers, as (family, changes of its configuration).
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2-bias-untied": ("lfm2", {"conv_bias": True, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False}),
+    "lfm2-attention-last": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 2}),
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in RECURRENT}, **VARIANTS}
+LENGTHS = (1, 40, 3, 17, 70)
+NUM_TOKENS = 12
+OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 96, "kv_cache_memory_bytes": 24 << 20}
+PROMPTS = random_prompts(LENGTHS, VOCAB_SIZE)
+PARAMS = greedy(NUM_TOKENS, logprobs=3)
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+# Drafts of the second run, which earlier outputs give, are accepted.
+SUFFIX = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}}
+CHUNKS = (1, 7, 64)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 13},
+    {"fast_paths": "off", "async_scheduling": False},
+    {"max_num_batched_tokens": 19, **NGRAM},
+    {"max_num_batched_tokens": 24, **SUFFIX},
+]
+
+
+class Model:
+    """A tiny checkpoint, its oracle, and the results of each prompt alone, whole, layer by layer."""
+
+    def __init__(self, folder: Path, family: str, changes: dict[str, Any]) -> None:
+        self.folder = folder
+        self.oracle = tiny_model(family, **changes)
+        save_checkpoint(self.oracle, folder)
+        self.alone = self.run_each(fast_paths="off", max_num_batched_tokens=128)
+
+    def run_each(self, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[Result]:
+        """Each prompt by itself."""
+        core = make_core(self.folder, **OPTIONS, **options, enable_prefix_caching=False)
+        try:
+            return [run(core, [prompt], PARAMS)[0] for prompt in prompts]
+        finally:
+            core.close()
+
+
+@pytest.fixture(scope="module", params=[*RECURRENT, *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("recurrent"), *MODELS[request.param])
+
+
+def test_tokens_and_log_probabilities_are_those_of_transformers(model: Model) -> None:
+    for prompt, result in zip(PROMPTS, model.alone, strict=True):
+        assert result.error is None, result.error
+        assert len(result.tokens) == len(result.logprobs) == NUM_TOKENS
+        assert_greedy_continuation(model.oracle, prompt, result)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.one_case_quick
+def test_chunks_of_any_size_give_the_same_bits(model: Model, chunk: int) -> None:
+    assert_equal(model.run_each(max_num_batched_tokens=chunk, max_num_seqs=1), model.alone)
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.each_value_quick
+def test_a_batch_has_the_bits_of_its_requests_alone(model: Model, options: dict[str, Any]) -> None:
+    core = make_core(model.folder, **OPTIONS, **options)
+    # The second time from snapshots.
+    for _ in range(2):
+        assert_equal(run(core, PROMPTS, PARAMS), model.alone)
+    if "speculative_config" in options:
+        metrics = core.scheduler.spec_decode_metrics
+        is_suffix = options["speculative_config"]["method"] == "suffix"
+        assert metrics.num_draft_tokens > metrics.num_accepted_tokens >= (20 if is_suffix else 0)
+    core.close()
+
+
+@pytest.mark.parametrize("options", [{}, NGRAM], ids=str)
+@pytest.mark.one_case_quick
+def test_prefix_hits_change_no_bit(model: Model, options: dict[str, Any]) -> None:
+    shared = PROMPTS[1]
+    prompts = [shared + tail for tail in random_prompts([1, 4, 9], VOCAB_SIZE, seed=6)]
+    expected = model.run_each(prompts)
+    core = make_core(model.folder, **OPTIONS, **options)
+    assert run(core, [shared], PARAMS)[0].num_cached_tokens == 0
+    for _ in range(2):
+        results = run(core, prompts, PARAMS)
+        assert_equal(results, expected)
+        assert all(result.num_cached_tokens > 0 for result in results)
+    core.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7, **NGRAM}], ids=str)
+@pytest.mark.one_case_quick
+def test_preempted_requests_have_the_same_bits(
+    model: Model, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    core = core_with_small_pools(model.folder, monkeypatch, **options)
+    assert_equal(run(core, PROMPTS, PARAMS), model.alone)
+    core.scheduler.kv_cache.check_integrity()
+    assert core.scheduler.kv_cache.num_used_blocks == 0
+    core.close()
+
+
+def core_with_small_pools(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> EngineCore:
+    """An engine with room for about two requests in each pool."""
+
+    def sized(config: Any, specs: dict[str, Any], *others: Any) -> Any:
+        from penstock.scheduler.kv_cache_plan import group_layers
+
+        groups = group_layers(specs)
+        counts = {group.pool: 14 if isinstance(group.spec, RecurrentStateSpec) else 30 for group in groups}
+        return make_kv_cache_config(groups, [counts[pool] for pool in sorted(counts)])
+
+    monkeypatch.setattr("penstock.engine.core.startup.size_kv_cache", sized)
+    return make_core(folder, **{**OPTIONS, **options})
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.one_case_quick
+def test_quantised_weights_give_the_same_bits_in_any_chunks(model: Model, quantization: str) -> None:
+    prompts = PROMPTS[1:4]
+    expected = model.run_each(prompts, quantization=quantization, max_num_batched_tokens=128)
+    core = make_core(model.folder, **OPTIONS, quantization=quantization, max_num_batched_tokens=7)
+    for _ in range(2):
+        assert_equal(run(core, prompts, PARAMS), expected)
+    core.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, **NGRAM}],
+    ids=str,
+)
+def test_ranks_and_stages_give_the_tokens_of_one_worker(model: Model, options: dict[str, Any]) -> None:
+    core = make_core(model.folder, **OPTIONS, **options)
+    for _ in range(2):
+        for prompt, result in zip(PROMPTS, run(core, PROMPTS, PARAMS), strict=True):
+            assert result.error is None, result.error
+            assert_greedy_continuation(model.oracle, prompt, result)
+    core.close()
