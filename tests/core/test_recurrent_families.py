@@ -17,6 +17,11 @@ from support.engines import Result, assert_greedy_continuation, greedy, make_cor
 # Families with other layouts of heads, groups and layers, as (family, changes of its configuration).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-bias-untied": ("lfm2", {"conv_bias": True, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False}),
+    "granite-dense-rope": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True, "attention_bias": True},
+    ),
+    "granite-one-group": ("granitemoehybrid", {"mamba_n_groups": 1, "time_step_limit": [0.5, 1.5], "mamba_d_conv": 2}),
     "lfm2-attention-last": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 2}),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in RECURRENT}, **VARIANTS}

@@ -246,7 +246,28 @@ _TINY_LFM2 = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+_TINY_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+}
+_TINY_GRANITE_HYBRID = {
+    **_TINY_GRANITE,
+    **_TINY_MAMBA,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 80,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 RECURRENT = {
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**_TINY_GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
     "lfm2": Family("Lfm2Config", "Lfm2ForCausalLM", {**_TINY_LFM2, "block_multiple_of": 16}),
     "lfm2_moe": Family(
         "Lfm2MoeConfig",

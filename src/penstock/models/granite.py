@@ -7,17 +7,18 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.embedding import ScaledVocabEmbedding
-from penstock.layers.experts import MoE
+from penstock.layers.experts import MoE, Routing
 from penstock.layers.norm import norm_of_stream
+from penstock.layers.rope_scaling import RopeParameters
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLayer, DecoderModel, SelfAttention
 from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, mixtures, read_routing
@@ -41,21 +42,26 @@ class GraniteLayer(DecoderLayer):
         return self.feed_forward(hidden_TD, context).mul_(self.residual_multiplier), residual_TD
 
 
-def _granite_decoder(
+def granite_decoder(
     fields: ConfigFields,
     config: DecoderConfig,
     parallel: ParallelState,
     *,
     mlp_bias: bool = False,
     moe: Callable[[int], MoE | None] | None = None,
+    mixer: Callable[[int], nn.Module | None] = lambda _: None,
+    ropes: Sequence[RopeParameters | None] | None = None,
 ) -> DecoderModel:
-    """Build the model. moe: as in `plain_decoder`."""
+    """Build the model. moe: as in `plain_decoder`. mixer: makes what a layer has in place of attention, or None.
+
+    ropes: as of `DecoderModel`.
+    """
     bias = fields.flag("attention_bias", default=False)
     scale, multiplier = fields.number("attention_multiplier", default=1.0), fields.number("residual_multiplier", 1.0)
 
     def layer(index: int) -> GraniteLayer:
-        attention = SelfAttention(config, index, parallel, qkv_bias=bias, output_bias=bias, scale=scale)
-        made = GraniteLayer(config, attention, parallel, mlp_bias=mlp_bias, moe=None if moe is None else moe(index))
+        mixes = mixer(index) or SelfAttention(config, index, parallel, qkv_bias=bias, output_bias=bias, scale=scale)
+        made = GraniteLayer(config, mixes, parallel, mlp_bias=mlp_bias, moe=None if moe is None else moe(index))
         made.residual_multiplier = float(multiplier)
         return made
 
@@ -64,7 +70,7 @@ def _granite_decoder(
         config.vocab_size, config.hidden_size, scale=embedding_multiplier, parallel=parallel
     )
     embed_tokens.scales_given = True
-    return DecoderModel(config, parallel, layer, embed_tokens=embed_tokens)
+    return DecoderModel(config, parallel, layer, embed_tokens=embed_tokens, ropes=ropes)
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
@@ -73,7 +79,7 @@ class GraniteForCausalLM(DecoderForCausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
-        model = _granite_decoder(fields, config, parallel, mlp_bias=fields.flag("mlp_bias", default=False))
+        model = granite_decoder(fields, config, parallel, mlp_bias=fields.flag("mlp_bias", default=False))
         super().__init__(config, parallel, model)
         self._logits_scaling = fields.number("logits_scaling", default=1.0)
 
@@ -81,8 +87,8 @@ class GraniteForCausalLM(DecoderForCausalLM):
         return super().compute_logits(hidden_LD, context).div_(self._logits_scaling)
 
 
-class GraniteMoeForCausalLM(MixtureForCausalLM):
-    """Granite with experts in every layer, whose weights are a softmax over the chosen ones.
+class GraniteMixture(MixtureForCausalLM):
+    """Granite with experts, whose weights are a softmax over the chosen ones.
 
     Checkpoints hold the experts of a layer in one tensor.
     """
@@ -91,14 +97,16 @@ class GraniteMoeForCausalLM(MixtureForCausalLM):
         "block_sparse_moe", router="router.layer", stacked_block="block_sparse_moe", stacked_router="router"
     )
 
-    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
-        fields = ConfigFields(model_config)
-        config = DecoderConfig.read(fields)
-        # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
-        routing = read_routing(fields, normalizes=True)
-        layers = list(range(config.num_layers))
-        moe = mixtures(config, routing, config.intermediate_size, parallel, layers)
-        super().__init__(config, parallel, _granite_decoder(fields, config, parallel, moe=moe), layers, routing)
+    def __init__(
+        self,
+        fields: ConfigFields,
+        config: DecoderConfig,
+        parallel: ParallelState,
+        model: DecoderModel,
+        moe_layers: list[int],
+        routing: Routing | None,
+    ) -> None:
+        super().__init__(config, parallel, model, moe_layers, routing)
         self._logits_scaling = fields.number("logits_scaling", default=1.0)
 
     def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
@@ -118,3 +126,16 @@ class GraniteMoeForCausalLM(MixtureForCausalLM):
             gate, up = of_expert.chunk(2)
             yield f"{block}.experts.{expert}.gate_proj.weight", gate
             yield f"{block}.experts.{expert}.up_proj.weight", up
+
+
+class GraniteMoeForCausalLM(GraniteMixture):
+    """Granite with experts in every layer."""
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
+        fields = ConfigFields(model_config)
+        config = DecoderConfig.read(fields)
+        # The softmax over all experts, normalised over the chosen ones, is the softmax over these.
+        routing = read_routing(fields, normalizes=True)
+        layers = list(range(config.num_layers))
+        moe = mixtures(config, routing, config.intermediate_size, parallel, layers)
+        super().__init__(fields, config, parallel, granite_decoder(fields, config, parallel, moe=moe), layers, routing)

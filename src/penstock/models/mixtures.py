@@ -40,7 +40,7 @@ class ExpertNames:
 
 
 class MixtureForCausalLM(DecoderForCausalLM):
-    """A decoder in which some layers have experts instead of the MLP.
+    """A decoder in which some layers have experts instead of the MLP. routing: None where no layer has.
 
     expert_names: as in checkpoints. gate_up_alternate: outputs of gate and up alternate where they are stacked.
     has_shared: whether checkpoints have shared experts, as one MLP.
@@ -56,7 +56,7 @@ class MixtureForCausalLM(DecoderForCausalLM):
         parallel: ParallelState,
         model: DecoderModel,
         moe_layers: list[int],
-        routing: Routing,
+        routing: Routing | None,
     ) -> None:
         super().__init__(config, parallel, model)
         self._moe_layers, self._routing = moe_layers, routing
@@ -65,8 +65,8 @@ class MixtureForCausalLM(DecoderForCausalLM):
         """Experts' weights, which Transformers stacks, and the router's."""
         found: dict[str, Sequence[StackedParameter]] = {}
         middle = next((module.intermediate_size for module in self.modules() if isinstance(module, MoE)), None)
-        if middle is None:
-            # All of them are on other pipeline stages.
+        if middle is None or self._routing is None:
+            # There are none, or all of them are on other pipeline stages.
             return found
         hidden, names = self.config.hidden_size, self.expert_names
         outputs = slice(middle), slice(middle, 2 * middle)
@@ -98,6 +98,7 @@ class MixtureForCausalLM(DecoderForCausalLM):
         return table
 
     def _expert_table(self, layer: int) -> WeightTable:
+        assert self._routing is not None, "layers with experts have a routing"
         theirs, ours = f"model.layers.{layer}.{self.expert_names.block}", f"model.layers.{layer}.mlp"
         return expert_weights(theirs, ours, self._routing.num_experts, self.expert_names, has_shared=self.has_shared)
 

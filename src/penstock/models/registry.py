@@ -29,6 +29,7 @@ _MODELS = {
     "GptOssForCausalLM": "penstock.models.gpt_oss",
     "GraniteForCausalLM": "penstock.models.granite",
     "GraniteMoeForCausalLM": "penstock.models.granite",
+    "GraniteMoeHybridForCausalLM": "penstock.models.granite_hybrid",
     "HunYuanDenseV1ForCausalLM": "penstock.models.hunyuan",
     "HunYuanMoEV1ForCausalLM": "penstock.models.hunyuan",
     "Llama4ForCausalLM": "penstock.models.llama4",

@@ -59,16 +59,19 @@ def groups_of_share(share: Share, group_size: int, what: str) -> Share:
     return Share(share.start // group_size, share.size // group_size, share.whole // group_size)
 
 
-def heads_of_rank(num_heads: int, num_kv_heads: int, group: Group) -> tuple[Share, Share]:
+def heads_of_rank(
+    num_heads: int, num_kv_heads: int, group: Group, names: tuple[str, str] = ("attention heads", "KV heads")
+) -> tuple[Share, Share]:
     """Return this rank's query heads and their KV heads, which are replicated if there are fewer than ranks.
 
+    names: of both, for errors; heads of another kind may have others in common.
     Raises Indivisible if either cannot be split evenly.
     """
     if max(num_kv_heads, group.size) % min(num_kv_heads, group.size) != 0:
         raise Indivisible(
-            f"{num_heads} attention heads with {num_kv_heads} KV heads cannot be shared by {group.size} ranks."
+            f"{num_heads} {names[0]} with {num_kv_heads} {names[1]} cannot be shared by {group.size} ranks."
         )
-    heads = share_of_rank(num_heads, group, "attention heads")
+    heads = share_of_rank(num_heads, group, names[0])
     return heads, Share(group.rank * num_kv_heads // group.size, max(1, num_kv_heads // group.size), num_kv_heads)
 
 
