@@ -5,7 +5,7 @@ Suffixes: T tokens, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -126,19 +126,32 @@ class MergedColumnParallelLinear(LinearLayer):
 
     def _rows_of_all(self) -> tuple[int, Part | None]:
         """Rows of a tensor with all shards side by side, and this rank's part of them."""
-        rows, begin = [], 0
-        for share in self.output_shares.values():
-            rows.append(Share(begin + share.start, share.size, share.whole))
-            begin += share.whole
-        is_all = all(share.size == share.whole for share in rows)
-        return begin, None if is_all else Part(0, tuple(rows))
+        rows = side_by_side(list(self.output_shares.values()))
+        return rows[0].whole, part_of_rows(rows)
+
+
+class ArrangedColumnParallelLinear(MergedColumnParallelLinear):
+    """Projections whose rows lie in checkpoints in another order than the outputs, or several in one tensor.
+
+    places: by checkpoint tensor, its rows that are this rank's outputs, in their order.
+    """
+
+    def __init__(self, input_size: int, places: Mapping[Shard, Sequence[Share]], *, bias: bool) -> None:
+        sizes = {shard: sum(share.size for share in rows) for shard, rows in places.items()}
+        shares = {shard: Share(0, sizes[shard], rows[0].whole) for shard, rows in places.items()}
+        super().__init__(input_size, shares, bias=bias)
+        self._parts = {shard: part_of_rows(rows) for shard, rows in places.items()}
+
+    def part_of(self, shard: Shard) -> Part | None:
+        return self._parts[shard]
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
     """Fused query, key and value projections of an attention layer: shards "q", "k" and "v".
 
     num_heads, num_kv_heads: over all ranks; the layer's own are this rank's. is_interleaved: pairs of a query or key
-    head that rotate are adjacent in checkpoints and adapters, which have the three projections one by one.
+    head that rotate are adjacent in checkpoints and adapters, which have the three projections one by one. has_gate:
+    shard "q" has a gate behind each query head; the outputs begin with the gates of all heads.
     """
 
     def __init__(
@@ -151,17 +164,55 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         bias: bool,
         parallel: ParallelState,
         is_interleaved: bool = False,
+        has_gate: bool = False,
     ) -> None:
         heads, kv_heads = heads_of_rank(num_heads, num_kv_heads, parallel.tensor)
-        shares = {"q": heads * head_size, "k": kv_heads * head_size, "v": kv_heads * head_size}
+        queries = heads * (2 * head_size if has_gate else head_size)
+        shares = {"q": queries, "k": kv_heads * head_size, "v": kv_heads * head_size}
         super().__init__(hidden_size, shares, bias=bias)
         self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
         self._interleaved = head_size if is_interleaved else None
+        self._gated_rows: list[Share] = []
+        if has_gate:
+            self._gated_rows = [
+                piece for place in (1, 0) for piece in pieces_of_heads(heads, head_size, place * head_size, 2 * head_size)
+            ]
 
     def part_of(self, shard: Shard) -> Part | None:
+        if self._gated_rows and shard == "q":
+            return part_of_rows(self._gated_rows)
         if self._interleaved is None or shard == "v":
             return super().part_of(shard)
         return Part(0, (self.output_shares[shard],), self._interleaved)
+
+
+def side_by_side(shares: Sequence[Share]) -> list[Share]:
+    """Shares of several tensors, as parts of the tensor that has all of these one after the other."""
+    whole, rows, begin = sum(share.whole for share in shares), [], 0
+    for share in shares:
+        rows.append(Share(begin + share.start, share.size, whole))
+        begin += share.whole
+    return rows
+
+
+def pieces_of_heads(heads: Share, size: int, offset: int, stride: int, *, heads_per_stride: int = 1) -> list[Share]:
+    """`size` rows of each of these heads, in a tensor with `stride` rows for every `heads_per_stride` of all heads.
+
+    offset: of the first head's rows among these; those of the others follow.
+    """
+    whole = heads.whole // heads_per_stride * stride
+    places = (divmod(head, heads_per_stride) for head in range(heads.start, heads.start + heads.size))
+    return [Share(group * stride + offset + number * size, size, whole) for group, number in places]
+
+
+def part_of_rows(rows: Sequence[Share]) -> Part | None:
+    """Part of a tensor that consists of these rows, one after the other; None for all of them in their order."""
+    joined: list[Share] = []
+    for share in rows:
+        if joined and joined[-1].start + joined[-1].size == share.start:
+            share = Share(joined[-1].start, joined.pop().size + share.size, share.whole)
+        joined.append(share)
+    return _part(0, joined[0]) if len(joined) == 1 else Part(0, tuple(joined))
 
 
 def _part(dim: int, share: Share) -> Part | None:
