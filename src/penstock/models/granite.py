@@ -6,7 +6,6 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
@@ -24,7 +23,10 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderLa
 from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, mixtures, read_routing
 from penstock.parallel import ParallelState
 
-_STACKED_EXPERTS = re.compile(r"(.*\.block_sparse_moe)\.(input_linear|output_linear)\.weight")
+_STACKED_EXPERTS = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+}
 
 
 class GraniteLayer(DecoderLayer):
@@ -113,19 +115,10 @@ class GraniteMixture(MixtureForCausalLM):
         return super().compute_logits(hidden_LD, context).div_(self._logits_scaling)
 
     def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Cut the tensors of all experts: gate and up lie side by side."""
-        stacked = _STACKED_EXPERTS.fullmatch(name)
-        if stacked is None:
-            yield from super().pieces(name, tensor)
-            return
-        block, projection = stacked.groups()
-        for expert, of_expert in enumerate(tensor):
-            if projection == "output_linear":
-                yield f"{block}.experts.{expert}.down_proj.weight", of_expert
-                continue
-            gate, up = of_expert.chunk(2)
-            yield f"{block}.experts.{expert}.gate_proj.weight", gate
-            yield f"{block}.experts.{expert}.up_proj.weight", up
+        """Cut the tensors of all experts."""
+        for theirs, stacked in _STACKED_EXPERTS.items():
+            name = name.replace(theirs, stacked)
+        return super().pieces(name, tensor)
 
 
 class GraniteMoeForCausalLM(GraniteMixture):

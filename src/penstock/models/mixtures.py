@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
+
+from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.kernels.activation import GatedActivation
@@ -16,6 +19,7 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderMo
 from penstock.models.weights import Into, WeightTable, of_layers
 from penstock.parallel import ParallelState
 
+_STACKED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 # Families, and versions of Transformers, differ in the name.
 _NAMES_OF_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 
@@ -60,6 +64,10 @@ class MixtureForCausalLM(DecoderForCausalLM):
     ) -> None:
         super().__init__(config, parallel, model)
         self._moe_layers, self._routing = moe_layers, routing
+
+    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for own_name, piece in super().pieces(name, tensor):
+            yield from pieces_of_experts(own_name, piece)
 
     def stacked_parameters(self) -> Mapping[str, Sequence[StackedParameter]]:
         """Experts' weights, which Transformers stacks, and the router's."""
@@ -135,6 +143,19 @@ def gated_mlp(theirs: str, ours: str, names: ExpertNames) -> Iterator[tuple[str,
     yield f"{theirs}.{names.gate_proj}", Into(f"{ours}.gate_up_proj", shard="gate")
     yield f"{theirs}.{names.up_proj}", Into(f"{ours}.gate_up_proj", shard="up")
     yield f"{theirs}.{names.down_proj}", Into(f"{ours}.down_proj")
+
+
+def pieces_of_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Cut a tensor of all experts of a layer, [experts, outputs, inputs] with gate and up side by side."""
+    stacked = _STACKED_EXPERTS.fullmatch(name)
+    if stacked is None:
+        yield name, tensor
+        return
+    prefix, projection = stacked.groups()
+    names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+    for expert, of_expert in enumerate(tensor):
+        for one, part in zip(names, of_expert.chunk(len(names)), strict=True):
+            yield f"{prefix}.{expert}.{one}.weight", part
 
 
 def read_routing(
