@@ -37,6 +37,7 @@ from support.draft_heads import (
     write_head,
 )
 from support.plain_attention import plain_context
+from support.qwen_mtp import qwen_mtp_hidden, write_qwen_mtp
 
 LENGTHS = [7, 1, 12]
 
@@ -199,6 +200,18 @@ def test_deepseek_mtp(tmp_path: Path, options: dict[str, Any]) -> None:
         embedding,
         logits_of(target),
     )
+    assert head.aux_layers == ()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("are_stacked", [False, True])
+def test_qwen3_next_mtp(tmp_path: Path, family: str, are_stacked: bool) -> None:
+    oracle = write_qwen_mtp(tmp_path, family, are_stacked=are_stacked)
+    target = load(tmp_path)
+    assert isinstance(target, DecoderForCausalLM)
+    head = load_head(tmp_path, "Qwen3NextMTP", target, {})
+    embedding = oracle.get_input_embeddings().weight
+    assert_computes(head, lambda *args: qwen_mtp_hidden(oracle, *args), embedding, logits_of(target))
     assert head.aux_layers == ()
 
 

@@ -262,6 +262,25 @@ _TINY_GRANITE_HYBRID = {
     "shared_intermediate_size": 80,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+_TINY_DELTA = {
+    **_TINY,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+    "pad_token_id": 0,
+}
+_TINY_SHARED_MOE = {
+    "moe_intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 40,
+}
+_TINY_DELTA_MOE = {name: value for name, value in _TINY_DELTA.items() if name != "intermediate_size"} | _TINY_SHARED_MOE
 RECURRENT = {
     "granitemoehybrid": Family(
         "GraniteMoeHybridConfig",
@@ -281,6 +300,14 @@ RECURRENT = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**_TINY_DELTA, **_TINY_SHARED_MOE, "mlp_only_layers": [1]},
+        norm_weight=0.0,
+    ),
+    "qwen3_5": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _TINY_DELTA, norm_weight=0.0),
+    "qwen3_5_moe": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _TINY_DELTA_MOE, norm_weight=0.0),
 }
 _ALL = {**FAMILIES, **MIXTURES, **RECURRENT}
 

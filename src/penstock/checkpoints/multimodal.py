@@ -26,6 +26,8 @@ _TEXT_CLASSES = {
     "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
 # Model types whose tokens of an image attend to one another in both directions.
 _BIDIRECTIONAL = ("gemma3",)
@@ -72,7 +74,7 @@ def text_view(hf_config: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     """
     architecture = _architecture(hf_config)
     if architecture is None:
-        return {name: value for name, value in hf_config.items() if name != _WHOLE}
+        return without_media(hf_config)
     parsed = _parsed(hf_config, model)
     text = parsed.get_text_config()
     if text is parsed:
@@ -99,6 +101,11 @@ def text_view(hf_config: Mapping[str, Any], model: str) -> Mapping[str, Any]:
         "rope_is_interleaved": is_interleaved,
     }
     return {name: value for name, value in view.items() if value is not None}
+
+
+def without_media(text_view: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text view as a configuration of the language model alone, such as for a draft head."""
+    return {name: value for name, value in text_view.items() if name != _WHOLE}
 
 
 def _architecture(hf_config: Mapping[str, Any]) -> str | None:

@@ -175,7 +175,9 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         self._gated_rows: list[Share] = []
         if has_gate:
             self._gated_rows = [
-                piece for place in (1, 0) for piece in pieces_of_heads(heads, head_size, place * head_size, 2 * head_size)
+                piece
+                for place in (1, 0)
+                for piece in pieces_of_heads(heads, head_size, place * head_size, 2 * head_size)
             ]
 
     def part_of(self, shard: Shard) -> Part | None:

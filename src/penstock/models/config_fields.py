@@ -138,19 +138,21 @@ class ConfigFields(Fields):
         read_quantized_checkpoint(self.hf_config, self.model_config.model)
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def read_layer_kinds(fields: ConfigFields, default: Sequence[str]) -> list[str]:
-    """Return `FULL` or `SLIDING` for every layer; `default` for an absent field.
+def read_layer_kinds(
+    fields: ConfigFields, default: Sequence[str], allowed: Collection[str] = (FULL, SLIDING)
+) -> list[str]:
+    """Return one of `allowed` for every layer; `default` for an absent field.
 
     Raises UnsupportedFeature for other types.
     """
     kinds = fields.layer_types(len(default))
     if kinds is None:
         return list(default)
-    if not set(kinds) <= {FULL, SLIDING}:
-        raise fields.unsupported("layer_types", kinds, f"{FULL}, {SLIDING}")
+    if not set(kinds) <= set(allowed):
+        raise fields.unsupported("layer_types", kinds, ", ".join(allowed))
     return kinds
 
 

@@ -163,7 +163,8 @@ class SelfAttention(nn.Module):
     """Attention with rotary embedding.
 
     scale: factor on the scores; None takes head_size ** -0.5. query_key_norm: class of the norm of query and key heads
-    before rotary embedding. input_size: if it is not the hidden size. has_sinks: with attention sinks.
+    before rotary embedding. input_size: if it is not the hidden size. has_sinks: with attention sinks. has_gate: with
+    an output gate (`QKVParallelLinear`), which a subclass applies.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class SelfAttention(nn.Module):
         query_key_norm: AttentionNorm | None = None,
         input_size: int | None = None,
         has_sinks: bool = False,
+        has_gate: bool = False,
     ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -191,6 +193,7 @@ class SelfAttention(nn.Module):
             bias=qkv_bias,
             parallel=parallel,
             is_interleaved=config.rope_interleave,
+            has_gate=has_gate,
         )
         self.query_key_norm = None
         if query_key_norm is not None:

@@ -8,13 +8,13 @@ from penstock.config import ModelConfig
 from penstock.layers.norm import QueryKeyNorm
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DECODER_WEIGHTS, DecoderConfig, plain_decoder
-from penstock.models.mixtures import MixtureForCausalLM, gated_mlp, mixtures, read_routing
+from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, gated_mlp, mixtures, read_routing
 from penstock.models.qwen import QUERY_KEY_NORMS, read_qwen_windows
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
 
-def _sparse_layers(fields: ConfigFields, num_layers: int) -> list[int]:
+def read_sparse_layers(fields: ConfigFields, num_layers: int) -> list[int]:
     """Layers with experts: every `decoder_sparse_step`th one that `mlp_only_layers` does not name."""
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.hf_config.get("mlp_only_layers") or []
@@ -23,14 +23,28 @@ def _sparse_layers(fields: ConfigFields, num_layers: int) -> list[int]:
     return [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
 
 
-class Qwen2MoeForCausalLM(MixtureForCausalLM):
+class GatedSharedExpertForCausalLM(MixtureForCausalLM):
+    """A mixture with an expert that all tokens share, and a gate on its output."""
+
+    def _expert_table(self, layer: int) -> WeightTable:
+        prefix = f"model.layers.{layer}.mlp"
+        return {**super()._expert_table(layer), **gated_shared_expert(prefix, prefix)}
+
+
+def gated_shared_expert(theirs: str, ours: str) -> WeightTable:
+    """Weights of a mixture's shared expert and its gate."""
+    table = dict(gated_mlp(f"{theirs}.shared_expert", f"{ours}.shared_expert", ExpertNames()))
+    return {**table, f"{theirs}.shared_expert_gate": Into(f"{ours}.shared_expert.gate")}
+
+
+class Qwen2MoeForCausalLM(GatedSharedExpertForCausalLM):
     """Experts in some layers, with a gated one that all tokens share."""
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         routing = read_routing(fields)
-        layers = _sparse_layers(fields, config.num_layers)
+        layers = read_sparse_layers(fields, config.num_layers)
         moe = mixtures(
             config,
             routing,
@@ -45,11 +59,6 @@ class Qwen2MoeForCausalLM(MixtureForCausalLM):
         model = plain_decoder(config, parallel, qkv_bias=bias, windows=windows, moe=moe)
         super().__init__(config, parallel, model, layers, routing)
 
-    def _expert_table(self, layer: int) -> WeightTable:
-        prefix = f"model.layers.{layer}.mlp.shared_expert"
-        shared = dict(gated_mlp(prefix, prefix, self.expert_names))
-        return {**super()._expert_table(layer), **shared, f"{prefix}_gate": Into(f"{prefix}.gate")}
-
 
 class Qwen3MoeForCausalLM(MixtureForCausalLM):
     """Experts in some layers; query and key norms."""
@@ -60,7 +69,7 @@ class Qwen3MoeForCausalLM(MixtureForCausalLM):
         fields = ConfigFields(model_config)
         config = DecoderConfig.read(fields)
         routing = read_routing(fields)
-        layers = _sparse_layers(fields, config.num_layers)
+        layers = read_sparse_layers(fields, config.num_layers)
         moe = mixtures(config, routing, fields.integer("moe_intermediate_size"), parallel, layers)
         bias = fields.flag("attention_bias", default=False)
         window = None

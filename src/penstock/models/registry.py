@@ -55,6 +55,9 @@ _MODELS = {
     "Qwen2MoeForCausalLM": "penstock.models.qwen_moe",
     "Qwen3ForCausalLM": "penstock.models.qwen",
     "Qwen3MoeForCausalLM": "penstock.models.qwen_moe",
+    "Qwen3NextForCausalLM": "penstock.models.qwen3_next",
+    "Qwen3_5ForCausalLM": "penstock.models.qwen3_next",
+    "Qwen3_5MoeForCausalLM": "penstock.models.qwen3_next",
     "T5ForConditionalGeneration": "penstock.models.t5",
     "UMT5ForConditionalGeneration": "penstock.models.t5",
     "WhisperForConditionalGeneration": "penstock.models.whisper",
@@ -67,6 +70,7 @@ _DRAFT_HEADS = {
     "Eagle3LlamaForCausalLM": "penstock.models.eagle3",
     "DeepSeekMTP": "penstock.models.deepseek_mtp",
     "MiMoMTP": "penstock.models.mimo",
+    "Qwen3NextMTP": "penstock.models.qwen3_next_mtp",
 }
 _registered: dict[str, str | Callable[[ModelConfig, ParallelState], CausalLM]] = {}
 _POOLING = ("penstock.models.pooling", "PoolingModel")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoints.context_length import stretched_context
 from penstock.checkpoints.json_file import typed_field
+from penstock.checkpoints.multimodal import without_media
 from penstock.checkpoints.resolve import SHIPPED_HEADS
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
@@ -35,6 +36,9 @@ _MTP_HEADS = {
     "DeepseekV3ForCausalLM": "DeepSeekMTP",
     "Glm4MoeLiteForCausalLM": "DeepSeekMTP",
     "MiMoForCausalLM": "MiMoMTP",
+    "Qwen3NextForCausalLM": "Qwen3NextMTP",
+    "Qwen3_5ForCausalLM": "Qwen3NextMTP",
+    "Qwen3_5MoeForCausalLM": "Qwen3NextMTP",
 }
 
 
@@ -212,7 +216,7 @@ def _head(source: ModelConfig, architecture: str, length: int, stored_names: lis
     """
     path = source.folder / "config.json"
     layer = typed_field(source.hf_config, "transformer_layer_config", (dict,), path, ModelError)
-    written = {**(layer or {}), **source.hf_config}
+    written = {**(layer or {}), **without_media(source.hf_config)}
     positions: int = typed_field(written, "max_position_embeddings", (int,), path, ModelError) or 0
     fields: dict[str, Any] = {
         **written,
