@@ -20,7 +20,15 @@ NUM_PAGES = 32
 
 RULES = {
     "state space": ScanRule(
-        num_groups=GROUPS, values=0, keys=12, queries=22, steps=2, scales_values=True, min_step=0.1, max_step=1.5
+        num_groups=GROUPS,
+        values=0,
+        keys=12,
+        queries=22,
+        steps=2,
+        step_scale=0.8,
+        scales_values=True,
+        min_step=0.1,
+        max_step=1.5,
     ),
     "gated delta": ScanRule(
         num_groups=GROUPS, values=20, keys=10, queries=0, steps=1, betas=5, has_unit_keys=True, query_scale=KEY**-0.5
@@ -79,7 +87,8 @@ def brute_force_scan(rows_TX: Tensor, rule: ScanRule, parameters: ScanParameters
             step: Any = 1.0
             if rule.steps is not None:
                 size = STEPS[rule.step_size] // HEADS
-                raw = gates[rule.steps + head * size :][:size] + (0 if bias is None else bias[head * size :][:size])
+                raw = gates[rule.steps + head * size :][:size] * rule.step_scale
+                raw = raw + (0 if bias is None else bias[head * size :][:size])
                 step = np.clip(np.log1p(np.exp(raw)), rule.min_step, rule.max_step)
                 step = step[:, None] if rule.step_size == "key" else step[None, :]
             state[head] *= np.exp(-np.exp(decay_log[head]) * step)
@@ -159,8 +168,15 @@ def brute_force_convolution(rows_TW: Tensor, weight_KC: Tensor, bias_C: Tensor |
     return torch.from_numpy(out)
 
 
-def run_convolution(options: Any, weight_KC: Tensor, bias_C: Tensor | None, plan: Plan, **more: Any) -> list[Tensor]:
-    pages = torch.empty(NUM_PAGES, TAPS - 1, CHANNELS)
+def run_convolution(
+    options: Any,
+    weight_KC: Tensor,
+    bias_C: Tensor | None,
+    plan: Plan,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> list[Tensor]:
+    pages = torch.empty(NUM_PAGES, TAPS - 1, CHANNELS, dtype=dtype)
 
     def compute(rows_TW: Tensor, step: StateStep) -> Tensor:
         return convolve(rows_TW, pages, step, weight_KC, bias_C, **options)
@@ -177,9 +193,12 @@ def test_convolution_is_the_loop_over_tokens_with_the_same_bits_in_chunks(name: 
         for found, rows_TW in zip(whole, random_rows(22), strict=True):
             expected = brute_force_convolution(rows_TW, weight_KC, bias_C, options)
             torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-        for plan, more in PLANS:
-            for found, expected in zip(run_convolution(options, weight_KC, bias_C, plan, **more), whole, strict=True):
-                assert torch.equal(found, expected)
+        narrow = run_convolution(options, weight_KC, bias_C, WHOLE, torch.bfloat16)
+        assert not torch.equal(narrow[0], whole[0])
+        for dtype, alone in ((torch.float32, whole), (torch.bfloat16, narrow)):
+            for plan, more in PLANS:
+                found_in_chunks = run_convolution(options, weight_KC, bias_C, plan, dtype, **more)
+                assert all(map(torch.equal, found_in_chunks, alone))
 
 
 @pytest.mark.parametrize("gates_first", [True, False])
@@ -188,8 +207,15 @@ def test_convolution_is_the_loop_over_tokens_with_the_same_bits_in_chunks(name: 
 def test_gated_norm_is_that_of_numpy(gates_first: bool, activation: Any, group_size: int) -> None:
     y_TX, gate_TW = torch.randn(5, 12), torch.randn(5, 20)
     y, gate = y_TX.double().numpy(), gate_TW.double().numpy()[:, 4:16]
+    gate = gate * 0.7
     factor = 1 / (1 + np.exp(-gate)) * (gate if activation == "silu" else 1)
-    options: Any = {"offset": 4, "group_size": group_size, "gates_first": gates_first, "activation": activation}
+    options: Any = {
+        "offset": 4,
+        "group_size": group_size,
+        "gates_first": gates_first,
+        "activation": activation,
+        "gate_scale": 0.7,
+    }
     for weight in (torch.randn(12), torch.randn(group_size), None):
         if weight is None:
             expected = y * factor

@@ -31,7 +31,7 @@ class ScanRule:
 
     Of every head, with a state s [N, P], key k and query q [N], value v [P]:
 
-        d = clamp(softplus(steps + step_bias), min_step, max_step), or 1 without steps
+        d = clamp(softplus(steps * step_scale + step_bias), min_step, max_step), or 1 without steps
         s = s * exp(-exp(decay_log) * d)
         u = sigmoid(betas) * beta_scale * (v - k^T s), or d * v with `scales_values`, or v
         s = s + k u^T
@@ -50,6 +50,7 @@ class ScanRule:
     queries: int
     steps: int | None = None
     step_size: Literal["head", "key", "value"] = "head"
+    step_scale: float = 1.0
     scales_values: bool = False
     min_step: float = 0.0
     max_step: float = float("inf")
@@ -84,7 +85,7 @@ def convolve(
 ) -> Tensor:
     """Causal depthwise convolution of the columns of x from `offset` on: [T, C], in x's dtype.
 
-    inputs_BKC: [B, K - 1, C], pages of the last inputs of a request.
+    inputs_BKC: [B, K - 1, C], pages of the last inputs of a request; with bfloat16 ones, all inputs are rounded.
     gates: columns of factors on the inputs, and on the outputs (LFM2).
     """
     channels = weight_KC.shape[1]
@@ -92,6 +93,7 @@ def convolve(
     if gates is not None:
         before_TC, after_TC = (x_TW[:, first : first + channels].float() for first in gates)
         inputs_TC = before_TC * inputs_TC
+    inputs_TC = inputs_TC.to(inputs_BKC.dtype).float()
     weight_KC = weight_KC.float()
 
     def advance(inputs_RKC: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +146,7 @@ def scan(
         steps_RHNP = torch.ones_like(values_RH1P[..., :1])
         if rule.steps is not None:
             size = sizes[rule.step_size]
-            steps_RX = gates_RW[:, rule.steps :][:, : num_heads * size[0] * size[1]]
+            steps_RX = gates_RW[:, rule.steps :][:, : num_heads * size[0] * size[1]] * rule.step_scale
             steps_RX = _softplus(steps_RX if step_bias is None else steps_RX + step_bias.view(-1))
             steps_RHNP = steps_RX.clamp(rule.min_step, rule.max_step).view(-1, num_heads, *size)
         states_RHNP = states_RHNP * (-decay_rate_HNP * steps_RHNP).exp()
@@ -174,14 +176,15 @@ def gated_norm(
     group_size: int,
     gates_first: bool,
     activation: GateName,
+    gate_scale: float = 1.0,
 ) -> Tensor:
     """RMSNorm by groups of y, with a gate from the columns of `gate` from `offset` on: [T, X], in y's dtype.
 
     weight: [X], or one for all groups; None for the gate alone. gates_first: norm(y * activation(gate)), instead of
-    norm(y) * activation(gate).
+    norm(y) * activation(gate). gate_scale: factor on the gate before its activation.
     """
     wide_TX = y_TX.float()
-    gate_TX = apply_gate(activation, gate_TW, offset, y_TX.shape[1])
+    gate_TX = apply_gate(activation, gate_TW, offset, y_TX.shape[1], gate_scale)
     if weight is None:
         return (wide_TX * gate_TX).to(y_TX.dtype)
     groups_TGX = (wide_TX * gate_TX if gates_first else wide_TX).unflatten(1, (-1, group_size))
@@ -190,9 +193,9 @@ def gated_norm(
     return (normed_TX if gates_first else normed_TX * gate_TX).to(y_TX.dtype)
 
 
-def apply_gate(activation: GateName, gate_TW: Tensor, offset: int, width: int) -> Tensor:
-    """Activation of the columns of a gate from `offset` on: float32 [T, width]."""
-    return _activate(activation, gate_TW[:, offset : offset + width].float())
+def apply_gate(activation: GateName, gate_TW: Tensor, offset: int, width: int, scale: float = 1.0) -> Tensor:
+    """Activation of the scaled columns of a gate from `offset` on: float32 [T, width]."""
+    return _activate(activation, gate_TW[:, offset : offset + width].float() * scale)
 
 
 def _token_by_token(

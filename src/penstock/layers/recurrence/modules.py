@@ -66,7 +66,8 @@ class GatedNorm(nn.Module):
     """RMSNorm of groups of channels with a gate (`kernels.recurrence.gated_norm`).
 
     channels: this rank's. group_size: channels that are normalised together, which may be of several ranks.
-    is_shared: one weight for all groups, [group_size].
+    is_shared: one weight for all groups, [group_size]. has_norm: False for the gate alone. gate_scale: factor on the
+    gate before its activation.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class GatedNorm(nn.Module):
         group: Group,
         activation: GateName = "silu",
         is_shared: bool = False,
+        has_norm: bool = True,
+        gate_scale: float = 1.0,
     ) -> None:
         super().__init__()
         if group_size % channels.size and channels.size % group_size:
@@ -87,18 +90,20 @@ class GatedNorm(nn.Module):
                 f"{channels.whole // channels.size} ranks."
             )
         self.eps, self.group_size, self.gates_first, self.activation = eps, group_size, gates_first, activation
-        self._channels, self._group, self._is_shared = channels, group, is_shared
-        self.weight = new_parameter(group_size if is_shared else channels.size)
+        self._gate_scale, self._channels, self._group, self._is_shared = gate_scale, channels, group, is_shared
+        self.weight = new_parameter(group_size if is_shared else channels.size) if has_norm else None
 
     def slots(self) -> dict[str, WeightSlot]:
+        if self.weight is None:
+            return {}
         if self._is_shared:
             return {"weight": WeightSlot((self.group_size,), self.weight)}
         return {"weight": WeightSlot((self._channels.whole,), self.weight, Part(0, (self._channels,)))}
 
     def forward(self, y_TX: Tensor, gate_TW: Tensor, context: ForwardContext, *, offset: int = 0) -> Tensor:
         """[T, X]. offset: first column of the gate."""
-        if self.group_size > self._channels.size:
-            call = partial(self._across_ranks, offset=offset)
+        if self.weight is not None and self.group_size > self._channels.size:
+            call = partial(self._across_ranks, self.weight, offset=offset)
             (out_TX,) = context.opaque(call, y_TX, gate_TW, widths=[self._channels.size])
             return out_TX
         return gated_norm(
@@ -110,16 +115,20 @@ class GatedNorm(nn.Module):
             group_size=self.group_size,
             gates_first=self.gates_first,
             activation=self.activation,
+            gate_scale=self._gate_scale,
         )
 
-    def _across_ranks(self, _: ForwardContext, y_TX: Tensor, gate_TW: Tensor, *, offset: int) -> list[Tensor]:
+    def _across_ranks(
+        self, weight_X: Tensor, _: ForwardContext, y_TX: Tensor, gate_TW: Tensor, *, offset: int
+    ) -> list[Tensor]:
         """The norm of a group that several ranks have channels of, each of that group alone."""
-        wide_TX, gate_TX = y_TX.float(), apply_gate(self.activation, gate_TW, offset, self._channels.size)
+        gate_TX = apply_gate(self.activation, gate_TW, offset, self._channels.size, self._gate_scale)
+        wide_TX = y_TX.float()
         if self.gates_first:
             wide_TX = wide_TX * gate_TX
         own = self._channels.start // self.group_size
         squares_TG = wide_TX.new_zeros(len(wide_TX), self._channels.whole // self.group_size)
         squares_TG[:, own] = (wide_TX * wide_TX).sum(1)
         mean_T1 = self._group.all_reduce(squares_TG)[:, own : own + 1] / self.group_size
-        normed_TX = wide_TX * (mean_T1 + self.eps).rsqrt() * self.weight.float()
+        normed_TX = wide_TX * (mean_T1 + self.eps).rsqrt() * weight_X.float()
         return [(normed_TX if self.gates_first else normed_TX * gate_TX).to(y_TX.dtype)]

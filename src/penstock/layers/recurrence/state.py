@@ -46,13 +46,16 @@ class RecurrentBackend(CacheBackend):
 class RecurrentState:
     """State of a layer on this rank: a `CacheLayer`.
 
-    convolution: taps without the current one, and channels, [K - 1, C] in float32; None for none.
-    scan: heads, keys' size and values' size of a recurrence, [H, N, P]; None for none. scan_dtype: its dtype, by name.
+    convolution: taps without the current one, and channels, [K - 1, C], of the inputs that a convolution keeps; None
+        for none.
+    scan: heads, keys' size and values' size of a recurrence, [H, N, P]; None for none.
+    convolution_dtype, scan_dtype: of either on a page, by name: float32 or bfloat16.
     """
 
     name: str
     convolution: tuple[int, int] | None = None
     scan: tuple[int, int, int] | None = None
+    convolution_dtype: str = "float32"
     scan_dtype: str = "float32"
 
     def make_backend(self, device: torch.device) -> CacheBackend:
@@ -64,9 +67,9 @@ class RecurrentState:
         return RecurrentStateSpec(state_bytes=state_bytes, block_size=block_size, rolls_back=True)
 
     def convolution_pages(self, pages_BY: Tensor) -> Tensor:
-        """View the last inputs of the convolution: float32 [B, K - 1, C]."""
+        """View the last inputs of the convolution: [B, K - 1, C]."""
         assert self.convolution is not None, "the layer has a convolution"
-        return _view(pages_BY, 0, self.convolution, torch.float32)
+        return _view(pages_BY, 0, self.convolution, TORCH_DTYPES[self.convolution_dtype])
 
     def scan_pages(self, pages_BY: Tensor) -> Tensor:
         """View the states of the recurrence: [B, H, N, P]."""
@@ -75,7 +78,7 @@ class RecurrentState:
 
     @property
     def _convolution_bytes(self) -> int:
-        return _size_bytes(self.convolution, torch.float32)
+        return _size_bytes(self.convolution, TORCH_DTYPES[self.convolution_dtype])
 
 
 class RecurrentMixer(nn.Module):
