@@ -317,7 +317,7 @@ def test_rounded_weights_give_the_bits_of_requests_alone(
 def test_caches_of_media_are_reset_by_name(name: str, folder: Path) -> None:
     text, images = texts(name)[0]
     with LLM(str(folder), **OPTIONS, enable_prefix_caching=False) as llm:
-        processor = llm._session._input_processor._media.processor  # type: ignore[union-attr]
+        processor = llm._session._input_processor.media_intake._media._processor  # type: ignore[union-attr]
         prompt: Any = {"prompt": text, "multi_modal_data": {"image": images}}
 
         def counts() -> tuple[int, float, float]:
@@ -360,5 +360,5 @@ def test_models_that_pool_take_text_alone(folder: Path, name: str) -> None:
     (text, images), *_ = texts(name)
     with LLM(str(folder), **OPTIONS, runner="pooling") as llm:
         assert len(llm.embed(words(3, 4), use_tqdm=False)[0].outputs.embedding) == 64
-        with pytest.raises(UnsupportedParameter, match="multi_modal_data, and this model takes text"):
+        with pytest.raises(UnsupportedParameter, match="multi_modal_data, which this model does not take"):
             llm.embed({"prompt": text, "multi_modal_data": {"image": images}}, use_tqdm=False)

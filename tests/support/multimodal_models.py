@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from penstock.config import EngineConfig
 from penstock.contract import Parts, part_of
-from penstock.features.multimodal.inputs.request_media import request_media
+from penstock.features.multimodal.inputs.request_media import LoadedPrompt, request_media
 from penstock.features.multimodal.messages import MediaItem, MediaPart
 from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import load_tokenizer
@@ -349,10 +349,9 @@ def expanded(folder: Path, prompts: Sequence[tuple[str, Sequence[Image.Image]]])
     made = []
     for text, images in prompts:
         loaded = [loader.load("image", image, "image") for image in images]
-        fields = media.expand({"prompt": text, "multi_modal_data": {"image": loaded}}, tokenizer.encode)
-        made.append(
-            MediaPrompt(
-                fields.get("prompt_token_ids") or tokenizer.encode(text), Parts(fields.get("parts") or {}) or None
-            )
-        )
+        if not images:
+            made.append(MediaPrompt(tokenizer.encode(text)))
+            continue
+        token_ids, part = media.expand(LoadedPrompt([(one, None) for one in loaded], {}, text, None), tokenizer.encode)
+        made.append(MediaPrompt(token_ids, Parts.of([part])))
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,11 @@ class GivenMedia:
 class MessageMedia:
     """Images, audio and video of a conversation, collected from its messages in order.
 
-    markers: by modality of the model, the text that stands for an item in templates that take texts.
+    markers: by modality of the model, gives the text that stands for an item in templates that take texts.
     data: items by modality. uuids: names that the caller gave them, None where it gave none.
     """
 
-    def __init__(self, markers: Mapping[str, str]) -> None:
+    def __init__(self, markers: Mapping[str, Callable[[], str]]) -> None:
         self._markers = markers
         self.data: dict[str, list[GivenMedia]] = {}
         self.uuids: dict[str, list[str | None]] = {}
@@ -75,7 +75,7 @@ class MessageMedia:
             raise InvalidRequest(f"{name}.uuid={shown(uuid)} is not valid. Allowed: text.")
         self.data.setdefault(modality, []).append(GivenMedia(given, name, detail))
         self.uuids.setdefault(modality, []).append(uuid)
-        return {"type": modality, MARKER: self._markers[modality]}
+        return {"type": modality, MARKER: self._markers[modality]()}
 
 
 def _content(part: Mapping[str, Any], kind: str, name: str) -> tuple[Any, str | None]:

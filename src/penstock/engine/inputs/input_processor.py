@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -35,13 +35,13 @@ from penstock.engine.inputs.prompts import (
     check_fields,
     has_field,
     list_of_ids,
+    with_parts,
 )
 from penstock.engine.inputs.source_prompts import SourcePrompts
 from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.images_alone import ImagesAlone
-from penstock.features.multimodal.inputs.prompt_embeds import prompt_of_embeddings
-from penstock.features.multimodal.inputs.request_media import RequestMedia
+from penstock.features.multimodal.inputs.prompt_embeds import part_of_embeddings
+from penstock.features.multimodal.inputs.request_media import ImagesAlone, RequestMedia
 from penstock.media.item import AUDIO, DATA
 from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
@@ -122,10 +122,9 @@ class InputProcessor:
         )
         self._policy = policy
         self._features = features
-        self._media = media
         # An encoder of speech takes one sound.
         limits_of_media = {AUDIO: 1} if model.is_encoder_decoder else {} if media is None else media.limits
-        self.media_intake = MediaIntake(loader or MediaLoader(), limits_of_media)
+        self.media_intake = MediaIntake(loader or MediaLoader(), limits_of_media, media)
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
         if front_end:
             self._seed += f" from {front_end}"
@@ -222,14 +221,13 @@ class InputProcessor:
     def encode_media_prompt(self, prompt: PromptDict, *, add_special_tokens: bool) -> list[int]:
         """Tokenise a text with loaded media, whose placeholders become their tokens. Raises InvalidRequest."""
         encode = partial(self._prompts.encode_expanded, add_special_tokens=add_special_tokens)
-        expanded: Any = prompt if self._media is None else self._media.expand(prompt, encode)
+        expanded: Any = self.media_intake.expanded(prompt, encode)
         check_fields(expanded)
         return list_of_ids(expanded["prompt_token_ids"])
 
     def reset_mm_cache(self) -> None:
         """Forget processed media."""
-        if self._media is not None:
-            self._media.reset_cache()
+        self.media_intake.reset_cache()
 
     def take_number(self) -> int:
         """Return and increment the number of requests so far, for a seed; thread-safe."""
@@ -257,8 +255,8 @@ class InputProcessor:
             check_sampling_fields(sampling_params, self.limits)
         if self._model.enable_prompt_embeds and has_field(prompt, PROMPT_EMBEDS):
             _check_params_of_embeddings(sampling_params)
-            prompt = prompt_of_embeddings(prompt, self._model, self._prompts.max_model_len)
-        elif self._media is not None:
+            prompt = self._of_embeddings(prompt)
+        else:
             prompt = self._expanded(prompt, sampling_params)
         num_kept = getattr(sampling_params, "truncate_prompt_tokens", None)
         if num_kept is None:
@@ -307,7 +305,6 @@ class InputProcessor:
 
     def _expanded(self, prompt: Any, sampling_params: Any) -> Any:
         """The prompt with its media as tokens; others as they are. Prompts with media are not truncated."""
-        assert self._media is not None, "a model that takes media"
         text, max_tokens = None, getattr(sampling_params, "max_tokens", None)
         if has_field(prompt, DATA):
             if getattr(sampling_params, "truncate_prompt_tokens", None) is not None:
@@ -317,14 +314,22 @@ class InputProcessor:
             check_text(text, self.limits)
         adds_special = not isinstance(text, RenderedText)
         encode = partial(self._prompts.encode_expanded, add_special_tokens=adds_special, max_tokens=max_tokens)
-        return self._media.expand(prompt, encode)
+        return self.media_intake.expanded(prompt, encode)
+
+    def _of_embeddings(self, prompt: Any) -> Prompt:
+        """The prompt with a token per embedding, and these as a part."""
+        for key in ("prompt_token_ids", DATA):
+            if prompt.get(key) is not None:
+                raise InvalidRequest(f"The prompt has prompt_embeds and {key}. Give one of them.")
+        token_ids, part = part_of_embeddings(prompt[PROMPT_EMBEDS], self._model, self._prompts.max_model_len)
+        fields = {name: value for name, value in prompt.items() if name not in (PROMPT_EMBEDS, DATA)}
+        return with_parts(cast("Prompt", {**fields, "prompt_token_ids": token_ids}), [part])
 
     def _read_pooled(self, pooling: PoolingInputs, asked: PooledPrompt) -> _ReadPrompt:
         if not isinstance(asked.params, PoolingParams):
             raise text_parameters_refused(pooling.pooling, asked.params)
         params, prompt = pooling.params(asked.params), asked.prompt
-        if self._media is not None and has_field(prompt, DATA):
-            prompt = self._media.expand(self.media_intake.load(prompt), self._tokenizer.encode)
+        prompt = self.media_intake.expanded(self.media_intake.load(prompt), self._tokenizer.encode)
         text: str | TextPair | None
         if isinstance(prompt, TextPair):
             text, given, cache_salt, parts = prompt, None, None, None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 from penstock.contract.param_checks import shown
-from penstock.engine.inputs.prompts import Prompt, as_list, has_field
+from penstock.engine.inputs.prompts import Prompt, as_list, has_field, with_parts
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.inputs.request_media import ImagesAlone, LoadedPrompt, RequestMedia
 from penstock.media.content_parts import GivenMedia
 from penstock.media.features import split_features
-from penstock.media.item import AUDIO, DATA, IMAGE, UUIDS, VIDEO, Media
+from penstock.media.item import AUDIO, DATA, IMAGE, MEDIA_KEYS, OPTIONS, UUIDS, VIDEO, Media
 from penstock.media.loader import MediaLoader
 
 _NUM_THREADS = 8
@@ -43,11 +44,18 @@ class _Loading(NamedTuple):
 
 
 class MediaIntake:
-    """Loader of the media of prompts. limits: most items of a prompt, by modality that the model takes."""
+    """Loader of the media of prompts.
 
-    def __init__(self, loader: MediaLoader, limits: Mapping[str, int]) -> None:
+    limits: most items of a prompt, by modality that the model takes. media: makes tokens of items; None for a model
+    whose prompts have none of them among their tokens.
+    """
+
+    def __init__(
+        self, loader: MediaLoader, limits: Mapping[str, int], media: RequestMedia | ImagesAlone | None = None
+    ) -> None:
         self.loader = loader
         self._limits = limits
+        self._media = media
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-media")
 
     def load(self, prompt: Prompt) -> Prompt:
@@ -75,13 +83,43 @@ class MediaIntake:
         finally:
             loading.cancel()
 
+    def expanded(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> Prompt:
+        """A loaded prompt with its tokens, in which media have theirs, and the items as a part; any other as it is.
+
+        encode: tokenises text. Raises InvalidRequest for media or placeholders that do not fit.
+        """
+        if self._media is None or not isinstance(prompt, Mapping) or not any(map(prompt.get, MEDIA_KEYS)):
+            return prompt
+        fields: Any = {name: value for name, value in prompt.items() if name not in MEDIA_KEYS}
+        data, options, uuids = (cast("Any", prompt.get(key)) or {} for key in MEDIA_KEYS)
+        if not isinstance(options, Mapping):
+            raise InvalidRequest(f"{OPTIONS}={shown(options)} is not valid. Allowed: a dictionary.")
+        names = {modality: uuids.get(modality) or [None] * len(listed) for modality, listed in data.items()}
+        items = [item for modality in data for item in zip(data[modality], names[modality], strict=True)]
+        if not items:
+            return cast("Prompt", fields)
+        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        loaded = LoadedPrompt(
+            items, options, str(text) if isinstance(text, str) else None, None if token_ids is None else list(token_ids)
+        )
+        token_ids, part = self._media.expand(loaded, encode)
+        return with_parts(cast("Prompt", {**fields, "prompt_token_ids": token_ids}), [part])
+
+    def reset_cache(self) -> None:
+        """Forget processed media."""
+        if self._media is not None:
+            self._media.reset_cache()
+
     def shutdown(self) -> None:
         """End the threads after their current work, without waiting."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, prompt: Prompt) -> _Loading | None:
-        """Begin to load the media of a prompt; None for one without. Raises InvalidRequest for a wrong number."""
-        if not has_field(prompt, DATA):
+        """Begin to load the media of a prompt; None for one without, and for a model that takes none.
+
+        Raises InvalidRequest for a wrong number.
+        """
+        if not self._limits or not has_field(prompt, DATA):
             return None
         fields: Any = prompt
         given = self._checked(fields[DATA])

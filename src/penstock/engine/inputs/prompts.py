@@ -184,7 +184,7 @@ def check_fields(prompt: Mapping[Any, Any]) -> None:
     """
     for key in MEDIA_KEYS:
         if has_field(prompt, key):
-            raise UnsupportedParameter(f"The prompt has {key}, and this model takes text. Leave it out.")
+            raise UnsupportedParameter(f"The prompt has {key}, which this model does not take. Leave it out.")
     if has_field(prompt, PROMPT_EMBEDS):
         raise UnsupportedParameter(
             "prompt_embeds is not allowed in this engine. Start it with enable_prompt_embeds=True, for a model that "

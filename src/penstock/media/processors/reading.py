@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,8 @@ def read_processor(folder: Path, model_type: str) -> Any:
     from penstock.media.processors import own
 
     name = str(PROCESSOR_MAPPING_NAMES.get(model_type))
-    made: Any = getattr(own, name, None)
-    try:
+    with _damage_named(f"processor of {folder.name} ({name})"):
+        made: Any = getattr(own, name, None)
         if made is not None:
             fields, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
             return made(*(_read_part(folder, part, name) for part in made.parts), fields)
@@ -41,12 +43,24 @@ def read_processor(folder: Path, model_type: str) -> Any:
         made = type(name, (processor_class,), changes)
         fields, _ = made.get_processor_dict(folder, local_files_only=True)
         return made.from_args_and_dict([_read_part(folder, part, name) for part in made.get_attributes()], fields)
+
+
+def read_image_processor(folder: Path) -> Any:
+    """Read the image processor of a model's folder. Raises ModelError as `read_processor`."""
+    with _damage_named(f"image processor of {folder.name}"):
+        return _read_part(folder, "image_processor", "")
+
+
+@contextmanager
+def _damage_named(what: str) -> Iterator[None]:
+    try:
+        yield
     except ModelError:
         raise
     except Exception as error:  # damaged files raise anything
         raise ModelError(
-            f"The processor of {folder.name} ({name}) cannot be read: {error} It needs "
-            "preprocessor_config.json or processor_config.json, and the tokenizer's files."
+            f"The {what} cannot be read: {error} It needs preprocessor_config.json or processor_config.json, and the "
+            "tokenizer's files."
         ) from error
 
 

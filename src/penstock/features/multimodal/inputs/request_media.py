@@ -1,98 +1,109 @@
-"""Media of prompts: from `multi_modal_data` to expanded tokens and the part of the request with the items."""
+"""Media of prompts: from loaded items to expanded tokens and the part of the request with the items."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.multimodal import MultimodalConfig
-from penstock.contract import Parts
-from penstock.contract.param_checks import shown
-from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.images_alone import ImagesAlone
+from penstock.contract.array_bytes import ArrayBytes
+from penstock.errors import InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.placeholders import PlacedItem, Placeholders
-from penstock.media.item import DATA, MEDIA_KEYS, OPTIONS, UUIDS
+from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
+from penstock.media.item import IMAGE, OPTIONS, Media
 from penstock.media.processors.processor import MediaProcessor
+from penstock.media.processors.reading import read_image_processor
 from penstock.text.tokenizer import Tokenizer
 
 _GIB = 1 << 30
 
 
+class LoadedPrompt(NamedTuple):
+    """A prompt with loaded media.
+
+    items: each with the name that the caller gave it in place of its content. options: of the model's processor.
+    """
+
+    items: list[tuple[Media, str | None]]
+    options: Mapping[str, Any]
+    text: str | None
+    token_ids: list[int] | None
+
+
 class RequestMedia:
-    """Reader of the media of one engine's prompts. Any thread may call it."""
+    """Reader of the media of one engine's prompts. Any thread may call it. limits: items of a prompt, by modality."""
 
     def __init__(self, model: ModelConfig, config: MultimodalConfig, tokenizer: Tokenizer) -> None:
         checkpoint = model.multimodal
         assert checkpoint is not None, "only multimodal models have media"
         self.limits = model.media_limits
         cache_bytes = int(config.mm_processor_cache_gb * _GIB)
-        self.processor = MediaProcessor(model.tokenizer_folder, checkpoint, model.mm_processor_kwargs, cache_bytes)
+        self._processor = MediaProcessor(model.tokenizer_folder, checkpoint, model.mm_processor_kwargs, cache_bytes)
         self._placeholders = Placeholders(checkpoint, lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def markers(self) -> Mapping[str, Callable[[], str]]:
+        """Text that stands for an item in a prompt, by modality; the processor is read when the first is called."""
+        return {modality: partial(self._processor.placeholder, modality) for modality in self.limits}
 
     def reset_cache(self) -> None:
         """Forget all processed items."""
-        self.processor.reset_cache()
+        self._processor.reset_cache()
 
-    @property
-    def markers(self) -> Mapping[str, str]:
-        """Text that stands for an item in a prompt, by modality."""
-        return _Markers(self)
+    def expand(self, prompt: LoadedPrompt, encode: Callable[[str], list[int]]) -> tuple[list[int], MediaPart]:
+        """Tokens of a prompt, placeholders replaced, and its items as a part. encode: tokenises the prompt's text.
 
-    def expand(self, prompt: Any, encode: Callable[[str], list[int]]) -> Any:
-        """The prompt with its tokens, placeholders replaced, and its items as a part; others as they are.
-
-        prompt: with its media loaded (`MediaIntake`). encode: tokenises the prompt's text. Raises InvalidRequest for
-        media or placeholders that do not fit.
+        Raises InvalidRequest for media or placeholders that do not fit.
         """
-        if not isinstance(prompt, Mapping) or not any(prompt.get(key) for key in MEDIA_KEYS):
-            return prompt
-        fields = {name: value for name, value in prompt.items() if name not in MEDIA_KEYS}
-        placed = self._placed(prompt)
-        if not placed:
-            return fields
-        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        if token_ids is None:
-            if not isinstance(text, str):
-                raise InvalidRequest("The prompt has media, but neither text nor tokens. Give prompt.")
-            expanded, placed = self._placeholders.expand_text(str(text), placed)
-            token_ids = encode(expanded)
+        placed = [
+            PlacedItem(media.modality, self._processor.process(media, prompt.options, uuid))
+            for media, uuid in prompt.items
+        ]
+        if prompt.token_ids is not None:
+            token_ids, placed = self._placeholders.expand_ids(prompt.token_ids, placed)
+        elif prompt.text is not None:
+            text, placed = self._placeholders.expand_text(prompt.text, placed)
+            token_ids = encode(text)
         else:
-            token_ids, placed = self._placeholders.expand_ids(list(token_ids), placed)
-        part = self._placeholders.part(token_ids, placed)
-        parts = {**(fields.get("parts") or {}), **Parts.of([part])}
-        return {**fields, "prompt_token_ids": token_ids, "parts": parts}
-
-    def _placed(self, prompt: Mapping[str, Any]) -> list[PlacedItem]:
-        options = prompt.get(OPTIONS) or {}
-        if not isinstance(options, Mapping):
-            raise InvalidRequest(f"{OPTIONS}={shown(options)} is not valid. Allowed: a dictionary.")
-        data, uuids = prompt.get(DATA) or {}, prompt.get(UUIDS) or {}
-        placed = []
-        for modality, items in data.items():
-            names = uuids.get(modality) or [None] * len(items)
-            for media, uuid in zip(items, names, strict=True):
-                placed.append(PlacedItem(modality, self.processor.process(media, options, uuid)))
-        return placed
+            raise InvalidRequest("The prompt has media, but neither text nor tokens. Give prompt.")
+        return token_ids, self._placeholders.part(token_ids, placed)
 
 
-class _Markers(Mapping[str, str]):
-    """Placeholders of a processor, which is read when the first one is asked for."""
+class ImagesAlone:
+    """Reader of the images of one engine's prompts, each of which has one token: of models that embed an image or a
+    text. Any thread may call it.
+    """
 
-    def __init__(self, media: RequestMedia) -> None:
-        self._media = media
+    def __init__(self, model: ModelConfig) -> None:
+        self.limits = {IMAGE: 1}
+        # Templates are of texts.
+        self.markers: Mapping[str, Callable[[], str]] = {IMAGE: str}
+        self._folder = model.tokenizer_folder
 
-    def __getitem__(self, modality: str) -> str:
-        return self._media.processor.placeholder(modality)
+    def reset_cache(self) -> None:
+        """Nothing is kept."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._media.limits)
+    def expand(self, prompt: LoadedPrompt, _: Callable[[str], list[int]]) -> tuple[list[int], MediaPart]:
+        """A token and its image. Raises InvalidRequest for an image with a text."""
+        ((media, _uuid),) = prompt.items
+        if prompt.options:
+            raise UnsupportedParameter(f"{OPTIONS} is not for models that embed images. Leave it out.")
+        if (prompt.text or "").strip() or prompt.token_ids is not None:
+            raise InvalidRequest("The prompt has an image and a text, and the model embeds one of them. Give one.")
+        if media.is_features:
+            raise UnsupportedParameter("image_embeds is not for models that embed images. Give the image.")
+        made = self._processor(images=[media.value], return_tensors="np")
+        inputs = {name: ArrayBytes.of(np.asarray(values)) for name, values in made.items()}
+        run = Run(start=0, length=1)
+        return [0], MediaPart(items=[MediaItem(modality=IMAGE, runs=(run,), key=media.content_hash(), inputs=inputs)])
 
-    def __len__(self) -> int:
-        return len(self._media.limits)
-
-    def __contains__(self, modality: object) -> bool:
-        return modality in self._media.limits
+    @cached_property
+    def _processor(self) -> Any:
+        return read_image_processor(self._folder)
 
 
 def request_media(config: EngineConfig, tokenizer: Tokenizer) -> RequestMedia | ImagesAlone | None:
