@@ -53,7 +53,7 @@ NOT_IDS: list[tuple[Any, str]] = [
     (numpy.array([5, -1]), "token id -1.*0 to 399"),
     ({"prompt_token_ids": torch.tensor([[5, 6]])}, "a list at position 0 of its token ids, so it has several rows"),
     ({"prompt_token_ids": {5, 6}}, "is a set"),
-    ({"prompt": "x", "multi_modal_data": {"image": 1}}, "The prompt has multi_modal_data, which this model does not take"),
+    ({"prompt": "x", "multi_modal_data": {"image": 1}}, "has multi_modal_data, which this model does not take"),
     ({"prompt_embeds": torch.zeros(2, 3)}, "prompt_embeds is not allowed .* enable_prompt_embeds=True"),
     (
         UserDict(input_ids=[5]),
