@@ -84,5 +84,5 @@ def process_ids(session: Session) -> list[int]:
 
 def test_pipeline_parallelism_is_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, "embed_encoder")
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 is not valid .*pools .*tensor_parallel_size"):
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size=2 with runner='pooling'.*tensor_parallel_size"):
         LLM(tmp_path, pipeline_parallel_size=2)

@@ -57,11 +57,16 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "pronunciation_vocab_size": 97},
     "sarvam_mla": _LATENT,
 }
+_TAKES_MEDIA = "it takes [media](multimodal.md), and is tried there or refused by name"
 # Types that are not made tiny, and why.
 NOT_TRIED = {
     "dbrx": "Transformers does not build it from its own configuration",
     "gemma4_assistant": "it drafts for another model, from whose keys and values it reads",
     "gemma4_unified_assistant": "it drafts for another model, from whose keys and values it reads",
+    "gemma3": _TAKES_MEDIA,
+    "gemma3n": _TAKES_MEDIA,
+    "got_ocr2": _TAKES_MEDIA,
+    "moss_transcribe_diarize": _TAKES_MEDIA,
 }
 _OPTIONS = {"max_num_batched_tokens": 40, "block_size": 4, "dtype": "float32", "kv_cache_dtype": "float32"}
 
