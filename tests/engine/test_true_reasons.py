@@ -25,7 +25,6 @@ REASONS = {
     "RecurrentGemmaForCausalLM": STATE,
     "RwkvForCausalLM": STATE,
     "JambaForCausalLM": STATE,
-    "MiniMaxForCausalLM": STATE,
     "BigBirdPegasusForConditionalGeneration": ENCODER,
     "ViTForImageClassification": "it takes images in a way that is not implemented",
     "BigBirdForCausalLM": OWN_ATTENTION,

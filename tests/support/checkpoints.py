@@ -300,6 +300,55 @@ RECURRENT = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "kimi_linear": Family(
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            **{
+                name: value
+                for name, value in _TINY_LATENT_FLASH.items()
+                if name not in ("q_lora_rank", "n_routed_experts")
+            },
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 12,
+        },
+    ),
+    "minimax": Family(
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {
+            **_TINY,
+            "num_hidden_layers": 4,
+            "intermediate_size": 48,
+            "num_local_experts": 5,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "block_size": 8,
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 0.9,
+            "linear_attn_beta_factor": 1.2,
+            "mlp_alpha_factor": 1.1,
+            "mlp_beta_factor": 0.7,
+            "pad_token_id": 0,
+        },
+    ),
+    "olmo_hybrid": Family(
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {
+            **_TINY,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+            "pad_token_id": 0,
+        },
+    ),
     "qwen3_next": Family(
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",

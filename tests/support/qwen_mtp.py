@@ -19,6 +19,8 @@ from support.checkpoints import edit_config, save_checkpoint, tiny_model
 from support.draft_heads import random_weights
 
 _NUM_LAYERS = 4
+# Makes embeddings a large part of the residual stream.
+_EMBEDDING_SCALE = 8.0
 
 
 def write_qwen_mtp(folder: Path, family: str, *, are_stacked: bool = False, **overrides: Any) -> PreTrainedModel:
@@ -35,6 +37,19 @@ def write_qwen_mtp(folder: Path, family: str, *, are_stacked: bool = False, **ov
     save_file(stacked_experts(named) if are_stacked else named, folder / "model.safetensors", {"format": "pt"})
     edit_config(folder, num_hidden_layers=_NUM_LAYERS, layer_types=kinds[:-1])
     return oracle
+
+
+def write_agreeing_mtp(folder: Path, family: str) -> None:
+    """Write a tiny model with an MTP layer, both of which mostly go on from the last token alone."""
+    write_qwen_mtp(folder, family)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    size = weights["model.norm.weight"].shape[0]
+    weights["model.embed_tokens.weight"] *= _EMBEDDING_SCALE
+    weights["mtp.fc.weight"] = torch.cat((_EMBEDDING_SCALE * torch.eye(size), torch.zeros(size, size)), 1)
+    weights["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(size)
+    weights["mtp.norm.weight"] = weights["model.norm.weight"].clone()
+    save_file(weights, path, {"format": "pt"})
 
 
 def stacked_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -43,7 +43,14 @@ NO_CALIBRATION = "none"
 # File of the model's folder that "auto" takes.
 CALIBRATION_FILE = "calibration.jsonl"
 # Fields of the longest context, by architecture.
-_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
+_CONTEXT_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "model_max_length",
+)
 # Longest contexts where `config.json` has none of these, by model type: those of Transformers' configuration.
 _DEFAULT_CONTEXTS = {"bloom": 2048, "falcon": 2048, "mpt": 2048, "t5": 512, "mt5": 512, "umt5": 512}
 # Model types whose positions are distances alone, so that a longer context may be asked for.

@@ -113,7 +113,7 @@ class DecoderConfig:
         default_activation: str = "silu",
         norm_eps_field: str = "rms_norm_eps",
         intermediate_size: int | None = None,
-        rope: Callable[[int], RopeParameters] | None = None,
+        rope: Callable[[int], RopeParameters | None] | None = None,
     ) -> DecoderConfig:
         """Raises ModelError for a missing or invalid field, UnsupportedFeature for an unsupported value.
 

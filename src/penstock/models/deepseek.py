@@ -84,12 +84,18 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """GLM-4.7-Flash: as DeepSeek V3, with the experts' layers named one by one."""
 
     def _moe_layers_of(self, fields: ConfigFields, num_layers: int) -> list[int]:
-        kinds = fields.hf_config.get("mlp_layer_types")
-        if kinds is None:
-            return super()._moe_layers_of(fields, num_layers)
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
-            raise fields.unsupported("mlp_layer_types", kinds, f"a list of {num_layers} of dense and sparse")
-        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+        layers = read_sparse_layers(fields, num_layers)
+        return super()._moe_layers_of(fields, num_layers) if layers is None else layers
+
+
+def read_sparse_layers(fields: ConfigFields, num_layers: int) -> list[int] | None:
+    """Layers with experts, named one by one in `mlp_layer_types`; None for an absent field."""
+    kinds = fields.hf_config.get("mlp_layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise fields.unsupported("mlp_layer_types", kinds, f"a list of {num_layers} of dense and sparse")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
 
 
 def read_latent_attention(fields: ConfigFields) -> tuple[DecoderConfig, LatentAttentionSizes, bool]:

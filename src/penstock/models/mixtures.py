@@ -174,12 +174,14 @@ def read_routing(
     return Routing(num_experts, top_k, normalizes=normalizes)
 
 
-def read_groups(fields: ConfigFields, routing: Routing, *, best_of_group: int = 1) -> Routing:
-    """Add the groups of experts: `n_group`, of which a token takes `topk_group`."""
-    num_groups, top_groups = fields.integer("n_group", default=1), fields.integer("topk_group", default=1)
+def read_groups(
+    fields: ConfigFields, routing: Routing, *, best_of_group: int = 1, of_groups: str = "n_group"
+) -> Routing:
+    """Add the groups of experts, of which a token takes `topk_group`. of_groups: field of their number."""
+    num_groups, top_groups = fields.integer(of_groups, default=1), fields.integer("topk_group", default=1)
     if routing.num_experts % num_groups or not top_groups <= num_groups:
         raise fields.unsupported(
-            "n_group", num_groups, f"divisors of {routing.num_experts} experts, from topk_group={top_groups} on"
+            of_groups, num_groups, f"divisors of {routing.num_experts} experts, from topk_group={top_groups} on"
         )
     return replace(routing, num_groups=num_groups, top_groups=top_groups, best_of_group=best_of_group)
 

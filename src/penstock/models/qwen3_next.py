@@ -39,6 +39,7 @@ from penstock.models.decoder import (
     DecoderModel,
     SelfAttention,
 )
+from penstock.models.delta_fields import DEFAULT_NUM_TAPS, checked
 from penstock.models.mixtures import mixtures, read_routing
 from penstock.models.qwen import QUERY_KEY_NORMS
 from penstock.models.qwen_moe import GatedSharedExpertForCausalLM, read_sparse_layers
@@ -49,7 +50,6 @@ from penstock.parallel import ParallelState
 _DEFAULT_HEAD_SIZE = 256
 _DEFAULT_ROTARY_FACTOR = 0.25
 _DEFAULT_INTERVAL = 4
-_DEFAULT_NUM_TAPS = 4
 # Layers for more tokens, which `Qwen3NextMTP` has.
 _MTP = r"mtp\..*"
 
@@ -223,16 +223,15 @@ def layer_maker(
 
 
 def read_delta_sizes(fields: ConfigFields) -> DeltaSizes:
-    """Sizes of gated DeltaNets. Raises UnsupportedFeature for key heads that do not divide the value heads."""
-    num_keys, num_values = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
-    if num_values % num_keys:
-        raise fields.unsupported("linear_num_key_heads", num_keys, f"divisors of linear_num_value_heads={num_values}")
-    fields.choice("hidden_act", ("silu", "swish"), "silu")
-    return DeltaSizes(
-        num_key_heads=num_keys,
-        num_value_heads=num_values,
-        key_size=fields.integer("linear_key_head_dim"),
-        value_size=fields.integer("linear_value_head_dim"),
-        num_taps=fields.integer("linear_conv_kernel_dim", default=_DEFAULT_NUM_TAPS),
-        norm_eps=fields.number("rms_norm_eps"),
+    """Sizes of gated DeltaNets; raises as `checked`."""
+    return checked(
+        fields,
+        DeltaSizes(
+            num_key_heads=fields.integer("linear_num_key_heads"),
+            num_value_heads=fields.integer("linear_num_value_heads"),
+            key_size=fields.integer("linear_key_head_dim"),
+            value_size=fields.integer("linear_value_head_dim"),
+            num_taps=fields.integer("linear_conv_kernel_dim", default=DEFAULT_NUM_TAPS),
+            norm_eps=fields.number("rms_norm_eps"),
+        ),
     )
