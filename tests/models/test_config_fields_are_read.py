@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from penstock.config import ModelConfig
 from penstock.models.registry import find_model_class
 from penstock.parallel import ParallelState
-from support.checkpoints import FAMILIES, tiny_config
+from support.checkpoints import FAMILIES, RECURRENT, tiny_config
 
 # Training, tokens, Transformers' own cache, and heads for other tasks.
 WITHOUT_EFFECT = {
@@ -22,9 +22,11 @@ WITHOUT_EFFECT = {
     "eod_token_id",
     "eos_token_id",
     "initializer_range",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
     "resid_pdrop",
+    "router_aux_loss_coef",
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -34,15 +36,27 @@ WITHOUT_EFFECT = {
 }
 # Transformers upcasts GPT-2's scores only if asked, here they always are; it writes Gemma 3's pattern beside the
 # `layer_types` that follow from it; and Qwen has windows only where `use_sliding_window` says so.
+# Of recurrent families: chunks of Transformers' scans, sums of other fields, and initial values.
 WITHOUT_EFFECT_IN = {
     "gpt2": {"reorder_and_upcast_attn"},
     "gemma3": {"_sliding_window_pattern"},
     "qwen2": {"sliding_window"},
     "qwen3": {"sliding_window"},
+    "granitemoehybrid": {"mamba_chunk_size"},
+    "kimi_linear": {"qk_head_dim"},
+    "minimax": {"block_size", "router_jitter_noise"},
+    "olmo_hybrid": {
+        "linear_a_log_max",
+        "linear_a_log_min",
+        "linear_dt_init_floor",
+        "linear_dt_max",
+        "linear_dt_min",
+    },
 }
 # Read together, from a copy: `layers/rope_scaling.py` has tests of its own.
 ROTARY = {
     "max_position_embeddings",
+    "model_max_length",
     "original_max_position_embeddings",
     "partial_rotary_factor",
     "rope_parameters",
@@ -67,9 +81,9 @@ class Recording(dict[str, Any]):
         return super().__getitem__(name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_every_field_of_the_family_is_read_or_known_to_have_no_effect(family: str) -> None:
-    fields = tiny_config(family).to_dict() | {"architectures": [FAMILIES[family].architecture]}
+    fields = tiny_config(family).to_dict() | {"architectures": [{**FAMILIES, **RECURRENT}[family].architecture]}
     recording = Recording(fields)
     config = ModelConfig("some/model", Path("nowhere"), Path("nowhere"), recording, {})
     find_model_class(config)(config, ParallelState())

@@ -133,7 +133,7 @@ def _read_kinds(fields: ConfigFields, num_layers: int) -> list[str]:
 
 
 def _read_delta_sizes(fields: ConfigFields) -> tuple[int, int, int]:
-    """Number of heads, their size and the convolution's taps, in `linear_attn_config` or as Transformers writes them."""
+    """Heads, their size and taps of the convolution, in `linear_attn_config` or as Transformers writes them."""
     if fields.hf_config.get("linear_attn_config") is None:
         heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
         return heads, size, fields.integer("linear_conv_kernel_dim", default=DEFAULT_NUM_TAPS)
