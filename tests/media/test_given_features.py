@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,15 @@ import torch
 from penstock.errors import InvalidRequest
 from penstock.media.features import rows_of
 from support.multimodal_models import saved_tensor
+
+
+class _OfTensor:
+    """A tensor whose storage is said to be another tensor, with more rows than bytes."""
+
+    def __reduce__(self) -> Any:
+        few = torch.zeros(1).expand(96)
+        return torch._utils._rebuild_tensor_v2, (few, 0, (96, 1), (1, 1), False, OrderedDict())
+
 
 _SPARSE = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.tensor([1.0]), (4, 64), check_invariants=False)
 REFUSED: list[tuple[Any, str]] = [
@@ -28,6 +38,8 @@ REFUSED: list[tuple[Any, str]] = [
     (saved_tensor({"rows": torch.zeros(4, 64)}), "holds a dict. Allowed: a tensor"),
     (saved_tensor(np.zeros((4, 64))), "it names numpy"),
     (saved_tensor(_SPARSE), "it names torch._utils._rebuild_sparse_tensor"),
+    (saved_tensor(_OfTensor()), "its values are not a storage of it"),
+    (saved_tensor([torch.zeros(4, 64), torch.ones(4, 64)]), "it has several storages"),
     (saved_tensor(torch.zeros(4, 64, dtype=torch.int64)), "dtype int64"),
     (saved_tensor(torch.zeros(4, 64, dtype=torch.float64)), "it names torch.DoubleStorage"),
     (saved_tensor(torch.zeros(1, 64).expand(10**9, 64)), "Allowed: 1 to 96 rows"),

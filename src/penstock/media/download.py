@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from urllib.parse import quote, urljoin, urlsplit
 
 from penstock.contract.param_checks import shown
@@ -66,7 +66,7 @@ def download(
     asked = url
     try:
         for _ in range(limits.max_redirects + 1):
-            with _response(_target(url, domains), deadline_s, is_allowed) as response:
+            with _response(url, domains, deadline_s, is_allowed) as response:
                 location = response.headers.get("Location")
                 if response.status not in _REDIRECTS or location is None:
                     return _body(response, asked, limits)
@@ -80,19 +80,13 @@ def download(
     raise InvalidMedia(f"{shown(asked)} redirects more than {limits.max_redirects} times.")
 
 
-class _Target(NamedTuple):
-    """Server and path of a URL."""
+@contextmanager
+def _response(
+    url: str, domains: Sequence[str] | None, deadline_s: float, is_allowed: Callable[[str], bool]
+) -> Iterator[http.client.HTTPResponse]:
+    """Answer of a URL's server: status, headers and body.
 
-    is_secure: bool
-    host: str
-    port: int
-    path: str
-
-
-def _target(url: str, domains: Sequence[str] | None) -> _Target:
-    """Server and path of a URL.
-
-    Raises InvalidMedia for a URL that is not allowed, ValueError for one that is malformed.
+    Raises InvalidMedia for a URL or a server that is not allowed, ValueError for a malformed URL.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -103,26 +97,18 @@ def _target(url: str, domains: Sequence[str] | None) -> _Target:
         raise InvalidMedia(
             f"{shown(url)} is of {shown(host)}, which is not allowed. Allowed: {allowed} (allowed_media_domains)."
         )
-    path = quote(parts.path or "/", safe=_PLAIN) + (f"?{quote(parts.query, safe=_PLAIN)}" if parts.query else "")
     is_secure = parts.scheme == "https"
-    return _Target(is_secure, host, parts.port or (443 if is_secure else 80), path)
-
-
-@contextmanager
-def _response(
-    target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]
-) -> Iterator[http.client.HTTPResponse]:
-    """Answer of the server: status, headers and body."""
-    kind = http.client.HTTPSConnection if target.is_secure else http.client.HTTPConnection
-    with closing(kind(target.host, target.port)) as connection:
-        connection.sock = sock = _connected(target, deadline_s, is_allowed)
-        if target.is_secure:
+    kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+    with closing(kind(host, parts.port)) as connection:
+        connection.sock = sock = _connected(host, connection.port, deadline_s, is_allowed)
+        if is_secure:
             context = ssl.create_default_context()
             context.sslsocket_class = _TlsSocket
             # The socket's timeout is that of the whole handshake.
-            connection.sock = sock = cast("_TlsSocket", context.wrap_socket(sock, server_hostname=target.host))
+            connection.sock = sock = cast("_TlsSocket", context.wrap_socket(sock, server_hostname=host))
         sock.deadline_s = deadline_s
-        connection.request("GET", target.path, headers=_HEADERS)
+        query = f"?{quote(parts.query, safe=_PLAIN)}" if parts.query else ""
+        connection.request("GET", quote(parts.path or "/", safe=_PLAIN) + query, headers=_HEADERS)
         with connection.getresponse() as response:
             yield response
 
@@ -145,12 +131,12 @@ class _TlsSocket(_Deadline, ssl.SSLSocket):
     """The same above TLS."""
 
 
-def _connected(target: _Target, deadline_s: float, is_allowed: Callable[[str], bool]) -> _Deadline:
-    """Connection to the server, of whose addresses each one must be allowed."""
-    found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+def _connected(host: str, port: int, deadline_s: float, is_allowed: Callable[[str], bool]) -> _Deadline:
+    """Connection to a server, of whose addresses each one must be allowed."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     if not found or not all(is_allowed(str(address[0])) for *_, address in found):
         raise InvalidMedia(
-            f"The server {shown(target.host)} has an address that is not public, which is not allowed. Allowed: "
+            f"The server {shown(host)} has an address that is not public, which is not allowed. Allowed: "
             "servers of the internet. Give the content as a data: URL instead."
         )
     errors = []

@@ -74,25 +74,27 @@ class MediaOptions:
                 raise ConfigError(
                     f"media_io_kwargs has {modality!r}: {shown(given)}. Allowed: a dictionary for {', '.join(kinds)}."
                 )
-            allowed = {field.name: field.default for field in fields(kinds[modality])}
+            defaults = {field.name: field.default for field in fields(kinds[modality])}
             for name, value in given.items():
-                if name not in allowed:
-                    hint = did_you_mean(name, allowed)
+                if name not in defaults:
+                    hint = did_you_mean(name, defaults)
                     raise ConfigError(
-                        f"media_io_kwargs of {modality} has {name!r}.{hint} Allowed: {', '.join(allowed)}."
+                        f"media_io_kwargs of {modality} has {name!r}.{hint} Allowed: {', '.join(defaults)}."
                     )
-                _check_like(name, f"media_io_kwargs[{modality!r}][{name!r}]", value, allowed[name])
+                allowed = _why_not(name, value, defaults[name])
+                if allowed is not None:
+                    raise ConfigError(
+                        f"media_io_kwargs[{modality!r}][{name!r}]={shown(value)} is not valid. Allowed: {allowed}."
+                    )
             read[modality] = kinds[modality](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
         return cls(**read)
 
 
-def _check_like(option: str, name: str, value: Any, default: Any) -> None:
+def _why_not(name: str, value: Any, default: Any) -> str | None:
+    """What is allowed in the place of a value; None where the value is."""
     if isinstance(default, tuple):
-        is_valid = isinstance(value, (list, tuple)) and len(value) == 3 and all(c in range(256) for c in value)
-        allowed = "three numbers of 0 to 255"
-    else:
-        is_number = isinstance(value, (int, type(default))) and not isinstance(value, bool)
-        is_valid = is_number and (value > 0 or (value == -1 and option in _UNLIMITED))
-        allowed = "a number above 0"
-    if not is_valid:
-        raise ConfigError(f"{name}={shown(value)} is not valid. Allowed: {allowed}.")
+        is_colour = isinstance(value, (list, tuple)) and len(value) == 3 and all(one in range(256) for one in value)
+        return None if is_colour else "three numbers of 0 to 255"
+    is_number = isinstance(value, (int, type(default))) and not isinstance(value, bool)
+    is_valid = is_number and (value > 0 or (value == -1 and name in _UNLIMITED))
+    return None if is_valid else "a number above 0"

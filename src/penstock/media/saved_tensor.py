@@ -12,7 +12,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,30 +24,21 @@ _STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "BFloat16Storage": "<u
 _MAX_PICKLE_BYTES = 1 << 16
 
 
-class _Storage(NamedTuple):
-    name: str
-    key: str
-
-
-class _SavedTensor(NamedTuple):
-    """Arguments of `torch._utils._rebuild_tensor_v2`."""
-
-    storage: _Storage
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _SavedTensor:
-        return cls(storage, offset, size, stride)
-
-
 class _Reader(pickle._Unpickler):
-    """Unpickler of a tensor's description. The one of C would allocate what a damaged pickle asks for."""
+    """Unpickler of a tensor's description. The one of C would allocate what a damaged pickle asks for.
+
+    tensor: the last one that it has described, on the archive's bytes.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, folder: str, max_bytes: int, max_rows: int) -> None:
+        super().__init__(io.BytesIO(_entry(archive, f"{folder}data.pkl", _MAX_PICKLE_BYTES)))
+        self._archive, self._folder, self._max_bytes, self._max_rows = archive, folder, max_bytes, max_rows
+        self._storage: NDArray[Any] | None = None
+        self.tensor: NDArray[Any] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _SavedTensor.of
+            return self._rebuilt
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module == "torch" and name in _STORAGES:
@@ -56,9 +47,20 @@ class _Reader(pickle._Unpickler):
             f"it names {module}.{name}. Allowed: one dense tensor of float32, float16, bfloat16 or int64"
         )
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> NDArray[Any]:
+        """Values of a storage, whose bytes are read once."""
         _, name, key, *_ = pid
-        return _Storage(name, key)
+        if self._storage is not None:
+            raise InvalidRequest("it has several storages. Allowed: one tensor")
+        stored = _entry(self._archive, f"{self._folder}data/{key}", self._max_bytes)
+        self._storage = np.frombuffer(stored, _STORAGES[name])
+        return self._storage
+
+    def _rebuilt(self, values: NDArray[Any], offset: int, size: Any, stride: Any, *_: Any) -> NDArray[Any]:
+        if values is not self._storage:
+            raise InvalidRequest("its values are not a storage of it. Allowed: one tensor")
+        self.tensor = _view(values, offset, tuple(size), tuple(stride), self._max_rows)
+        return self.tensor
 
 
 def read_saved_tensor(name: str, text: str, max_rows: int) -> NDArray[Any]:
@@ -90,12 +92,13 @@ def _read(data: bytes, max_rows: int) -> NDArray[Any]:
         folder = pickles[0].removesuffix("data.pkl")
         if f"{folder}byteorder" in archive.namelist() and _entry(archive, f"{folder}byteorder", 16) != b"little":
             raise InvalidRequest("its byte order is not little-endian")
-        saved = _Reader(io.BytesIO(_entry(archive, pickles[0], _MAX_PICKLE_BYTES))).load()
-        if not isinstance(saved, _SavedTensor) or not isinstance(saved.storage, _Storage):
-            raise InvalidRequest(f"it holds a {type(saved).__name__}. Allowed: a tensor")
-        stored = _entry(archive, f"{folder}data/{saved.storage.key}", len(data))
-    values = np.frombuffer(stored, _STORAGES[saved.storage.name])
-    return _widened(_view(values, saved, max_rows))
+        reader = _Reader(archive, folder, len(data), max_rows)
+        saved = reader.load()
+    if reader.tensor is None or saved is not reader.tensor:
+        raise InvalidRequest(f"it holds a {type(saved).__name__}. Allowed: a tensor")
+    if saved.dtype.kind == "u":
+        return (saved.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(saved)
 
 
 def _entry(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
@@ -105,26 +108,16 @@ def _entry(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
     return archive.read(info)
 
 
-def _view(values: NDArray[Any], saved: _SavedTensor, max_rows: int) -> NDArray[Any]:
-    size, stride = tuple(saved.size), tuple(saved.stride)
-    numbers = (saved.offset, *size, *stride)
-    if (
-        len(size) not in (1, 2, 3)
-        or len(stride) != len(size)
-        or not all(type(one) is int and one >= 0 for one in numbers)
-    ):
+def _view(values: NDArray[Any], offset: int, size: tuple[int, ...], stride: tuple[int, ...], max_rows: int) -> Any:
+    numbers = (offset, *size, *stride)
+    is_valid = len(size) in (1, 2, 3) and len(stride) == len(size)
+    if not is_valid or not all(type(one) is int and one >= 0 for one in numbers):
         raise InvalidRequest(f"its shape is {list(size)}. Allowed: 1 to 3 dimensions")
     num_rows = int(np.prod(size[:-1], dtype=object))
     if not 0 < num_rows <= max_rows or size[-1] == 0:
         raise InvalidRequest(f"its shape is {list(size)}. Allowed: 1 to {max_rows:,} rows")
-    last = saved.offset + sum((one - 1) * step for one, step in zip(size, stride, strict=True))
+    last = offset + sum((one - 1) * step for one, step in zip(size, stride, strict=True))
     if last >= len(values) or size[-1] > len(values):
         raise InvalidRequest(f"its shape is {list(size)}, and its storage has {len(values):,} values")
     steps = [step * values.itemsize for step in stride]
-    return np.lib.stride_tricks.as_strided(values[saved.offset :], size, steps, writeable=False)
-
-
-def _widened(values: NDArray[Any]) -> NDArray[Any]:
-    if values.dtype.kind == "u":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(values)
+    return np.lib.stride_tricks.as_strided(values[offset:], size, steps, writeable=False)

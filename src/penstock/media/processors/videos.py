@@ -25,12 +25,6 @@ _USUAL_RATE = 24
 _MAX_SIDE = 4096
 
 
-def _options(**types: Any) -> Any:
-    """Type of the options of a request that a family has beside those of all."""
-    make: Any = TypedDict
-    return make("Options", types, total=False)
-
-
 class VideoProcessor:
     """Frames of one size, resized and normalised: that of LLaVA-OneVision, and what the families have in common.
 
@@ -51,10 +45,14 @@ class VideoProcessor:
         "do_normalize": True,
         **_CLIP,
     }
-    valid_kwargs: ClassVar[Any] = _options()
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.options = {**self.defaults, **{name: value for name, value in fields.items() if name in self.defaults}}
+        # Types of the options that a family has beside those of all.
+        own = {name: value for name, value in self.defaults.items() if name not in VideoProcessor.defaults}
+        types = {name: dict if isinstance(value, dict) else bool | int | float | None for name, value in own.items()}
+        make: Any = TypedDict
+        self.valid_kwargs = make("Options", types, total=False)
 
     def __call__(
         self, videos: Sequence[Any], *, video_metadata: Sequence[Any], return_metadata: bool = False, **given: Any
@@ -100,7 +98,6 @@ class InternVLVideos(VideoProcessor):
     """Video processor of InternVL: frames from the middle of equal parts."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**VideoProcessor.defaults, "initial_shift": True}
-    valid_kwargs = _options(initial_shift=bool | float | int)
 
     def sampled(self, metadata: Any, options: Mapping[str, Any]) -> list[int]:
         total, num_frames = metadata.total_num_frames, _count(metadata, options)
@@ -120,7 +117,6 @@ class SmolVLMVideos(VideoProcessor):
         "skip_secs": 1,
         **_HALF,
     }
-    valid_kwargs = _options(max_image_size=dict[str, int], skip_secs=float)
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -171,19 +167,15 @@ class Qwen2Videos(VideoProcessor):
         "merge_size": 2,
         "min_frames": 4,
         "max_frames": 768,
+        "min_pixels": None,
+        "max_pixels": None,
         "cap_pixels_per_frame": False,
         "max_video_tokens": 128_000,
     }
-    valid_kwargs = _options(
-        **dict.fromkeys(("min_pixels", "max_pixels"), int | None),
-        **dict.fromkeys(("patch_size", "temporal_patch_size", "merge_size"), int),
-        **dict.fromkeys(("min_frames", "max_frames", "max_video_tokens"), int),
-        cap_pixels_per_frame=bool | None,
-    )
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
-        self.options["size"] = _pixels({**self.options, **fields})
+        self.options |= {"size": _pixels(self.options), "min_pixels": None, "max_pixels": None}
         self.merge_size: int = self.options["merge_size"]
         self.temporal_patch_size: int = self.options["temporal_patch_size"]
 
@@ -350,7 +342,7 @@ def _pixels(options: Mapping[str, Any]) -> dict[str, int]:
     """Least and most pixels of an item, under either name."""
     size = dict(options["size"])
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        if options.get(name) is not None:
+        if options[name] is not None:
             size[edge] = options[name]
     return size
 
