@@ -19,7 +19,7 @@ class _OfTensor:
     """A tensor whose storage is said to be another tensor, with more rows than bytes."""
 
     def __reduce__(self) -> Any:
-        few = torch.zeros(1).expand(96)
+        few = torch.zeros(1, 1).expand(96, 1)
         return torch._utils._rebuild_tensor_v2, (few, 0, (96, 1), (1, 1), False, OrderedDict())
 
 
