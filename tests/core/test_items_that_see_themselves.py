@@ -10,13 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from core.test_multimodal import OPTIONS, TOLERANCE, Prompt, answer, as_prompt, assert_answered_as_by
+from core.test_multimodal import OPTIONS
 from penstock import LLM, SamplingParams
 from penstock.attention.cpu_native import CpuNativeBackend
 from penstock.attention.cpu_paged import CpuPagedBackend
 from penstock.errors import UnsupportedFeature
 from penstock.kernels.native import NATIVE
 from penstock.media.processors.reading import read_processor
+from support.multimodal_answers import TOLERANCE, Prompt, answer, as_prompt, assert_answered_as_by
 from support.multimodal_models import IMAGE as IMAGE_ID
 from support.multimodal_models import picture, save_multimodal, words
 from support.padded_attention import PaddedBackend, use_graphs

@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen2vl": gguf.MODEL_ARCH.QWEN2VL,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
@@ -25,8 +26,8 @@ _ARCHITECTURES = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
 }
-# Those with an implementation in Penstock.
-FAMILIES = tuple(family for family in _ARCHITECTURES if family != "starcoder2")
+# Those with an implementation in Penstock, and models of their own in Transformers.
+FAMILIES = tuple(family for family in _ARCHITECTURES if family not in ("starcoder2", "qwen2vl"))
 _ROTATES_PAIRS = ("llama", "mistral")
 
 
@@ -39,13 +40,13 @@ def write_gguf(
     tokens: Sequence[str] = ("t", "1", "t1"),
 ) -> Path:
     """Write a model. kind: type of the matrices, whose values the model then has, too. changes: other metadata by
-    key. tokens: the first ones; in angle brackets: control tokens.
+    key. tokens: the first ones; in brackets: control tokens.
     """
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[family]])
     _write_fields(writer, model.config, family)
     write_tokens(writer, tokens, model.config.vocab_size)
     for key, value in (changes or {}).items():
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
+        add(writer, key, value)
     names = gguf.get_tensor_name_map(_ARCHITECTURES[family], model.config.num_hidden_layers)
     is_tied = model.config.tie_word_embeddings
     for name, weight in model.state_dict().items():
@@ -66,6 +67,12 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write a field."""
+    kinds = {str: writer.add_string, bool: writer.add_bool, float: writer.add_float32, list: writer.add_array}
+    kinds.get(type(value), writer.add_uint32)(key, value)
 
 
 def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
@@ -101,7 +108,7 @@ def write_tokens(writer: gguf.GGUFWriter, first: Sequence[str], size: int) -> No
     writer.add_tokenizer_pre("gpt-2")
     tokens = [*first, *(f"w{index}" for index in range(len(first), size))]
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<") else 1 for token in tokens])
+    writer.add_token_types([3 if token.startswith(("<", "[")) else 1 for token in tokens])
     writer.add_token_merges(["t 1"])
     writer.add_eos_token_id(2)
 

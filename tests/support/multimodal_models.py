@@ -113,6 +113,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {**_VISION, "model_type": "pixtral", "head_dim": 16},
         {"image_token_index": IMAGE, "spatial_merge_size": 2},
     ),
+    "pixtral": (
+        "llava",
+        {"model_type": "llama"},
+        {**_VISION, "model_type": "pixtral", "head_dim": 16},
+        {"image_token_index": IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
     "internvl": (
         "internvl",
         {"model_type": "qwen2"},

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoints.gguf.container import SUFFIX, is_gguf, models_in, parts_of
-from penstock.checkpoints.gguf.folder import folder_of_file, folder_of_only_model
+from penstock.checkpoints.gguf.folder import encoder_in, folder_of_file, folder_of_only_model
 from penstock.checkpoints.json_file import shown
 from penstock.checkpoints.published import PUBLISHED, fetched_path
 from penstock.errors import ModelNotFound
@@ -32,20 +32,30 @@ def is_model_here(name: str) -> bool:
     return name in SHIPPED_MODELS or name in PUBLISHED or (is_local and (path.is_dir() or is_gguf(path)))
 
 
-def resolve_model_folder(model: str | Path, revision: str | None = None, *, option: str = "model") -> Path:
+def resolve_model_folder(
+    model: str | Path, revision: str | None = None, *, option: str = "model", mmproj: str | Path | None = None
+) -> Path:
     """Return the folder of a shipped model, a local folder, a GGUF file, or a hub id. A Path is a folder or file.
 
     Hub ids are downloaded, or found in the local cache without a network. ID:QUANTISATION names a GGUF file of a
     repository by the end of its name, such as Q4_K_M.
-    option: name in errors. Raises ModelNotFound.
+    option: name in errors. mmproj: GGUF file with the encoder of images of a model of GGUF files; None takes one beside
+    the model. Raises ModelNotFound, and UnsupportedModel for an encoder that does not run or fit.
     """
-    folder = _local_folder(model, option)
-    if folder is not None:
-        return folder
-    repository, _, quantisation = str(model).partition(":")
-    if not quantisation:
-        return _download(repository, revision, _WANTED_FILES, option)
-    return _folder_of_quantisation(repository, revision, quantisation, option)
+    encoder = None if mmproj is None else _encoder_file(mmproj)
+    folder = _local_folder(model, option, encoder)
+    if folder is None:
+        repository, _, quantisation = str(model).partition(":")
+        if not quantisation:
+            folder = _download(repository, revision, _WANTED_FILES, option)
+        else:
+            folder = _folder_of_quantisation(repository, revision, quantisation, option, encoder)
+    if encoder is not None and encoder_in(folder) is None:
+        raise ModelNotFound(
+            f"mmproj={str(mmproj)!r} is not valid for {option}={str(model)!r}, which is no GGUF file. Give the GGUF "
+            "file of its language model, or leave the option out: other models have their encoder among their weights."
+        )
+    return folder
 
 
 def resolve_metadata_folder(
@@ -61,7 +71,14 @@ def resolve_metadata_folder(
     return (folder, False) if folder is not None else (_download(str(model), revision, _METADATA_FILES, option), True)
 
 
-def _local_folder(model: Any, option: str) -> Path | None:
+def _encoder_file(mmproj: str | Path) -> Path:
+    path = Path(mmproj).expanduser()
+    if not is_gguf(path) or not path.is_file():
+        raise ModelNotFound(f"mmproj={str(mmproj)!r} is not there. Allowed: a GGUF file with an encoder of images.")
+    return path
+
+
+def _local_folder(model: Any, option: str, encoder: Path | None = None) -> Path | None:
     """Folder of a shipped or local model; None for a possible hub id."""
     if not isinstance(model, (str, os.PathLike)):
         raise ModelNotFound(
@@ -72,7 +89,7 @@ def _local_folder(model: Any, option: str) -> Path | None:
         return _ASSETS / model
     if model in PUBLISHED:
         path = fetched_path(PUBLISHED[str(model)], option)
-        return path if path.is_dir() else folder_of_file(path)
+        return path if path.is_dir() else folder_of_file(path, encoder)
     name = os.fspath(model)
     folder = Path(model).expanduser()
     try:
@@ -80,9 +97,9 @@ def _local_folder(model: Any, option: str) -> Path | None:
     except OSError as error:  # such as a name that is too long
         raise ModelNotFound(f"{option}={shown(name)} cannot be opened: {error.strerror}.") from error
     if is_folder:
-        return folder_of_only_model(folder, option) if _has_only_gguf(folder) else folder
+        return folder_of_only_model(folder, option, encoder) if _has_only_gguf(folder) else folder
     if is_gguf(folder) and (folder.exists() or parts_of(folder) != [folder]):
-        return folder_of_file(folder)
+        return folder_of_file(folder, encoder)
     if folder.exists():
         raise ModelNotFound(
             f"{option}={name!r} is a file. Give the folder that holds config.json and the weights, or a GGUF file."
@@ -98,7 +115,9 @@ def _local_folder(model: Any, option: str) -> Path | None:
     return None
 
 
-def _folder_of_quantisation(repository: str, revision: str | None, quantisation: str, option: str) -> Path:
+def _folder_of_quantisation(
+    repository: str, revision: str | None, quantisation: str, option: str, encoder: Path | None
+) -> Path:
     """Folder of a repository's GGUF file whose name ends in a quantisation, in any case."""
     endings = {quantisation, quantisation.lower(), quantisation.upper()}
     patterns = [f"*{ending}{part}{SUFFIX}" for ending in sorted(endings) for part in ("", "-*-of-*")]
@@ -111,7 +130,7 @@ def _folder_of_quantisation(repository: str, revision: str | None, quantisation:
             f"{option}={f'{repository}:{quantisation}'!r} names {len(wanted) or 'none'} of the repository's GGUF files "
             f"here: {there}. Give the end of one's name, as in {repository}:Q4_K_M, or the path of a file."
         )
-    return folder_of_file(wanted[0])
+    return folder_of_file(wanted[0], encoder)
 
 
 def _ending(path: Path) -> str:

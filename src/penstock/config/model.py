@@ -103,6 +103,8 @@ class ModelConfig:
     override_generation_config: fields that replace those of `generation_config.json`; None for none.
     hf_config_path: folder or hub id whose `config.json` is taken in place of the model's own, or of a GGUF file's
     metadata.
+    mmproj: GGUF file with the encoder of images of a model of GGUF files; None takes one beside the model's file that
+    fits it.
     limit_mm_per_prompt: items of each modality that a prompt may have, as a dictionary such as {"image": 2}, or JSON; 0
     for all of them loads no encoder; None allows 999 of each.
     mm_processor_kwargs: options of the model's processor of images, audio and video, for all requests.
@@ -138,6 +140,7 @@ class ModelConfig:
     override_generation_config: Mapping[str, Any] | None = None
     hf_config_path: str | Path | None = None
     hf_overrides: Mapping[str, Any] | str | None = None
+    mmproj: str | Path | None = None
     limit_mm_per_prompt: Mapping[str, Any] | str | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
     language_model_only: bool = False
@@ -217,7 +220,7 @@ class ModelConfig:
 
         Raises ModelNotFound, or ModelError when `config.json` is missing or damaged.
         """
-        folder = resolve_model_folder(model, revision)
+        folder = resolve_model_folder(model, revision, mmproj=options.get("mmproj"))
         generation = generation_config_folder(options.get("generation_config", AUTO_GENERATION_CONFIG), folder)
         hf_config = _read_config(_config_file(folder, options.get("hf_config_path")))
         if options.get("hf_overrides") is not None:

@@ -28,11 +28,16 @@ def config_of_replacement(current: ModelConfig, weights_path: str | None) -> Mod
     """
     if weights_path is None:
         weights_path = current.model
-    folder = resolve_model_folder(weights_path)
+    folder = resolve_model_folder(weights_path, mmproj=current.mmproj)
     moved = replace(current, model=weights_path, folder=folder)
     if not os.path.lexists(folder / "config.json"):
         return moved
-    loaded = ModelConfig.load(weights_path, hf_config_path=current.hf_config_path, hf_overrides=current.hf_overrides)
+    loaded = ModelConfig.load(
+        weights_path,
+        hf_config_path=current.hf_config_path,
+        hf_overrides=current.hf_overrides,
+        mmproj=current.mmproj,
+    )
     return replace(moved, hf_config=loaded.hf_config, hf_generation_config=loaded.hf_generation_config)
 
 

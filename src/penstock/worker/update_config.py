@@ -28,7 +28,7 @@ def updated_config(config: EngineConfig, overrides: Any) -> EngineConfig:
     for name in changes.get("model_config", {}).values():
         if not isinstance(name, str):
             raise ConfigError(f"model_config.model={name!r} is not valid. Allowed: a folder, or a hub id.")
-        model = replace(model, model=name, folder=resolve_model_folder(name))
+        model = replace(model, model=name, folder=resolve_model_folder(name, mmproj=model.mmproj))
     return replace(config, load=load, model=model)
 
 

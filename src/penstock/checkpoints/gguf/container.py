@@ -91,8 +91,18 @@ def parts_of(path: Path) -> list[Path]:
 def models_in(folder: Path) -> list[Path]:
     """First files of the GGUF models in a folder, without encoders of images and audio beside these."""
     found = sorted(path for path in folder.iterdir() if is_gguf(path))
-    found = [path for path in found if _ENCODER not in path.name.lower()] or found
+    found = [path for path in found if not _is_encoder(path)] or found
     return [path for path in found if (match := _PART.fullmatch(path.name)) is None or int(match["number"]) == 1]
+
+
+def encoders_in(folder: Path) -> list[Path]:
+    """Files with encoders of images and audio in a folder, the largest first, which has the most exact values."""
+    found = sorted(path for path in folder.iterdir() if is_gguf(path) and _is_encoder(path))
+    return sorted(found, key=lambda path: -path.stat().st_size)
+
+
+def _is_encoder(path: Path) -> bool:
+    return _ENCODER in path.name.lower()
 
 
 def read_header(path: Path) -> Header:

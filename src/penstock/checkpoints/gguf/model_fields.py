@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.checkpoints.gguf.encoder_fields import ENCODERS
 from penstock.checkpoints.gguf.fields import Metadata
 from penstock.checkpoints.gguf.mixture_fields import MIXTURES, latent_attention
 from penstock.errors import UnsupportedModel
 
-# Architecture of the files with an encoder of images or audio, of all families.
-_ENCODERS = "clip"
 _EPSILON, _RMS_EPSILON = ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon"
 # Layers of the largest Gemma models, whose attention scale comes from the hidden size.
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -25,11 +24,11 @@ def hf_config_of(metadata: Metadata) -> dict[str, Any]:
     for missing or invalid ones.
     """
     architecture = metadata.architecture
-    if architecture == _ENCODERS:
+    if architecture == ENCODERS:
         raise UnsupportedModel(
             f"{metadata.name} has the encoder of images or audio of a multimodal model (an mmproj file, "
-            f"general.architecture={architecture!r}), which cannot be loaded here. Give the GGUF file of its language "
-            "model, which takes text alone, or the model's safetensors, which take media too."
+            f"general.architecture={architecture!r}), which is no model alone. Give the GGUF file of its language "
+            "model, and this file with the option mmproj."
         )
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
@@ -198,6 +197,7 @@ _MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "gpt-oss": "gpt_oss",
     "deepseek2": "deepseek_v2",
+    "qwen2vl": "qwen2",
 }
 _ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
@@ -207,6 +207,7 @@ _ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] =
     "olmo2": ("Olmo2ForCausalLM", _decoder),
     "phi3": ("Phi3ForCausalLM", _phi3),
     "qwen2": ("Qwen2ForCausalLM", _decoder),
+    "qwen2vl": ("Qwen2ForCausalLM", _decoder),
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
     **{name: (hf_name, _mixture(read)) for name, (hf_name, read) in MIXTURES.items()},

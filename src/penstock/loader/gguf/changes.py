@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
@@ -72,3 +74,29 @@ class PairsInHalves(Change):
 
     def multiple(self, dim: int) -> int:
         return self.head_size if dim == 0 else 1
+
+
+# Makes a tensor of those that a file has in its place, in the order of their names in `TensorNames.parts`.
+Join = Callable[[Sequence[Tensor]], Tensor]
+
+
+def latent_projection(parts: Sequence[Tensor]) -> Tensor:
+    """`kv_b_proj` of latent attention, [heads * (keys + values), latent].
+
+    parts: keys [heads, latent, size of a key], values [heads, size of a value, latent].
+    """
+    keys_HCN, values_HVC = parts
+    return torch.cat((keys_HCN.transpose(1, 2), values_HVC), 1).flatten(0, 1)
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Queries, keys and values of one projection: [outputs of all, inputs], or biases [outputs of all]."""
+    return torch.cat(list(parts))
+
+
+def kernel_of_frames(parts: Sequence[Tensor]) -> Tensor:
+    """Kernel of a convolution in time, height and width.
+
+    parts: one for each frame, [outputs, channels, height, width].
+    """
+    return torch.stack(list(parts), 2)

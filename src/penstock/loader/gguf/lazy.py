@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from penstock.loader.gguf.blocks import StoredTensor
-from penstock.loader.gguf.changes import Change
+from penstock.loader.gguf.changes import Change, Join
 from penstock.parallel import Share
 
 
@@ -56,26 +57,22 @@ class LazyTensor(Tensor):
         return covering.values().narrow(dim, offset, stop - begin)
 
 
-class LatentProjection(LazyTensor):
-    """`kv_b_proj` of latent attention, [heads * (keys + values), latent], from a file's tensors of two kinds.
+class JoinedTensor(LazyTensor):
+    """Tensor that a file has as several. join: makes it of their values."""
 
-    keys: [heads, latent, size of a key]. values: [heads, size of a value, latent].
-    """
-
-    keys_and_values: tuple[StoredTensor, StoredTensor]
+    parts: Sequence[StoredTensor]
+    join: Join
 
     @staticmethod
-    def __new__(cls, keys: StoredTensor, values: StoredTensor) -> LatentProjection:
-        heads, latent_size, key_size = keys.shape
-        shape = [heads * (key_size + values.shape[1]), latent_size]
-        dtype = torch.promote_types(keys.dtype, values.dtype)
-        made: LatentProjection = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        made.keys_and_values = keys, values
+    def __new__(cls, parts: Sequence[StoredTensor], join: Join) -> JoinedTensor:
+        shape = join([torch.empty(part.shape, device="meta") for part in parts]).shape
+        dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+        made: JoinedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.parts, made.join = parts, join
         return made
 
     def values(self) -> Tensor:
-        keys_HCN, values_HVC = (stored.dequantised().to(self.dtype) for stored in self.keys_and_values)
-        return torch.cat((keys_HCN.transpose(1, 2), values_HVC), 1).flatten(0, 1)
+        return self.join([part.dequantised().to(self.dtype) for part in self.parts])
 
     def _slice(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
         return self.values()[(slice(None),) * dim + (slice(start, end, step),)]

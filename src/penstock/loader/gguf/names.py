@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from penstock.checkpoints.gguf.container import TensorInfo
 from penstock.checkpoints.gguf.fields import Metadata
-from penstock.errors import UnsupportedModel
-from penstock.loader.gguf.changes import UNCHANGED, Change, MinusOne, PairsInHalves, Transposed
+from penstock.checkpoints.json_file import clipped
+from penstock.errors import CheckpointError, UnsupportedModel
+from penstock.loader.gguf.changes import UNCHANGED, Change, Join, MinusOne, PairsInHalves, Transposed, latent_projection
 
 _DECODER = {
     "token_embd": "model.embed_tokens",
@@ -84,7 +85,9 @@ _GPT2 = {
 }
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
 _MIXTURES = {"qwen2moe": _QWEN2_MOE, "qwen3moe": _EXPERTS, "gpt-oss": _GPT_OSS, "deepseek2": _DEEPSEEK2}
-_LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)")
+_LAYER = re.compile(r"(?P<tower>v\.)?blk\.(?P<layer>\d+)\.(?P<part>.+)")
+# Beginnings of the names of an encoder's tensors.
+_OF_ENCODERS = ("v.", "mm.", "model.image_newline")
 # Factors of rotary frequencies, which are in the configuration.
 _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -94,14 +97,21 @@ class TensorNames:
     """Names and changes of one architecture. parts: by module name in GGUF, or by that of a tensor.
 
     layers: prefix of a layer's modules. changes: by regular expression for names in GGUF. repeated: regular expression
-    for tensors whose values are in others too. A name with a star is of a tensor for each index of the first dimension;
-    two tensors with the same name are the keys and values of a latent's projection.
+    for tensors whose values are in others too. joins: by regular expression for names in Transformers, what makes
+    such a tensor of several in the file. A name with a star is of a tensor for each index of the first dimension.
+    encoder: names of the tensors of an encoder of images beside the language model.
     """
 
     parts: Mapping[str, str]
     layers: str = "model.layers"
     changes: Mapping[str, Change] = field(default_factory=dict)
     repeated: str = r"(?!)"
+    joins: Mapping[str, Join] = field(default_factory=lambda: {r".*\.kv_b_proj\.weight": latent_projection})
+    encoder: TensorNames | None = None
+
+    def of(self, stored: str) -> TensorNames:
+        """The names that have a tensor: these, or the encoder's."""
+        return self if self.encoder is None or not stored.startswith(_OF_ENCODERS) else self.encoder
 
     def shaped(self, tensor: TensorInfo) -> TensorInfo:
         """The tensor's description; files may have a matrix of one output as a vector."""
@@ -113,7 +123,7 @@ class TensorNames:
         if stored in _NOT_WEIGHTS or re.fullmatch(self.repeated, stored):
             return None
         match = _LAYER.fullmatch(stored)
-        tensor = match["part"] if match else stored
+        tensor = _part_of(stored)
         module, _, kind = tensor.rpartition(".")
         if module not in self.parts and tensor not in self.parts:
             return stored
@@ -124,11 +134,29 @@ class TensorNames:
         """Change of a tensor's values and shape."""
         return next((change for pattern, change in self.changes.items() if re.fullmatch(pattern, stored)), UNCHANGED)
 
+    def join(self, name: str) -> Join:
+        """What makes a tensor, by its name in Transformers, of several. Raises CheckpointError for another tensor."""
+        found = next((join for pattern, join in self.joins.items() if re.fullmatch(pattern, name)), None)
+        if found is None:
+            raise CheckpointError(f"The files have {clipped(name)} several times. Download them again.")
+        return found
+
+    def order(self, stored: str) -> int:
+        """Place of a tensor among those that are joined."""
+        part = _part_of(stored)
+        return list(self.parts).index(part if part in self.parts else part.rpartition(".")[0])
+
+
+def _part_of(stored: str) -> str:
+    """Name of a tensor without its layer."""
+    match = _LAYER.fullmatch(stored)
+    return stored if match is None else (match["tower"] or "") + match["part"]
+
 
 def names_of(metadata: Metadata) -> TensorNames:
     """Return the names of a file's architecture. Raises UnsupportedModel for one without names here."""
     architecture = metadata.architecture
-    if architecture in ("qwen2", "qwen3"):
+    if architecture in ("qwen2", "qwen2vl", "qwen3"):
         return TensorNames(_DECODER)
     if architecture in _MIXTURES:
         # Files of some months have the latents' projection whole and in two parts.

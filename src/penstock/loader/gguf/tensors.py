@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.checkpoints.gguf.container import TensorInfo, models_in, parts_of, read_headers
+from penstock.checkpoints.gguf.container import TensorInfo, models_in, parts_of, read_header, read_headers
 from penstock.checkpoints.gguf.fields import Metadata
+from penstock.checkpoints.gguf.folder import encoder_in
 from penstock.config import LoadConfig
 from penstock.errors import CheckpointError
 from penstock.layers.weights import Part
 from penstock.loader.gguf.blocks import check_layout, map_tensors
 from penstock.loader.gguf.changes import Change
+from penstock.loader.gguf.encoder_names import encoder_names_of
 from penstock.loader.gguf.grids import BlockGrid
-from penstock.loader.gguf.lazy import LatentProjection, LazyTensor, part_of
+from penstock.loader.gguf.lazy import JoinedTensor, LazyTensor, part_of
 from penstock.loader.gguf.names import TensorNames, names_of
 from penstock.loader.quantized.grid import Grid, join_grids
 from penstock.loader.weight_files import has_weight_files
@@ -43,7 +45,7 @@ class GgufWeights:
     def __post_init__(self) -> None:
         places: dict[str, list[_Place]] = {}
         for info in self.tensors:
-            name = self.names.name(info.name) or info.name
+            name = self.names.of(info.name).name(info.name) or info.name
             if "*" not in name:
                 places.setdefault(name, []).append((info, None))
                 continue
@@ -67,9 +69,15 @@ class GgufWeights:
         # Errors name the file itself.
         header = read_headers([path.resolve() for path in parts_of(found[0])])
         check_layout(header.tensors)
-        names = names_of(Metadata(str(found[0].resolve()), header))
-        tensors = tuple(names.shaped(tensor) for tensor in header.tensors if names.name(tensor.name) is not None)
-        return cls(tensors, names)
+        names, stored = names_of(Metadata(str(found[0].resolve()), header)), header.tensors
+        encoder = encoder_in(folder)
+        if encoder is not None:
+            header = read_header(encoder.resolve())
+            check_layout(header.tensors)
+            names = replace(names, encoder=encoder_names_of(Metadata(str(encoder.resolve()), header)))
+            stored += header.tensors
+        tensors = [names.of(tensor.name).shaped(tensor) for tensor in stored]
+        return cls(tuple(tensor for tensor in tensors if names.of(tensor.name).name(tensor.name) is not None), names)
 
     def log_types(self) -> None:
         """Log how many tensors are of each type, and what becomes of them."""
@@ -96,7 +104,7 @@ class GgufWeights:
         ((info, index),) = self.places[name]
         (stored,) = map_tensors([info])
         stored = stored if index is None else stored.at(index)
-        change = self.names.change(stored.info.name)
+        change = self.names.of(stored.info.name).change(stored.info.name)
         if part is None:
             return _changed(stored.grid(), change)
         dim = change.stored_dim(part.dim)
@@ -116,11 +124,12 @@ class GgufWeights:
         mapped = {tensor.info.name: tensor for tensor in map_tensors(self.tensors)}
         for name, places in self.places.items():
             stored = [mapped[info.name] if index is None else mapped[info.name].at(index) for info, index in places]
+            names = self.names.of(stored[0].info.name)
             if len(stored) == 1:
-                yield name, LazyTensor(stored[0], self.names.change(stored[0].info.name))
+                yield name, LazyTensor(stored[0], names.change(stored[0].info.name))
             else:
-                keys, values = sorted(stored, key=lambda tensor: tensor.info.name)
-                yield name, LatentProjection(keys, values)
+                parts = sorted(stored, key=lambda tensor: names.order(tensor.info.name))
+                yield name, JoinedTensor(parts, names.join(name))
 
     def iterate_without_memory(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over meta tensors of the weights, by name, without reading the files' blocks."""

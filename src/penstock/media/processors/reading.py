@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoints.json_file import read_json_object
 from penstock.errors import ModelError
 
 # Classes of Transformers by the names of parts.
@@ -29,7 +30,8 @@ def read_processor(folder: Path, model_type: str) -> Any:
 
     from penstock.media.processors import own
 
-    name = str(PROCESSOR_MAPPING_NAMES.get(model_type))
+    named = [name for name in _named_classes(folder) if name in PROCESSOR_MAPPING_NAMES.values()]
+    name = str(named[0] if named else PROCESSOR_MAPPING_NAMES.get(model_type))
     with _damage_named(f"processor of {folder.name} ({name})"):
         made: Any = getattr(own, name, None)
         if made is not None:
@@ -62,6 +64,12 @@ def _damage_named(what: str) -> Iterator[None]:
             f"The {what} cannot be read: {error} It needs preprocessor_config.json or processor_config.json, and the "
             "tokenizer's files."
         ) from error
+
+
+def _named_classes(folder: Path) -> list[Any]:
+    """Classes of the processor that the folder's files name."""
+    files = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
+    return [read_json_object(file, ModelError, is_optional=True).get("processor_class") for file in files]
 
 
 def _read_part(folder: Path, name: str, processor: str) -> Any:
