@@ -95,6 +95,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {**_VISION, "model_type": "clip_vision_model"},
         {"image_token_index": IMAGE},
     ),
+    "llava-next": (
+        "llava_next",
+        {"model_type": "llama"},
+        {**_VISION, "model_type": "clip_vision_model"},
+        {"image_token_index": IMAGE, "image_grid_pinpoints": [[16, 32], [32, 16]]},
+    ),
     "llava-onevision": (
         "llava_onevision",
         {"model_type": "qwen2"},
@@ -221,6 +227,19 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": 16},
             "crop_size": _SQUARE,
+        },
+        "processor_config": {
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    },
+    "llava-next": {
+        "preprocessor_config": {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 16},
+            "crop_size": _SQUARE,
+            "image_grid_pinpoints": [[16, 32], [32, 16]],
         },
         "processor_config": {
             "patch_size": 4,

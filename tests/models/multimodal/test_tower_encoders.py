@@ -1,4 +1,4 @@
-"""Encoders of LLaVA, LLaVA-OneVision, Mistral 3 and InternVL against Transformers'."""
+"""Encoders of LLaVA, LLaVA-NeXT, LLaVA-OneVision, Mistral 3 and InternVL against Transformers'."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _VISION = {
 _LLAMA = {**TEXT, "model_type": "llama", "pad_token_id": 0}
 _PINPOINTS = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
 LLAVA, ONEVISION = "LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration"
+NEXT = "LlavaNextForConditionalGeneration"
 MISTRAL3, INTERNVL = "Mistral3ForConditionalGeneration", "InternVLForConditionalGeneration"
 # Model type of the vision configuration, and fields of the whole one.
 FAMILIES = {
     LLAVA: ("clip_vision_model", {}),
     ONEVISION: ("siglip_vision_model", {"image_grid_pinpoints": _PINPOINTS, "vision_feature_layer": -1}),
+    NEXT: ("clip_vision_model", {"image_grid_pinpoints": _PINPOINTS}),
     MISTRAL3: ("pixtral", {}),
     INTERNVL: ("internvl_vision", {}),
 }
@@ -97,9 +99,9 @@ def test_layers_after_the_features_are_not_loaded() -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(24, 24), (100, 30), (31, 100), (50, 47), (17, 24)])
-@pytest.mark.parametrize("ratio", ["anyres_max_9", "anyres_max_2"])
-def test_onevision_packs_tiles_without_their_padding(ratio: str, height: int, width: int) -> None:
-    model = model_of(ONEVISION, vision_aspect_ratio=ratio)
+@pytest.mark.parametrize("ratio", ["anyres_max_9", "anyres_max_2", None])
+def test_tiles_are_packed_without_their_padding(ratio: str | None, height: int, width: int) -> None:
+    model = model_of(NEXT) if ratio is None else model_of(ONEVISION, vision_aspect_ratio=ratio)
     size = torch.tensor([[height, width]])
     for tiles in range(2, 7):
         pixels = images(1, tiles, 3, 24, 24)
@@ -164,6 +166,8 @@ def test_bfloat16_gives_about_the_same_features(architecture: str) -> None:
     model, inputs = model_of(architecture), {"pixel_values": images(1, 3, 24, 24)}
     if architecture in (ONEVISION, MISTRAL3):
         inputs["image_sizes"] = torch.tensor([[24, 24]])
+    if architecture == NEXT:
+        inputs = {"pixel_values": images(1, 3, 3, 24, 24), "image_sizes": torch.tensor([[24, 48]])}
     if architecture == ONEVISION:
         inputs["batch_num_images"] = torch.tensor([2])
     wanted = encoder_of(model).encode("image", inputs)

@@ -1,6 +1,6 @@
 """Encoders of LLaVA 1.5 (Liu et al. 2023, https://arxiv.org/abs/2310.03744), on CLIP (Radford et al. 2021,
-https://arxiv.org/abs/2103.00020) or another tower, and LLaVA-OneVision (Li et al. 2024,
-https://arxiv.org/abs/2408.03326), on SigLIP.
+https://arxiv.org/abs/2103.00020) or another tower; LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next);
+and LLaVA-OneVision (Li et al. 2024, https://arxiv.org/abs/2408.03326), on SigLIP.
 
 Suffixes: N images or tiles, S tokens of each, T tokens of all, L tokens of an item, D hidden size.
 """
@@ -84,6 +84,12 @@ def llava_vision(hf_config: Mapping[str, Any]) -> LlavaVision | None:
     return LlavaVision(hf_config) if hf_config["vision_config"].get("model_type") in _TOWERS else None
 
 
+def llava_next(hf_config: Mapping[str, Any]) -> LlavaNext | None:
+    """The encoder of LLaVA-NeXT; None with another tower than CLIP or SigLIP."""
+    is_known = hf_config["vision_config"].get("model_type") in ("clip_vision_model", "siglip_vision_model")
+    return LlavaNext(hf_config) if is_known else None
+
+
 def onevision(hf_config: Mapping[str, Any]) -> OneVision | None:
     """The encoder of LLaVA-OneVision; None with another tower than SigLIP."""
     return OneVision(hf_config) if hf_config["vision_config"].get("model_type") == "siglip_vision_model" else None
@@ -157,47 +163,32 @@ class Newline(nn.Module):
         self.image_newline = new_parameter(size)
 
 
-class OneVision(LlavaVision):
-    """The encoder of LLaVA-OneVision: an image whole, and its tiles as one grid without their padding."""
-
-    modalities = ("image", "video")
-    default_layer = -1
-    default_strategy = "full"
+class LlavaNext(LlavaVision):
+    """The encoder of LLaVA-NeXT: an image whole, and its tiles as one grid without their padding."""
 
     def __init__(self, hf_config: Mapping[str, Any]) -> None:
         super().__init__(hf_config)
         fields = encoder_fields(hf_config)
         self.newline = Newline(self.feature_size)
         self.table = {**self.table, "model": Into("newline")}
-        assert isinstance(self.tower, SiglipTower), "onevision() makes no other"
+        assert isinstance(self.tower, SiglipTower), "llava_next() and onevision() make no other"
         self._side, self._tile_size = self.tower.side, self.tower.side * self.tower.patch_size
         self._pinpoints = np.array(hf_config["image_grid_pinpoints"])
         if self._pinpoints.ndim != 2 or self._pinpoints.shape[1] != 2:
             raise fields.unsupported("image_grid_pinpoints", hf_config["image_grid_pinpoints"], "pairs of sizes")
-        ratio = hf_config.get("vision_aspect_ratio") or "anyres_max_9"
-        match = re.fullmatch(r"anyres_max_(\d+)", ratio)
-        if match is None:
-            raise fields.unsupported("vision_aspect_ratio", ratio, "anyres_max_ and a number")
-        self._most_tiles = int(match[1])
 
     def encode(self, modality: str, inputs: Mapping[str, Tensor]) -> Tensor:
-        """See `MediaEncoder`: pixel_values [1, tiles, C, H, W] and image_sizes [1, 2], or pixel_values_videos.
-
-        batch_num_images, if there, is the number of images in the prompt: tiles are of one alone.
-        """
-        newline_1D = self.newline.image_newline[None]
-        if modality == "video":
-            features_NSD = self.features(inputs["pixel_values_videos"].flatten(0, -4))
-            return torch.cat((self._halved(features_NSD), newline_1D))
-        images, num_images = inputs["pixel_values"].flatten(0, -4), inputs.get("batch_num_images")
-        if num_images is not None and host_integers(num_images)[0] != 1:
-            return torch.cat((self.features(images[:1])[0], newline_1D))
-        size = host_integers(inputs["image_sizes"])[:2]
+        """See `MediaEncoder`: pixel_values [1, tiles, C, H, W] and image_sizes [1, 2]."""
+        images, size = inputs["pixel_values"].flatten(0, -4), host_integers(inputs["image_sizes"])[:2]
         shape = self._shape_of_tiles(size)
         features_NSD = self.features(images[: 1 + shape[0] * shape[1]])
-        grid = self._without_padding(self._grid(features_NSD[1:], shape), size)
-        with_newlines = torch.cat((grid, newline_1D.expand(len(grid), 1, -1)), dim=1)
-        return torch.cat((features_NSD[0], with_newlines.flatten(0, 1)))
+        grid = self._limited(self._without_padding(self._grid(features_NSD[1:], shape), size))
+        newlines = self.newline.image_newline.expand(len(grid), 1, -1)
+        return torch.cat((features_NSD[0], torch.cat((grid, newlines), dim=1).flatten(0, 1)))
+
+    def _limited(self, grid: Tensor) -> Tensor:
+        """Shrink a grid with more features than the limit."""
+        return grid
 
     def dummy_item(self, most_rows: int) -> DummyItem:
         """See `MediaEncoder`: an image of as many tiles as allowed, or a video of frames."""
@@ -234,7 +225,7 @@ class OneVision(LlavaVision):
         return tiles_NSD.view(*shape, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     def _without_padding(self, grid: Tensor, size: list[int]) -> Tensor:
-        """Cut what the tiles have beyond an image of this height and width; shrink what is more than the limit."""
+        """Cut what the tiles have beyond an image of this height and width."""
         rows, columns = grid.shape[:2]
         height, width = size
         if width / height > columns / rows:
@@ -243,6 +234,39 @@ class OneVision(LlavaVision):
         else:
             padding = (columns - int(round(width * (rows / height), 7))) // 2
             grid = grid[:, padding : columns - padding]
+        return grid
+
+
+class OneVision(LlavaNext):
+    """The encoder of LLaVA-OneVision: as that of LLaVA-NeXT, with a limit of features; and videos."""
+
+    modalities = ("image", "video")
+    default_layer = -1
+    default_strategy = "full"
+
+    def __init__(self, hf_config: Mapping[str, Any]) -> None:
+        super().__init__(hf_config)
+        ratio = hf_config.get("vision_aspect_ratio") or "anyres_max_9"
+        match = re.fullmatch(r"anyres_max_(\d+)", ratio)
+        if match is None:
+            raise encoder_fields(hf_config).unsupported("vision_aspect_ratio", ratio, "anyres_max_ and a number")
+        self._most_tiles = int(match[1])
+
+    def encode(self, modality: str, inputs: Mapping[str, Tensor]) -> Tensor:
+        """See `MediaEncoder`: pixel_values [1, tiles, C, H, W] and image_sizes [1, 2], or pixel_values_videos.
+
+        batch_num_images, if there, is the number of images in the prompt: tiles are of one alone.
+        """
+        newline_1D = self.newline.image_newline[None]
+        if modality == "video":
+            features_NSD = self.features(inputs["pixel_values_videos"].flatten(0, -4))
+            return torch.cat((self._halved(features_NSD), newline_1D))
+        num_images = inputs.get("batch_num_images")
+        if num_images is not None and host_integers(num_images)[0] != 1:
+            return torch.cat((self.features(inputs["pixel_values"].flatten(0, -4)[:1])[0], newline_1D))
+        return super().encode(modality, inputs)
+
+    def _limited(self, grid: Tensor) -> Tensor:
         rows, columns = grid.shape[:2]
         ratio = math.sqrt(rows * columns / (self._most_tiles * self._side**2))
         return grid if ratio <= 1.1 else _resized(grid[None], int(rows // ratio), int(columns // ratio))[0]

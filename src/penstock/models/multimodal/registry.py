@@ -17,6 +17,7 @@ _ENCODERS = {
     "Idefics3ForConditionalGeneration": f"{_SIGLIP}:Idefics3Vision",
     "InternVLForConditionalGeneration": "penstock.models.multimodal.intern_vit:InternVision",
     "LlavaForConditionalGeneration": "penstock.models.multimodal.clip:llava_vision",
+    "LlavaNextForConditionalGeneration": "penstock.models.multimodal.clip:llava_next",
     "LlavaOnevisionForConditionalGeneration": "penstock.models.multimodal.clip:onevision",
     "Mistral3ForConditionalGeneration": "penstock.models.multimodal.pixtral:mistral3_vision",
     "Qwen2AudioForConditionalGeneration": f"{_WHISPER}:Qwen2Audio",
@@ -27,6 +28,11 @@ _ENCODERS = {
     "SmolVLMForConditionalGeneration": f"{_SIGLIP}:SmolVLMVision",
     "VoxtralForConditionalGeneration": f"{_WHISPER}:Voxtral",
 }
+
+
+def has_native_encoder(architecture: str) -> bool:
+    """Whether an architecture has a native encoder, at least with the vision towers that are native."""
+    return architecture in _ENCODERS
 
 
 def native_encoder(architecture: str, hf_config: Mapping[str, Any]) -> MediaEncoder | None:
