@@ -99,7 +99,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         "llava_next",
         {"model_type": "llama"},
         {**_VISION, "model_type": "clip_vision_model"},
-        {"image_token_index": IMAGE, "image_grid_pinpoints": [[16, 32], [32, 16]]},
+        {"image_token_index": IMAGE, "image_grid_pinpoints": [[16, 48], [32, 16]]},
     ),
     "llava-onevision": (
         "llava_onevision",
@@ -239,7 +239,7 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
             "image_processor_type": "LlavaNextImageProcessor",
             "size": {"shortest_edge": 16},
             "crop_size": _SQUARE,
-            "image_grid_pinpoints": [[16, 32], [32, 16]],
+            "image_grid_pinpoints": [[16, 48], [32, 16]],
         },
         "processor_config": {
             "patch_size": 4,

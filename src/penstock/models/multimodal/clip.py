@@ -191,23 +191,18 @@ class LlavaNext(LlavaVision):
         return grid
 
     def dummy_item(self, most_rows: int) -> DummyItem:
-        """See `MediaEncoder`: an image of as many tiles as allowed, or a video of frames."""
-        side, zeros = self._side, self.tower.patch_embedding.zeros
-        frames = zeros((most_rows - 1) // math.ceil(side / 2) ** 2, side, side)
-        fitting = [size for size in self._pinpoints.tolist() if self._num_rows(size) <= most_rows]
-        size = max(fitting, key=math.prod, default=None)
-        num_tiles = 0 if size is None else math.prod(size) // self._tile_size**2
-        if size is None or num_tiles < len(frames):
-            return DummyItem("video", {"pixel_values_videos": frames[None]})
-        return DummyItem(
-            "image", {"pixel_values": zeros(1 + num_tiles, side, side)[None], "image_sizes": np.array([size])}
-        )
+        """See `MediaEncoder`: an image of as many tiles as allowed."""
+        sizes = sorted(self._pinpoints.tolist(), key=math.prod)
+        size = next((size for size in reversed(sizes) if self._num_rows(size) <= most_rows), sizes[0])
+        num_tiles = 1 + math.prod(size) // self._tile_size**2
+        images = self.tower.patch_embedding.zeros(num_tiles, self._side, self._side)
+        return DummyItem("image", {"pixel_values": images[None], "image_sizes": np.array([size])})
 
     def _num_rows(self, size: list[int]) -> int:
         """Rows of an image whose tiles have no padding."""
         grid = torch.empty(*(pixels // self.tower.patch_size for pixels in size), 1, device="meta")
-        rows, columns = self._without_padding(grid, size).shape[:2]
-        return int(self._side**2 + rows * (columns + 1) + 1)
+        rows, columns = self._limited(self._without_padding(grid, size)).shape[:2]
+        return int(self._side**2 + rows * (columns + 1))
 
     def _shape_of_tiles(self, size: list[int]) -> tuple[int, int]:
         """Rows and columns of tiles: those that keep most of an image of this height and width, and waste least."""
@@ -265,6 +260,16 @@ class OneVision(LlavaNext):
         if num_images is not None and host_integers(num_images)[0] != 1:
             return torch.cat((self.features(inputs["pixel_values"].flatten(0, -4)[:1])[0], newline_1D))
         return super().encode(modality, inputs)
+
+    def dummy_item(self, most_rows: int) -> DummyItem:
+        """See `MediaEncoder`: an image of as many tiles as allowed, or a video of frames."""
+        image, side = super().dummy_item(most_rows), self._side
+        num_frames = max(1, (most_rows - 1) // math.ceil(side / 2) ** 2)
+        is_small = self._num_rows(image.inputs["image_sizes"][0].tolist()) > most_rows
+        if not is_small and image.inputs["pixel_values"].shape[1] > num_frames:
+            return image
+        frames = self.tower.patch_embedding.zeros(num_frames, side, side)
+        return DummyItem("video", {"pixel_values_videos": frames[None]})
 
     def _limited(self, grid: Tensor) -> Tensor:
         rows, columns = grid.shape[:2]
