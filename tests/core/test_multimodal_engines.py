@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from msgspec.structs import replace as replaced
@@ -13,15 +13,17 @@ from msgspec.structs import replace as replaced
 from core.plugins import CIRCUMSTANCES, assert_equal
 from core.test_multimodal import NUM_TOKENS, assert_answered_as_by
 from penstock import LLM, SamplingParams
-from penstock.contract import Parts, RpcCall
+from penstock.contract import Parts, RpcCall, SchedulerOutput, part_of
 from penstock.engine.core.engine_core import EngineCore
-from penstock.errors import CheckpointError, UnsupportedParameter
-from penstock.features.multimodal.messages import MediaPart
+from penstock.errors import CheckpointError, InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.inputs import request_media
+from penstock.features.multimodal.messages import MediaPart, StepMediaPart
 from penstock.features.multimodal.scheduling import MediaScheduling
 from penstock.features.multimodal.worker import MediaFeatures
 from penstock.layers.embedding import GIVEN_EMBEDDINGS
 from penstock.media.processors.reading import read_processor
 from penstock.runner.execute.execution import LAYERS, MIXED, PIECES, UNIFORM
+from penstock.worker.worker import Worker
 from support.adapters import make_adapter, request_of, with_adapter
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, owner_of
@@ -114,6 +116,7 @@ def assert_nothing_is_left(core: EngineCore) -> None:
     # Without those that could not be encoded.
     cached = {key: len(rows) for key, rows in features._cache.items()}
     assert cached.items() <= media.cache._rows.items()
+    assert features._inputs.keys() <= media.cache._rows.keys() - cached.keys()
     assert not features._items
     assert core.scheduler.kv_cache.num_used_blocks == 0
 
@@ -312,6 +315,49 @@ def test_rounded_weights_give_the_bits_of_requests_alone(
         found.append([result for results in each for result in results])
         core.close()
     assert_equal(found[1], found[0])
+
+
+class NotingWorker(Worker):
+    """Notes the bytes of pixels in each message that has any."""
+
+    sent: ClassVar[list[int]] = []
+
+    def execute_model(self, output: SchedulerOutput) -> None:
+        parts = [part_of(new.parts, MediaPart) for new in output.scheduled_new_reqs]
+        assert all(item.inputs == {} for part in parts if part is not None for item in part.items)
+        step = part_of(output.parts, StepMediaPart)
+        inputs = {} if step is None else step.inputs
+        self.sent += [sum(len(array.data) for array in arrays.values()) for arrays in inputs.values()]
+        super().execute_model(output)
+
+
+def test_pixels_are_sent_to_workers_with_the_step_that_encodes_them(
+    folder: Path, prompts: list[MediaPrompt], alone: list[Result]
+) -> None:
+    NotingWorker.sent.clear()
+    options = {**OPTIONS, "enable_prefix_caching": False, "max_num_batched_tokens": 7}
+    core = make_core(folder, **options, worker_cls=f"{__name__}.NotingWorker")
+    # The third has the image of the first.
+    asked = [prompts[0], prompts[1], prompts[5]]
+    assert_equal(run(core, asked), [alone[0], alone[1], alone[5]])
+    (item,) = prompts[0].items
+    assert NotingWorker.sent == [sum(len(array.data) for array in item.inputs.values())]
+    assert_equal(run(core, asked[:1]), alone[:1])
+    assert len(NotingWorker.sent) == 1
+    assert_nothing_is_left(core)
+    core.close()
+
+
+def test_media_that_become_too_large_are_refused(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, images = texts(name)[2]
+    prompt: Any = {"prompt": text, "multi_modal_data": {"image": images}}
+    params = SamplingParams(max_tokens=1)
+    with LLM(str(folder), **OPTIONS) as llm:
+        monkeypatch.setattr(request_media, "_MAX_BYTES", 4096)
+        with pytest.raises(InvalidRequest, match=r"more than 4.00 KiB once .*, with item 1 of 2 \(image\)\. Give fewer"):
+            llm.generate([prompt], params, use_tqdm=False)
+        monkeypatch.undo()
+        assert llm.generate([prompt], params, use_tqdm=False)[0].finished
 
 
 def test_caches_of_media_are_reset_by_name(name: str, folder: Path) -> None:

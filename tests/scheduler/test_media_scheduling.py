@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -17,11 +16,11 @@ from scheduler_fakes import cache_config
 
 from penstock.config import SchedulerConfig
 from penstock.config.multimodal import MultimodalConfig
-from penstock.contract import ArrayBytes, Parts, SchedulerOutput, part_of
+from penstock.contract import ArrayBytes, Parts, RpcCall, SchedulerOutput, part_of
 from penstock.contract.feature import register_feature
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.features.multimodal import FEATURE
-from penstock.features.multimodal.messages import MediaItem, MediaPart, Run, StepMediaPart
+from penstock.features.multimodal.messages import RESET, MediaItem, MediaPart, Run, StepMediaPart
 from penstock.features.multimodal.scheduling import MediaScheduling
 
 register_feature(FEATURE)
@@ -33,19 +32,24 @@ def item(start: int, lengths: Sequence[int], key: str, *, may_cut: bool = True) 
     for length in lengths:
         runs.append(Run(start=start, length=length))
         start += length + 1
-    return MediaItem(modality="image", runs=tuple(runs), key=key, inputs={}, may_cut=may_cut)
+    return MediaItem(modality="image", runs=tuple(runs), key=key, inputs=pixels_of(key), may_cut=may_cut)
+
+
+def pixels_of(key: str) -> dict[str, ArrayBytes]:
+    return {"pixels": ArrayBytes.of(list(key.encode()))}
 
 
 class MediaDriver(Driver):
     """An engine loop whose worker keeps features as `MediaFeatures` does.
 
-    features: rows by key. num_encoded: encodings by key.
+    features: rows by key. inputs: of items that are still to be encoded. num_encoded: encodings by key.
     """
 
     def __init__(self, capacity: int, budget: int, **options: Any) -> None:
         multimodal = MultimodalConfig(encoder_cache_size=capacity, max_num_encoder_input_tokens=budget)
         self.capacity, self.budget = capacity, min(budget, capacity)
         self.features: dict[str, int] = {}
+        self.inputs: dict[str, dict[str, ArrayBytes]] = {}
         self.num_encoded: dict[str, int] = {}
         self.items: dict[str, list[MediaItem]] = {}
 
@@ -74,11 +78,18 @@ class MediaDriver(Driver):
             if any(run.start <= start + row < run.stop for run in one.runs)
         }
         for key in () if part is None else part.evicted:
-            del self.features[key]
+            self.features.pop(key, None)
+            self.inputs.pop(key, None)
+        sent = {} if part is None else part.inputs
+        # Only what is not there is sent.
+        assert sent.keys().isdisjoint({**self.features, **self.inputs})
+        self.inputs.update(sent)
         num_new = 0
         for rows in () if part is None else part.rows:
             one = self.items[rows.req_id][rows.item]
-            if one.key not in self.features:
+            assert one.inputs == {}
+            if one.key not in self.features and rows.req_id not in failing:
+                assert self.inputs.pop(one.key) == pixels_of(one.key)
                 num_new += one.num_rows
                 self.features[one.key] = one.num_rows
                 self.num_encoded[one.key] = self.num_encoded.get(one.key, 0) + 1
@@ -87,7 +98,9 @@ class MediaDriver(Driver):
         assert not wanted
         assert num_new <= self.budget
         assert sum(self.features.values()) <= self.capacity
-        assert self.features == self.media.cache._rows
+        cached = self.media.cache._rows
+        assert self.features.items() <= cached.items()
+        assert self.inputs.keys() == cached.keys() - self.features.keys()
         for req_id, start in starts.items():
             stop = start + output.num_scheduled_tokens[req_id]
             for one in self.items[req_id]:
@@ -99,13 +112,19 @@ class MediaDriver(Driver):
 
     def crash(self) -> None:
         super().crash()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the worker's features, as its method does."""
         self.features.clear()
+        self.inputs.clear()
 
     def check_empty(self) -> None:
         super().check_empty()
         media = self.media
         assert (media.cache.num_used_rows, media.cache._users, media._running, media._planned) == (0, {}, {}, {})
-        assert media.cache.num_rows == sum(self.features.values())
+        assert media.cache.num_rows == sum(media.cache._rows.values()) <= self.capacity
+        assert not media._items
 
 
 @st.composite
@@ -126,7 +145,7 @@ MOVES = st.one_of(
     st.tuples(st.just("add"), st.integers(0, 7)),
     st.tuples(st.just("turns"), st.integers(1, 4)),
     st.tuples(st.just("turns"), st.integers(1, 4)),
-    st.tuples(st.sampled_from(["abort", "fail", "crash", "preempt all", "reset"]), st.integers(0, 7)),
+    st.tuples(st.sampled_from(["abort", "fail", "crash", "preempt all", "reset", "drop features"]), st.integers(0, 7)),
 )
 
 
@@ -148,6 +167,9 @@ def play(driver: MediaDriver, wanted: list[tuple[list[int], list[MediaItem]]], m
             driver.scheduler.preempt_all()
         elif move == "reset":
             driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif move == "drop features":
+            driver.media.before_call(RpcCall(RESET))
+            driver.forget()
         elif move == "turns":
             for _ in range(number):
                 driver.turn()
@@ -203,12 +225,18 @@ def test_later_requests_do_not_take_the_room_that_an_item_waits_for_again_and_ag
     driver.drain()
 
 
-def test_data_of_items_before_the_first_token_of_a_worker_is_left_out() -> None:
-    items = [msgspec.structs.replace(item(4, [3], "a"), inputs={"pixels": ArrayBytes.of([1.0])}), item(9, [3], "b")]
-    part = MediaPart(items=items)
-    assert part.of_tokens_from(6) == part
-    assert [one.inputs for one in part.of_tokens_from(7).items] == [{}, {}]
-    assert [one.runs for one in part.of_tokens_from(7).items] == [one.runs for one in items]
+def test_requests_with_one_item_share_its_bytes() -> None:
+    driver = MediaDriver(8, 8, max_num_batched_tokens=8, max_num_seqs=1)
+    parts = [Parts.of([MediaPart(items=[item(1, [4], key)])]) for key in "aab"]
+    requests = [driver.add(f"r{number}", [1] * 6, parts=one, max_tokens=1) for number, one in enumerate(parts)]
+    found = [part_of(request.parts, MediaPart) for request in requests]
+    first, second, other = (part.items[0].inputs["pixels"] for part in found if part is not None)
+    assert first is second is not other
+    del first, second, other, found, requests
+    driver.drain()
+    driver.requests.clear()
+    parts.clear()
+    assert not list(driver.media._inputs)
 
 
 @pytest.mark.parametrize("runs_chunks", [True, False])

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class ArrayBytes(msgspec.Struct, frozen=True, kw_only=True):
+class ArrayBytes(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """An array of numbers.
 
     dtype: numpy's name, such as "float32". data: row-major, little-endian.

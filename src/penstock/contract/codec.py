@@ -13,23 +13,27 @@ from penstock.errors import InvalidParameter, PenstockError
 CONTRACT_VERSION = 11
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
+_HEADER = _PREFIX + CONTRACT_VERSION.to_bytes(2, "little")
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class ContractVersionError(PenstockError):
     """Bytes of another contract version, or no message at all."""
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message for `decode` with the same type."""
-    return _PREFIX + CONTRACT_VERSION.to_bytes(2, "little") + msgspec.msgpack.encode(message)
+def encode(message: msgspec.Struct) -> bytearray:
+    """Encode a message for `decode` with the same type. Arrays in it are copied once."""
+    data = bytearray(_HEADER)
+    _ENCODER.encode_into(message, data, len(_HEADER))
+    return data
 
 
-def decode(data: bytes, message_type: type[_Message]) -> _Message:
+def decode(data: bytes | bytearray, message_type: type[_Message]) -> _Message:
     """Decode a message of `encode`.
 
     Raises ContractVersionError for bytes of another version, damaged bytes, or an unregistered part.
     """
-    header = len(_PREFIX) + 2
+    header = len(_HEADER)
     if len(data) < header or not data.startswith(_PREFIX):
         raise ContractVersionError(f"These {len(data)} bytes are no {message_type.__name__}: the header is missing.")
     version = int.from_bytes(data[len(_PREFIX) : header], "little")
@@ -39,6 +43,6 @@ def decode(data: bytes, message_type: type[_Message]) -> _Message:
             "Run the same version of Penstock on both sides."
         )
     try:
-        return msgspec.msgpack.decode(data[header:], type=message_type, dec_hook=read_custom)
+        return msgspec.msgpack.decode(memoryview(data)[header:], type=message_type, dec_hook=read_custom)
     except (msgspec.MsgspecError, InvalidParameter) as error:
         raise ContractVersionError(f"A damaged {message_type.__name__}: {error}.") from error

@@ -172,7 +172,7 @@ class MultiprocessExecutor(RanksExecutor):
         for rank in self._ranks:
             self._send_to(rank, data, name)
 
-    def _send_to(self, rank: _Rank, data: bytes, name: str) -> None:
+    def _send_to(self, rank: _Rank, data: bytes | bytearray, name: str) -> None:
         try:
             rank.connection.send_bytes(data)
         except BlockingIOError:

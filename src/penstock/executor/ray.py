@@ -236,9 +236,9 @@ class RayExecutor(RanksExecutor):
     def _living(self, life: Any) -> _Rank:
         return next(rank for rank in self._ranks if rank.life == life)
 
-    def _result_of(self, reference: Any, rank: _Rank, name: str) -> list[bytes]:
+    def _result_of(self, reference: Any, rank: _Rank, name: str) -> list[bytearray]:
         try:
-            messages: list[bytes] = self._ray.get(reference)
+            messages: list[bytearray] = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             self._died(rank, name, error)
         return messages

@@ -57,7 +57,7 @@ class RankActor:
     def __init__(self) -> None:
         self._ends = threading.Event()
         self._thread: int | None = None
-        self._outgoing: list[bytes] = []
+        self._outgoing: list[bytearray] = []
         self._wrapper: WorkerWrapperBase | None = None
         self._connections: RankConnections | None = None
         self._loop: WorkerLoop | None = None
@@ -76,7 +76,7 @@ class RankActor:
             return time.process_time(), waits
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread)), waits
 
-    def start(self, start: RayStart) -> list[bytes]:
+    def start(self, start: RayStart) -> list[bytearray]:
         self._thread = threading.get_ident()
         try:
             self._start(start)
@@ -84,7 +84,7 @@ class RankActor:
             self.put(WorkerFailed(error=error_as_data(error)))
         return self._take_outgoing()
 
-    def do(self, data: bytes) -> list[bytes]:
+    def do(self, data: bytes) -> list[bytearray]:
         """Handle a `ToWorker` message; return the resulting `FromWorker` messages."""
         assert self._loop is not None, "start comes first"
         message = decode(data, ToWorker).message
@@ -101,7 +101,7 @@ class RankActor:
     def put(self, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:
         self._outgoing.append(encode(FromWorker(message)))
 
-    def _take_outgoing(self) -> list[bytes]:
+    def _take_outgoing(self) -> list[bytearray]:
         messages, self._outgoing = self._outgoing, []
         return messages
 

@@ -70,7 +70,7 @@ class _Outbox:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         # A thread, started on demand, sends messages that would block.
-        self._waiting: queue.Queue[bytes] = queue.Queue()
+        self._waiting: queue.Queue[bytearray] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def put(self, message: WorkerStarted | StepDone | Answer | WorkerFailed) -> None:

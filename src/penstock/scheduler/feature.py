@@ -75,6 +75,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """
         return {}
 
+    def before_call(self, call: RpcCall) -> None:  # noqa: B027
+        """Note a call that all workers get between two steps, and what it implies (`call.effects`)."""
+
     def workers_replaced(self) -> None:  # noqa: B027
         """Note that workers are to be replaced: results of earlier steps and the KV cache are lost."""
 

@@ -90,6 +90,7 @@ class EngineCore:
         self.scheduler, self._features_by_method = made
         self._before_step = methods_of(self.scheduler.features, "before_step")
         self._after_step = methods_of(self.scheduler.features, "after_step")
+        self._before_call = methods_of(self.scheduler.features, "before_call")
         self._deployment = DeploymentFeatures(config, made.call_feature) if owns_deployment else None
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless the parts of a step's sampling need them.
@@ -331,6 +332,8 @@ class EngineCore:
                 # `step` returns the list itself, so it must not be extended in place.
                 self._outputs = [*self.step(), *self._outputs]
             return feature.call(call)
+        for before_call in self._before_call:
+            before_call(call)
         try:
             answers = engine.executor.collective_rpc(call)
         except WaitTimeout as error:

@@ -82,7 +82,7 @@ class BrokerConnection:
         self._has_ended = threading.Event()
         threading.Thread(target=self._read, name="penstock-broker", daemon=True).start()
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | bytearray) -> None:
         """As `ChildProcess.send`."""
         try:
             self._connection.send_bytes(data)

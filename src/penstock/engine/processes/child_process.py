@@ -37,7 +37,7 @@ class CoreHandle(Protocol):
 
     pid: int
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | bytearray) -> None:
         """Send an encoded `ToCore`; see `ChildProcess.send`."""
 
     def kill(self) -> None:
@@ -90,7 +90,7 @@ class ChildProcess:
         threading.Thread(target=self._read, name=f"penstock-child-{self.pid}", daemon=True).start()
         self.send(pickle.dumps(start))
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | bytearray) -> None:
         """Send an encoded `ToCore`. A process that has exited drops it; its end is delivered as None.
 
         Raises BlockingIOError on a timeout; the message may be partly sent, so that no other can follow it.

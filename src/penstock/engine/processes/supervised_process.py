@@ -68,7 +68,7 @@ class SupervisedProcess:
         """Id of the current or last process."""
         return self._process.pid
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes | bytearray) -> None:
         """Send an encoded `ToCore` to the current process; one that has exited drops it."""
         self._process.send(data)
 

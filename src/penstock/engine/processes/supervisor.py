@@ -469,5 +469,5 @@ class EngineSupervisor:
         return given[: self.config.scheduler.max_num_seqs]
 
 
-def _encoded(message: AddRequest | AbortRequests | UtilityCall | CloseCore) -> bytes:
+def _encoded(message: AddRequest | AbortRequests | UtilityCall | CloseCore) -> bytearray:
     return encode(ToCore(message))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
-from penstock.features.multimodal.messages import MediaPart, StepMediaPart
+from penstock.features.multimodal.messages import RESET, MediaPart, StepMediaPart
 
 _MEMORY = "penstock.features.multimodal.memory"
 
@@ -23,5 +23,5 @@ FEATURE = Feature(
     worker_side="penstock.features.multimodal.worker:MediaWorker",
     memory={"encoder cache": f"{_MEMORY}:cache_bytes", "inputs of media": f"{_MEMORY}:input_bytes"},
     runs={"encoder activations": f"{_MEMORY}:encode_dummy"},
-    worker_methods=("reset_encoder_cache", "get_encoder_timing_stats"),
+    worker_methods=(RESET, "get_encoder_timing_stats"),
 )

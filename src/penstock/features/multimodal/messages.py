@@ -12,6 +12,8 @@ from penstock.contract.parts import Part
 
 # Modality of items that are embeddings of a prompt's tokens.
 EMBEDDINGS = "embeddings"
+# Worker method that drops all features.
+RESET = "reset_encoder_cache"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,12 +88,13 @@ class MediaPart(Part, frozen=True, kw_only=True):
     items: list[MediaItem]
 
     def of_tokens_from(self, start: int) -> MediaPart:
-        items = [item if item.stop > start else msgspec.structs.replace(item, inputs={}) for item in self.items]
-        return MediaPart(items=items)
+        """The items without inputs, which come with the step that encodes them."""
+        return MediaPart(items=[msgspec.structs.replace(item, inputs={}) for item in self.items])
 
     def of_replayed_step(self, req_id: str, start: int, stop: int) -> StepMediaPart | None:
         rows = [row for number, item in enumerate(self.items) for row in item.scheduled(req_id, number, start, stop)]
-        return StepMediaPart(evicted=[], rows=rows) if rows else None
+        inputs = {self.items[row.item].key: self.items[row.item].inputs for row in rows}
+        return StepMediaPart(evicted=[], rows=rows, inputs=inputs) if rows else None
 
     def keys_of_block(self, start: int, stop: int) -> tuple[str, ...]:
         keys = []
@@ -122,10 +125,11 @@ class ScheduledRows(msgspec.Struct, frozen=True, kw_only=True):
 class StepMediaPart(Part, frozen=True, kw_only=True):
     """The media items of a step, which is not repeated.
 
-    evicted: keys whose features are dropped before the step. Items whose features a worker does not have are encoded.
+    evicted: keys whose features are dropped before the step. inputs: of the items that the step encodes, by key.
     """
 
     feature = "media of a step"
     may_repeat = False
     evicted: list[str]
     rows: list[ScheduledRows]
+    inputs: dict[str, dict[str, ArrayBytes]] = {}  # noqa: RUF012 - msgspec copies it

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
-from penstock.contract import Part, SchedulerOutput, part_of
+import msgspec
+
+from penstock.contract import ArrayBytes, Part, Parts, RpcCall, SchedulerOutput, part_of
+from penstock.contract.rpc import WeightChange
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.messages import MediaItem, MediaPart, ScheduledRows, StepMediaPart
+from penstock.features.multimodal.messages import RESET, MediaItem, MediaPart, ScheduledRows, StepMediaPart
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
@@ -68,11 +72,13 @@ class EncoderCache:
                 evicted.append(key)
         return evicted
 
-    def clear(self) -> None:
-        """Forget all items: the workers have been replaced, or have dropped them."""
+    def clear(self) -> list[str]:
+        """Forget all items, and their users; returns their keys."""
+        keys = list(self._rows)
         self._rows.clear()
         self._users.clear()
         self.num_rows = 0
+        return keys
 
 
 class _Room:
@@ -104,8 +110,13 @@ class MediaScheduling(SchedulerFeature):
         self.cache = EncoderCache(config.cache_rows(step))
         self._budget = config.item_rows(step)
         self._max_num_tokens, self._runs_chunks = step, services.config.scheduler.enable_chunked_prefill
+        # Items of all requests, and inputs among them by key and name: requests with one item share its bytes.
+        self._items: dict[str, list[MediaItem]] = {}
+        self._inputs = WeakValueDictionary[tuple[str, str], ArrayBytes]()
         # Items of running requests that are not taken in whole.
         self._running: dict[str, list[MediaItem]] = {}
+        # Keys of features that the next step drops beside those that are evicted.
+        self._dropped: list[str] = []
         # Keys and rows of the features that the requests of the step being built need to be computed or kept.
         self._planned: dict[str, dict[str, int]] = {}
         # Whether a request is kept out of that step.
@@ -128,6 +139,17 @@ class MediaScheduling(SchedulerFeature):
                 f"{self._budget:,} (encoder_cache_size, max_num_encoder_input_tokens). Give fewer of them, or smaller "
                 "ones."
             )
+        if _items(request):
+            self._items[request.req_id] = items = [self._sharing(item) for item in _items(request)]
+            request.parts = Parts({**(request.parts or {}), MediaPart.feature: MediaPart(items=items)})
+
+    def request_ended(self, request: Request) -> None:
+        self._items.pop(request.req_id, None)
+
+    def _sharing(self, item: MediaItem) -> MediaItem:
+        """The item with the inputs of an equal one that another request has."""
+        inputs = {name: self._inputs.setdefault((item.key, name), array) for name, array in item.inputs.items()}
+        return msgspec.structs.replace(item, inputs=inputs)
 
     def _check_size(self, item: MediaItem) -> None:
         if item.num_rows > self._budget:
@@ -175,7 +197,8 @@ class MediaScheduling(SchedulerFeature):
         for new in message.scheduled_new_reqs:
             part = part_of(new.parts, MediaPart)
             if part is not None:
-                self._running[new.req_id] = part.items
+                self._running[new.req_id] = self._items[new.req_id]
+        inputs: dict[str, dict[str, ArrayBytes]] = {}
         rows: list[ScheduledRows] = []
         ended: list[tuple[str, str]] = []
         for req_id, start in message.first_positions():
@@ -186,6 +209,8 @@ class MediaScheduling(SchedulerFeature):
             for number, item in enumerate(items):
                 if not item.overlaps(start, stop):
                     continue
+                if item.key not in self.cache:
+                    inputs[item.key] = item.inputs
                 self.cache.use(item.key, item.num_rows, req_id)
                 rows += item.scheduled(req_id, number, start, stop)
                 if item.stop <= stop:
@@ -193,15 +218,22 @@ class MediaScheduling(SchedulerFeature):
             if items[-1].stop <= stop:
                 del self._running[req_id]
         # The items of this step count as used, so that none of them is dropped.
-        evicted = self.cache.evict()
+        evicted = [*self._dropped, *self.cache.evict()]
+        self._dropped.clear()
         for key, req_id in ended:
             self.cache.release(key, req_id)
-        return StepMediaPart(evicted=evicted, rows=rows) if rows or evicted else None
+        return StepMediaPart(evicted=evicted, rows=rows, inputs=inputs) if rows or evicted else None
 
     def workers_replaced(self) -> None:
         self._running.clear()
         self._planned.clear()
+        self._dropped.clear()
         self.cache.clear()
+
+    def before_call(self, call: RpcCall) -> None:
+        """Have all features dropped, and encoded again, where workers drop them, or change the encoder."""
+        if call.method_name == RESET or call.effects.weights is WeightChange.NOW:
+            self._dropped += self.cache.clear()
 
     def _forget(self, req_id: str) -> None:
         for item in self._running.pop(req_id, ()):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.contract import NewRequestData, SchedulerOutput, part_of
+from penstock.contract import ArrayBytes, NewRequestData, SchedulerOutput, part_of
 from penstock.device import Device
 from penstock.errors import ModelError
 from penstock.features.multimodal.item_ends import ItemEnds, rows_of
@@ -102,6 +102,8 @@ class MediaFeatures(SlotOwner):
             StepInput(TEXT_IDS, torch.int32),
         )
         self._items: dict[int, list[MediaItem]] = {}
+        # Inputs of items that are to be encoded, and features, by key.
+        self._inputs: dict[str, dict[str, ArrayBytes]] = {}
         self._cache: dict[str, Tensor] = {}
         self.stats = {"num_items": 0.0, "num_rows": 0.0, "seconds": 0.0}
 
@@ -118,11 +120,15 @@ class MediaFeatures(SlotOwner):
     def forget(self) -> None:
         """Drop the features of all items."""
         self._cache.clear()
+        self._inputs.clear()
 
     def begin(self, output: SchedulerOutput) -> None:
         part = part_of(output.parts, StepMediaPart)
-        for key in () if part is None else part.evicted:
-            self._cache.pop(key, None)
+        if part is not None:
+            for key in part.evicted:
+                self._cache.pop(key, None)
+                self._inputs.pop(key, None)
+            self._inputs.update(part.inputs)
 
     def add(self, slot: int, request: NewRequestData) -> None:
         part = part_of(request.parts, MediaPart)
@@ -163,7 +169,9 @@ class MediaFeatures(SlotOwner):
         features = self._cache.get(item.key)
         if features is None:
             began = time.perf_counter()
-            arrays = {name: values.to_numpy().copy() for name, values in item.inputs.items()}
+            # Recordings have them with the request.
+            given = self._inputs.get(item.key, item.inputs)
+            arrays = {name: values.to_numpy().copy() for name, values in given.items()}
             inputs = encoder_inputs(self._device, arrays)
             if FEATURES in inputs:
                 features = inputs[FEATURES].to(self._dtype)
@@ -178,6 +186,7 @@ class MediaFeatures(SlotOwner):
                 "features. Either the processor's files do not belong to this model, or two items have one uuid."
             )
         self._cache[item.key] = features
+        self._inputs.pop(item.key, None)
         return features
 
 

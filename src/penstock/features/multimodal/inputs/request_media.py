@@ -17,9 +17,12 @@ from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
 from penstock.media.item import IMAGE, OPTIONS, Media
 from penstock.media.processors.processor import MediaProcessor
 from penstock.media.processors.reading import read_image_processor
+from penstock.observability.units import format_bytes
 from penstock.text.tokenizer import Tokenizer
 
 _GIB = 1 << 30
+# What the processor makes of the media of one prompt: it is sent to the workers, and kept until the request ends.
+_MAX_BYTES = 1 << 30
 
 
 class LoadedPrompt(NamedTuple):
@@ -59,10 +62,18 @@ class RequestMedia:
 
         Raises InvalidRequest for media or placeholders that do not fit.
         """
-        placed = [
-            PlacedItem(media.modality, self._processor.process(media, prompt.options, uuid))
-            for media, uuid in prompt.items
-        ]
+        placed: list[PlacedItem] = []
+        num_bytes = 0
+        for number, (media, uuid) in enumerate(prompt.items, 1):
+            processed = self._processor.process(media, prompt.options, uuid)
+            num_bytes += processed.num_bytes
+            if num_bytes > _MAX_BYTES:
+                raise InvalidRequest(
+                    f"The prompt's media have more than {format_bytes(_MAX_BYTES)} once the model's processor has read "
+                    f"them, with item {number} of {len(prompt.items)} ({media.modality}). Give fewer of them, or "
+                    "smaller ones."
+                )
+            placed.append(PlacedItem(media.modality, processed))
         if prompt.token_ids is not None:
             token_ids, placed = self._placeholders.expand_ids(prompt.token_ids, placed)
         elif prompt.text is not None:
