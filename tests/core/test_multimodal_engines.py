@@ -354,7 +354,9 @@ def test_media_that_become_too_large_are_refused(folder: Path, name: str, monkey
     params = SamplingParams(max_tokens=1)
     with LLM(str(folder), **OPTIONS) as llm:
         monkeypatch.setattr(request_media, "_MAX_BYTES", 4096)
-        with pytest.raises(InvalidRequest, match=r"more than 4.00 KiB once .*, with item 1 of 2 \(image\)\. Give fewer"):
+        with pytest.raises(
+            InvalidRequest, match=r"more than 4.00 KiB once .*, with item 1 of 2 \(image\)\. Give fewer"
+        ):
             llm.generate([prompt], params, use_tqdm=False)
         monkeypatch.undo()
         assert llm.generate([prompt], params, use_tqdm=False)[0].finished
