@@ -60,6 +60,8 @@ class SpeechConstants:
 class SpeechRules(LogitsTransform):
     """State on the device, by slot: number of generated tokens, the last two, and the largest timestamp."""
 
+    is_of_model = True
+
     def __init__(self, services: WorkerServices) -> None:
         self._device = services.device
         self._constants = constants = SpeechConstants.of(services.config.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +16,13 @@ from penstock.step.logits_rows import LogitsRows
 
 
 class LogitsTransform(ABC):
-    """Holds its own parameters by slot and is skipped when no request of the step needs it."""
+    """Holds its own parameters by slot and is skipped when no request of the step needs it.
+
+    is_of_model: what it forbids is impossible by the model's own rules. Such a transform comes before all others, and
+    raw logits are those after it.
+    """
+
+    is_of_model: ClassVar[bool] = False
 
     @abstractmethod
     def add_request(self, slot: int, request: NewRequestData) -> None:

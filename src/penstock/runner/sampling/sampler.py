@@ -46,8 +46,8 @@ class SamplerOutput(msgspec.Struct, frozen=True):
 
 
 class Sampler(SlotOwner):
-    """Order of transforms: masks and bias, penalties, custom logits processors, those of features, then
-    temperature, min-p, top-k and top-p, the draw. No transform after those of features, such as the bitmask of
+    """Order of transforms: rules of the model, masks and bias, penalties, custom logits processors, those of features,
+    then temperature, min-p, top-k and top-p, the draw. No transform after those of features, such as the bitmask of
     structured output, can allow a token that they forbid.
 
     The first group, `shaping`, applies to greedy requests too; the second skips their rows. A batch of more than
@@ -182,6 +182,9 @@ class Sampler(SlotOwner):
 
     def _sample(self, logits: Tensor, rows: LogitsRows, num_logprobs: int | None) -> SamplerOutput:
         shaping = self._needed(self.shaping, rows) if self._shaped_slots else []
+        for transform in [one for one in shaping if one.is_of_model]:
+            logits = transform.apply(logits, rows)
+            shaping.remove(transform)
         transforms = shaping if self._draw.is_all_greedy(rows) else shaping + self._needed(self.truncating, rows)
         reads_raw = bool(shaping) or (num_logprobs is not None and self._logprobs.is_raw)
         processed = logits.clone() if transforms and reads_raw else logits
