@@ -17,6 +17,7 @@ class CrossAttention(nn.Module):
     """Cross attention of one layer. sources: lengths of the sources, which all layers of a model share.
 
     scale: factor on the scores. bias: of queries, values and outputs; key_bias: of keys. hidden_size: of both sides.
+    heads: of this rank, among all of `group`.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class CrossAttention(nn.Module):
     ) -> None:
         super().__init__()
         heads, _ = heads_of_rank(num_heads, num_heads, parallel.tensor)
+        self.heads, self.group = heads, parallel.tensor
         width, share = num_heads * head_size, heads * head_size
         self.q_proj = ColumnParallelLinear(hidden_size, width, bias=bias, parallel=parallel, share=share)
         self.k_proj = ColumnParallelLinear(hidden_size, width, bias=key_bias, parallel=parallel, share=share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
-from penstock.features.encoder_decoder.messages import SourcePart, SpeechPart
+from penstock.features.encoder_decoder.messages import AlignmentPart, SourcePart, SpeechPart, SpeechResult, StepSpeech
 
 _SIDES = "penstock.features.encoder_decoder"
 
@@ -16,7 +16,7 @@ def _has_encoder(config: EngineConfig) -> bool:
 FEATURE = Feature(
     name="encoder_decoder",
     is_on=_has_encoder,
-    parts=(SourcePart, SpeechPart),
+    parts=(SourcePart, SpeechPart, AlignmentPart, SpeechResult, StepSpeech),
     scheduler_side=f"{_SIDES}.scheduling:SourceScheduling",
     worker_side=f"{_SIDES}.worker:SourceEncoding",
     memory={"encoder activations": f"{_SIDES}.memory:encoder_bytes"},

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from penstock.contract import CrossAttentionSpec, part_of
+from penstock.contract import CrossAttentionSpec, ModelRunnerOutput, SchedulerOutput, part_of
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.features.encoder_decoder.messages import SourcePart
+from penstock.features.encoder_decoder.messages import SourcePart, SpeechResult, StepSpeech
 from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 
@@ -18,6 +19,8 @@ class SourceScheduling(SchedulerFeature):
     def __init__(self, services: SchedulerServices) -> None:
         self._services = services
         self._running: frozenset[str] = frozenset()
+        # Results of speech of the step that is settled, by request.
+        self._results: dict[str, SpeechResult] = {}
 
     @property
     def _longest(self) -> int:
@@ -47,3 +50,10 @@ class SourceScheduling(SchedulerFeature):
         config = self._services.config
         budget = config.multimodal.max_num_encoder_input_tokens or config.scheduler.max_num_batched_tokens
         return not begun or begun + request.source_length <= budget
+
+    def take_results(self, message: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        step = part_of(results.parts, StepSpeech)
+        self._results = {} if step is None else step.results
+
+    def parts_of_outputs(self, outputs: Sequence[EngineCoreOutput]) -> Mapping[str, SpeechResult]:
+        return self._results

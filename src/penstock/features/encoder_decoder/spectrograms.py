@@ -5,6 +5,7 @@ Suffixes: N samples, C bins, P frames.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,11 @@ class Spectrograms:
     def num_samples(self) -> int:
         """Samples of the longest sound."""
         return round(self.seconds * self.rate)
+
+    def positions(self, num_samples: int) -> int:
+        """Positions of the encoder's output that a sound of so many samples has, without the padding."""
+        hop = int(self._fields.get("hop_length", 160))
+        return max(1, math.ceil(num_samples / hop) // 2)
 
     def of(self, samples_N: NDArray[np.float32]) -> NDArray[np.float32]:
         """[C, P] of a sound at `rate`. Raises InvalidMedia for one that is too long."""

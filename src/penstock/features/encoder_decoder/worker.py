@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from penstock.attention import AttentionStep, SequenceGeometry, StepGeometry
-from penstock.contract import NewRequestData, part_of
+from penstock.contract import NewRequestData, SchedulerOutput, part_of
 from penstock.errors import InvalidRequest
 from penstock.features.encoder_decoder.messages import SourcePart
+from penstock.features.encoder_decoder.second_pass import PendingSpeech, SecondPass
 from penstock.features.encoder_decoder.speech_rules import SpeechRules
+from penstock.layers.cross_attention import CrossAttention
 from penstock.models.encoder_decoder import POSITION_IDS
 from penstock.models.interface import LanguageModel
 from penstock.runner.kv_cache import PagedKVCache
@@ -31,7 +33,7 @@ from penstock.worker.feature import WorkerFeature, WorkerServices
 
 
 class SourceEncoder(SlotOwner):
-    """Sources by slot: their lengths, and those that the next step encodes.
+    """Sources by slot: their lengths, and those that the next step encodes, with second passes over their texts.
 
     num_encoded: encoded sources so far.
     """
@@ -40,9 +42,12 @@ class SourceEncoder(SlotOwner):
 
     def __init__(self, services: WorkerServices) -> None:
         self._device = services.device
-        self._vocab_size = services.config.model.vocab_size
+        self._config = services.config.model
         self._lengths = StagedTensor(services.device, services.num_slots, 1, torch.int32)
         self._due: dict[int, SourcePart] = {}
+        # Second passes by slot until the step that samples, and those of filled steps.
+        self._second: dict[int, SecondPass] = {}
+        self._pending: dict[int, PendingSpeech] = {}
         self._kv_cache: PagedKVCache
         self.num_encoded = 0
         self.use_model(services.model)
@@ -57,23 +62,27 @@ class SourceEncoder(SlotOwner):
 
     def add(self, slot: int, request: NewRequestData) -> None:
         part = part_of(request.parts, SourcePart)
-        self._due.pop(slot, None)
+        self.remove(slot)
         self._lengths.stage(slot, 0, [0 if part is None else part.length])
         if part is None:
             return
-        longest = self._model.sources.longest
+        longest, vocab_size = self._model.sources.longest, self._config.vocab_size
         if not 0 < part.length <= longest:
             raise InvalidRequest(f"A source has {part.length} positions. Allowed: 1 to {longest}.")
-        if part.token_ids and not 0 <= min(part.token_ids) <= max(part.token_ids) < self._vocab_size:
-            raise InvalidRequest(f"A source has tokens beyond the vocabulary. Allowed: 0 to {self._vocab_size - 1}.")
+        if part.token_ids and not 0 <= min(part.token_ids) <= max(part.token_ids) < vocab_size:
+            raise InvalidRequest(f"A source has tokens beyond the vocabulary. Allowed: 0 to {vocab_size - 1}.")
+        second = SecondPass.of(request, part, self._model, self._config)
+        if second is not None:
+            self._second[slot] = second
         self._due[slot] = part
 
     def rollback(self, slot: int) -> None:
-        self._due.pop(slot, None)
+        self.remove(slot)
         self._lengths.discard(slot)
 
     def remove(self, slot: int) -> None:
         self._due.pop(slot, None)
+        self._second.pop(slot, None)
 
     def flush(self) -> None:
         self._lengths.flush()
@@ -90,8 +99,13 @@ class SourceEncoder(SlotOwner):
             for row, slot in enumerate(batch.layout.slots_np.tolist()):
                 part = self._due.pop(slot, None)
                 if part is not None:
-                    self._write(batch, row, self._encode(part))
+                    self._write(batch, row, self._encode(part), self._second.get(slot))
                     self.num_encoded += 1
+        if self._second:
+            self._tell(frame)
+
+    def part_of_results(self, output: SchedulerOutput) -> PendingSpeech | None:
+        return self._pending.pop(output.step_id, None)
 
     def _encode(self, part: SourcePart) -> Tensor:
         """The encoder's output of one source, alone, so that its bits depend on no other: [S, D]."""
@@ -102,18 +116,38 @@ class SourceEncoder(SlotOwner):
         assert len(encoded_SD) == part.length, f"{len(encoded_SD)} positions of a source of {part.length}"
         return encoded_SD
 
-    def _write(self, batch: InputBatch, row: int, encoded_SD: Tensor) -> None:
-        """Write the keys and values of all layers to the request's own blocks."""
+    def _write(self, batch: InputBatch, row: int, encoded_SD: Tensor, second: SecondPass | None) -> None:
+        """Write the keys and values of all layers to the request's own blocks, as a second pass comes to them."""
         length = len(encoded_SD)
         context = self._kv_cache.context_of_texts(SequenceGeometry(*self._one_request(length)))
         metadata: dict[int, Any] = {}
-        for attention in self._model.cross_attentions:
+
+        def write(attention: CrossAttention) -> tuple[Tensor, Tensor]:
             bound = self._kv_cache.layers[attention.layer.name]
             if bound.group not in metadata:
                 metadata[bound.group] = bound.backend.make_metadata(self._geometry(batch, bound.group, row, length))
             keys_SKD, values_SKD = attention.keys_and_values(encoded_SD, context)
             step = AttentionStep(attention.layer, None, bound.kv_cache, metadata[bound.group])
             bound.backend.write(step, keys_SKD, values_SKD)
+            return keys_SKD, values_SKD
+
+        if second is not None:
+            second.run(self._model, self._device, write)
+            return
+        for attention in self._model.cross_attentions:
+            write(attention)
+
+    def _tell(self, frame: Frame) -> None:
+        """Begin to copy the results of requests that the step gives a token."""
+        layout, done = frame.batch.layout, {}
+        for req_id, slot, count in zip(
+            layout.req_ids, layout.slots_np.tolist(), layout.counts_np.tolist(), strict=True
+        ):
+            second = self._second.get(slot)
+            if second is not None and second.is_done_after(count):
+                done[req_id] = self._second.pop(slot).result
+        if done:
+            self._pending[frame.output.step_id] = PendingSpeech(frame.output.step_id, done, self._device)
 
     def _geometry(self, batch: InputBatch, group: int, row: int, length: int) -> StepGeometry:
         """Geometry of the source as a prompt of its own, in the blocks of a row of the batch."""
