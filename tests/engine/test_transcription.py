@@ -18,7 +18,15 @@ from penstock.cli.app import app
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.transcription.pieces import pieces_of
 from penstock.engine.transcription.transcript import Segment, Transcript
-from support.encoder_decoders import SPECIAL_IDS, SPEECH_RULES, AskedOfAudio, speech_tokens, tone, write_speech_model
+from support.encoder_decoders import (
+    FIRST_STAMP,
+    SPECIAL_IDS,
+    SPEECH_RULES,
+    AskedOfAudio,
+    speech_tokens,
+    tone,
+    write_speech_model,
+)
 from support.engines import SMALL
 from support.servers import Served, serving
 
@@ -144,7 +152,7 @@ def test_segments_are_between_the_timestamps_of_transformers(
     assert all(0 <= one.start <= one.end <= 1.7 and one.avg_logprob < 0 for one in segments)
     first = [one for one in segments if one.seek == 0]
     assert len({one.seek for one in segments}) == 2
-    stamps = [(one - 388) * 0.02 for one in pieces[0] if one >= 388]
+    stamps = [(one - FIRST_STAMP) * 0.02 for one in pieces[0] if one >= FIRST_STAMP]
     assert first[0].start == pytest.approx(min(stamps[0], first[0].end), abs=1e-3)
     subtitles = served.client().audio.transcriptions.create(model="demo", file=sound, response_format="srt")
     assert str(subtitles).count(" --> ") == len(segments)
@@ -160,6 +168,42 @@ def test_a_stream_has_the_text_of_a_whole_answer(served: Served, sound: Path) ->
     assert len(events) > 3
 
 
+@pytest.mark.one_path(reason="equal to an offline transcription in test_speech_attempts.py")
+def test_openais_client_asks_for_words_and_further_attempts(served: Served, sound: Path) -> None:
+    create = served.client().audio.transcriptions.create
+    plain = create(model="demo", file=sound, response_format="verbose_json")
+    found = create(
+        model="demo",
+        file=sound,
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+        extra_body={
+            "temperature": [0.0, 0.4],
+            "compression_ratio_threshold": 0.1,
+            "no_speech_threshold": "inf",
+            "seed": 1,
+        },
+    )
+    assert {one.temperature for one in plain.segments or []} == {0.0}
+    assert {one.temperature for one in found.segments or []} == {0.4}
+    assert {one.no_speech_prob for one in found.segments or []} == {one.no_speech_prob for one in plain.segments or []}
+    assert plain.words is None
+    words = found.words or []
+    texts = "".join(one.text for one in found.segments or []), "".join(one.word for one in words)
+    # Bytes that are no character make one or several marks, by what follows.
+    text, text_of_words = ("".join(one.replace("\ufffd", "").split()) for one in texts)
+    assert text_of_words == text
+    assert [one.start for one in words] == sorted(one.start for one in words)
+    assert all(one.start <= one.end <= 1.7 for one in words)
+    silent = create(
+        model="demo",
+        file=sound,
+        response_format="text",
+        extra_body={"no_speech_threshold": 0.0, "logprob_threshold": 0.0},
+    )
+    assert str(silent) == "\n"
+
+
 @pytest.mark.one_path(reason="equal to a server's answer")
 def test_the_command_writes_the_transcript(folder: Path, served: Served, sound: Path, tmp_path: Path) -> None:
     text = served.client().audio.transcriptions.create(model="demo", file=sound).text
@@ -169,6 +213,12 @@ def test_the_command_writes_the_transcript(folder: Path, served: Served, sound: 
         command = ["transcribe", str(sound), str(folder), "--format", form, "-o", str(path), *options]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
+    path, command = tmp_path / "words", [*command[:4], "verbose_json", "--word-timestamps", "--temperature", "0,0.4"]
+    result = CliRunner().invoke(app, [*command, "--logprob-threshold", "0", "-o", str(path), *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert {one["temperature"] for one in found["segments"]} == {0.4}
+    assert len(found["words"]) >= len(found["segments"])
     assert (tmp_path / "text").read_text() == text + "\n"
     assert json.loads((tmp_path / "verbose_json").read_text())["duration"] == 1.7
 
@@ -183,7 +233,11 @@ def test_the_command_writes_the_transcript(folder: Path, served: Served, sound: 
             "response_format='xml' is not valid. Allowed: json, text, srt, ",
         ),
         ({"response_format": "srt", "stream": "true"}, "response_format='srt' cannot be streamed"),
-        ({"timestamp_granularities[]": "word"}, "is not available. Allowed: segment."),
+        ({"timestamp_granularities[]": "word"}, "=word needs response_format=verbose_json, and it is json."),
+        ({"timestamp_granularities[]": "letter"}, "='letter' is not valid. Allowed: segment, word."),
+        ({"temperature": "0,0.4", "stream": "true"}, "temperature='0,0.4': a stream cannot take its text back."),
+        ({"logprob_threshold": "-1", "stream": "true"}, "logprob_threshold='-1': a stream cannot take its text back."),
+        ({"no_speech_threshold": "low"}, "no_speech_threshold='low' is no number."),
         ({"temperature": "warm"}, "temperature='warm' is no number."),
         ({"colour": "red"}, "There is no field colour. Allowed: file, "),
         ({"file": "no sound"}, "file: It is no audio that can be read"),

@@ -223,6 +223,7 @@ SPECIAL = [
     "<|translate|>",
     "<|transcribe|>",
     "<|startofprev|>",
+    "<|nospeech|>",
     "<|notimestamps|>",
 ]
 SPECIAL_IDS = {name: number for number, name in enumerate(SPECIAL, 380)}
@@ -232,10 +233,12 @@ SPEECH_RULES = {
     "lang_to_id": {name: SPECIAL_IDS[name] for name in ("<|en|>", "<|de|>")},
     "task_to_id": {name: SPECIAL_IDS[f"<|{name}|>"] for name in ("translate", "transcribe")},
     "no_timestamps_token_id": SPECIAL_IDS["<|notimestamps|>"],
-    "suppress_tokens": [7, 8, *range(381, 388)],
+    "suppress_tokens": [7, 8, *range(381, 380 + len(SPECIAL))],
     "begin_suppress_tokens": [220, 380],
     "max_initial_timestamp_index": 25,
+    "alignment_heads": [[1, 0], [2, 1], [2, 3]],
 }
+FIRST_STAMP = 380 + len(SPECIAL)
 
 
 def write_speech_model(folder: Path) -> PreTrainedModel:
@@ -243,6 +246,7 @@ def write_speech_model(folder: Path) -> PreTrainedModel:
     ids = {"eos_token_id": 380, "bos_token_id": 380, "pad_token_id": 380, "decoder_start_token_id": 381}
     _, model = write_whisper(folder, vocab_size=380 + len(SPECIAL) + 51, seed=3, **ids)
     tokenizer = byte_level_tokenizer(adds_bos=False)
+    tokenizer.add_tokens([f" w{number}" for number in range(tokenizer.get_vocab_size(), 380)])
     tokenizer.add_special_tokens(SPECIAL)
     write_tokenizer(folder, tokenizer)
     (folder / "generation_config.json").write_text(json.dumps(SPEECH_RULES))

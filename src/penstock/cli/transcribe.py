@@ -13,7 +13,6 @@ import typer
 from penstock.cli import options
 
 if TYPE_CHECKING:
-    from penstock.engine.inputs.prompts import Prompt
     from penstock.engine.output.outputs import RequestOutput
 
 
@@ -24,7 +23,22 @@ def transcribe(
     translate: Annotated[bool, typer.Option("--translate", help="Translate into English")] = False,
     prompt: Annotated[str | None, typer.Option(help="Text before the speech, whose words and style it follows")] = None,
     form: Annotated[str, typer.Option("--format", "-f", help="text, json, verbose_json, srt or vtt")] = "text",
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    temperature: Annotated[
+        str, typer.Option(help="0 is greedy; several, such as 0,0.2,0.4, are tried in turn while a threshold is missed")
+    ] = "0",
+    compression_ratio_threshold: Annotated[
+        float | None, typer.Option(help="Largest ratio of a text that does not repeat itself  [default: 2.4]")
+    ] = None,
+    logprob_threshold: Annotated[
+        float | None, typer.Option(help="Smallest mean log-probability of a text  [default: -1]")
+    ] = None,
+    no_speech_threshold: Annotated[
+        float | None,
+        typer.Option(help="Largest probability of no speech where an unlikely text is kept  [default: 0.6]"),
+    ] = None,
+    word_timestamps: Annotated[
+        bool, typer.Option("--word-timestamps", help="Times of words, with --format verbose_json")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file")] = None,
     *,
     model: options.Model,
@@ -32,21 +46,32 @@ def transcribe(
 ) -> None:
     """Transcribe speech, by a Whisper model.
 
-    A sound longer than the encoder takes at once is cut where it is quiet.
+    A sound longer than the encoder takes at once is cut where it is quiet. Thresholds have their defaults where several
+    temperatures are given.
     """
     from penstock.config.checks import check_choice
-    from penstock.contract import SamplingParams
+    from penstock.engine.transcription.attempts import temperatures_of, thresholds_of
     from penstock.engine.transcription.speech_tokens import TASKS
-    from penstock.engine.transcription.transcriber import Asked, Transcriber
+    from penstock.engine.transcription.transcriber import Asked, Rounds, Transcriber
     from penstock.engine.transcription.transcript import FORMATS
 
-    check_choice("format", form, FORMATS)
+    check_choice("format", form, ("verbose_json",) if word_timestamps else FORMATS)
+    temperatures = temperatures_of(temperature)
     asked = Asked(
         task=TASKS[translate],
         language=language,
         prompt=prompt,
         timestamps=form in ("verbose_json", "srt", "vtt"),
-        params=SamplingParams(temperature=temperature, max_tokens=None),
+        words=word_timestamps,
+        temperatures=temperatures,
+        thresholds=thresholds_of(
+            temperatures,
+            {
+                "compression_ratio_threshold": compression_ratio_threshold,
+                "logprob_threshold": logprob_threshold,
+                "no_speech_threshold": no_speech_threshold,
+            },
+        ),
     )
     from penstock.cli.output import standard_output, write
     from penstock.cli.output_file import PartialFile, output_file
@@ -61,13 +86,11 @@ def transcribe(
         )
         speech = transcriber.speech(file, asked, str(file))
 
-        def run(prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
-            return session.finish([session.accept(one, params) for one in prompts], shows_bar=len(prompts) > 1)
-
-        detection = speech.detection()
-        spoken = speech.language_of(None if detection is None else run([detection[0]], detection[1])[0])
-        transcript = speech.transcript(spoken, run(speech.prompts(spoken), speech.params))
-    written = transcript.written(form)
+        rounds = Rounds(speech.transcription())
+        outputs: Sequence[RequestOutput] = ()
+        while (prompts := rounds.after(outputs)) is not None:
+            outputs = session.finish([session.accept(*one) for one in prompts], shows_bar=len(prompts) > 1)
+    written = rounds.result.written(form)
     text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, indent=2) + "\n"
     if output is None:
         write(standard_output(as_json=not isinstance(written, str)), text)

@@ -19,8 +19,9 @@ class SpeechTokens:
     """Token ids.
 
     start: of the decoder's text. previous: of text before it; None without one. languages: by code; empty for a model
-    of one language. tasks: by name. no_timestamps: of a text without timestamps; None where there are none. end: the
-    first token that is no text.
+    of one language. tasks: by name. no_timestamps: of a text without timestamps; None where there are none. no_speech:
+    says that there is no speech; None without one. end: the first token that is no text.
+    alignment_heads: layer and head of the cross attention that tells when a token is spoken; empty if none is known.
     """
 
     start: int
@@ -28,7 +29,9 @@ class SpeechTokens:
     languages: Mapping[str, int]
     tasks: Mapping[str, int]
     no_timestamps: int | None
+    no_speech: int | None
     end: int
+    alignment_heads: Sequence[tuple[int, int]]
 
     @classmethod
     def of(cls, model: ModelConfig, tokenizer: Tokenizer) -> SpeechTokens:
@@ -54,10 +57,13 @@ class SpeechTokens:
             languages=languages,
             tasks={name: one for name, one in (fields.get("task_to_id") or {}).items() if isinstance(one, int)},
             no_timestamps=stamps if isinstance(stamps, int) else None,
+            # Later models have renamed it.
+            no_speech=next(filter(None, map(token, ("<|nospeech|>", "<|nocaptions|>"))), None),
             end=min(model.eos_token_ids, default=model.vocab_size),
+            alignment_heads=[(layer, head) for layer, head in fields.get("alignment_heads") or ()],
         )
 
-    def check(self, task: str, language: str | None, *, timestamps: bool) -> None:
+    def check(self, task: str, language: str | None, *, timestamps: bool, words: bool) -> None:
         """Raise InvalidParameter for what the model does not do."""
         if task not in (self.tasks or TASKS[:1]):
             raise InvalidParameter(
@@ -68,6 +74,11 @@ class SpeechTokens:
             raise InvalidParameter(f"language={shown(language)} is not one of this model. Allowed: {allowed}.")
         if timestamps and self.no_timestamps is None:
             raise InvalidParameter("This model has no timestamps. Ask for text without them.")
+        if words and not self.alignment_heads:
+            raise InvalidParameter(
+                "This model has no timestamps of words: its generation_config.json has no alignment_heads. Ask for "
+                "those of segments."
+            )
 
     def begin(self, task: str, language: str | None, before: Sequence[int], *, timestamps: bool) -> list[int]:
         """The decoder's prompt. before: tokens of text before this one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,10 @@ FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 
 
 class Segment(msgspec.Struct, kw_only=True):
-    """Part of a transcript. start, end: in seconds of the sound. avg_logprob: mean log-probability of its tokens.
+    """Part of a transcript. start, end: in seconds of the sound. tokens: of the text.
 
-    seek: where the piece begins in which it lies, in hundredths of a second. compression_ratio: of its text.
+    Of the piece in which it lies: seek: where it begins, in hundredths of a second; temperature, avg_logprob,
+    compression_ratio, no_speech_prob: as of `Attempt`.
     """
 
     id: int
@@ -30,14 +30,23 @@ class Segment(msgspec.Struct, kw_only=True):
     no_speech_prob: float | None = None
 
 
-class Transcript(msgspec.Struct, kw_only=True):
-    """Text of a sound. duration: in seconds. segments: empty without timestamps."""
+class Word(msgspec.Struct, kw_only=True):
+    """Word of a transcript. start, end: in seconds of the sound."""
+
+    word: str
+    start: float
+    end: float
+
+
+class Transcript(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Text of a sound. duration: in seconds. segments: None without timestamps. words: None where none were wanted."""
 
     task: str
     language: str | None
     duration: float
     text: str
-    segments: list[Segment] = []
+    segments: list[Segment] | None = None
+    words: list[Word] | None = None
 
     def written(self, form: str) -> str | dict[str, Any]:
         """The transcript in one of `FORMATS`: text, or fields."""
@@ -48,18 +57,12 @@ class Transcript(msgspec.Struct, kw_only=True):
         if form == "verbose_json":
             fields: dict[str, Any] = msgspec.to_builtins(self)
             return {**fields, "usage": usage_of(self.duration)}
-        return _subtitles(self.segments, is_vtt=form == "vtt")
+        return _subtitles(self.segments or (), is_vtt=form == "vtt")
 
 
 def usage_of(duration: float) -> dict[str, Any]:
     """Usage in the form of OpenAI's API. duration: of the sound, in seconds."""
     return {"type": "duration", "seconds": math.ceil(duration)}
-
-
-def compression_ratio(text: str) -> float:
-    """Bytes of a text per byte of it compressed: high where it repeats itself."""
-    content = text.encode()
-    return len(content) / len(zlib.compress(content))
 
 
 def _subtitles(segments: Sequence[Segment], *, is_vtt: bool) -> str:

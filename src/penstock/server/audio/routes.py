@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from penstock.engine.output.outputs import RequestOutput
+from penstock.engine.transcription.attempts import THRESHOLD_OPTIONS
 from penstock.engine.transcription.speech_tokens import TASKS
-from penstock.engine.transcription.transcriber import Speech, Transcriber
+from penstock.engine.transcription.transcriber import Rounds, Speech, Transcriber
 from penstock.engine.transcription.transcript import usage_of
 from penstock.errors import UnsupportedFeature
 from penstock.media.loader import MediaLoader
@@ -26,6 +27,7 @@ from penstock.server.requests.generation import Generation, Submission
 from penstock.server.routes.common import answer, served_model, whole_outputs
 from penstock.server.served_model import ServedModel
 
+_Result = TypeVar("_Result")
 router = APIRouter(route_class=BodyRoute)
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The transcript, in the form of response_format."},
@@ -35,7 +37,9 @@ _FORM = form_of_file(
     {
         **{name: {"type": "string"} for name in ("model", "language", "prompt", "response_format")},
         "stream": {"type": "boolean"},
-        "temperature": {"type": "number"},
+        "timestamp_granularities[]": {"type": "array", "items": {"type": "string", "enum": ["segment", "word"]}},
+        "temperature": {"anyOf": [{"type": "number"}, {"type": "string"}]},
+        **{name: {"type": "number"} for name in THRESHOLD_OPTIONS},
     }
 )
 
@@ -59,14 +63,11 @@ async def _transcribe(http: Request, task: str) -> Response:
         transcriber = _transcriber(http, model)
         speech = await asyncio.to_thread(transcriber.speech, form.file, form.asked, "file")
         id = f"transcription-{uuid.uuid4().hex}"
-        language = await _language(http, speech, id)
-        submissions = [
-            Submission(prompt, speech.params, f"{id}-{index}") for index, prompt in enumerate(speech.prompts(language))
-        ]
         if form.is_stream:
+            language = await _run(http, Rounds(speech.language()), id)
+            submissions = [Submission(*one, f"{id}-{index}") for index, one in enumerate(speech.round(language))]
             return await answer(http, model, submissions, _Events(speech), is_stream=True, timeout_s=None)
-        outputs = await whole_outputs(http, submissions, None, model.parts)
-    transcript = await asyncio.to_thread(speech.transcript, language, outputs)
+        transcript = await _run(http, Rounds(speech.transcription()), id)
     written = transcript.written(form.response_format)
     return PlainTextResponse(written) if isinstance(written, str) else json_response(written)
 
@@ -88,13 +89,15 @@ def _transcriber(http: Request, model: ServedModel) -> Transcriber:
     return transcriber
 
 
-async def _language(http: Request, speech: Speech, id: str) -> str | None:
-    """Language of the speech, which the model detects unless it is known."""
-    detection = speech.detection()
-    if detection is None:
-        return speech.language_of(None)
-    (output,) = await whole_outputs(http, [Submission(*detection, f"{id}-language")], None)
-    return speech.language_of(output)
+async def _run(http: Request, rounds: Rounds[_Result], id: str) -> _Result:
+    """Run rounds of prompts at the engine, and return their result; a thread makes them. id: of the requests."""
+    outputs: Sequence[RequestOutput] = ()
+    number = 0
+    while (prompts := await asyncio.to_thread(rounds.after, outputs)) is not None:
+        submissions = [Submission(*one, f"{id}-{number}-{index}") for index, one in enumerate(prompts)]
+        outputs = await whole_outputs(http, submissions, None, served_model(http).parts)
+        number += 1
+    return rounds.result
 
 
 class _Events:
