@@ -88,6 +88,7 @@ class Driver:
         pools: bool = False,
         num_lookahead_tokens: int = 0,
         num_speculative_tokens: int = 0,
+        blocks_need_next_token: bool = False,
         max_concurrent_steps: int = 1,
         features: Sequence[Callable[[Scheduler], SchedulerFeature]] = (),
     ) -> None:
@@ -108,7 +109,9 @@ class Driver:
             enable_prefix_caching=enable_prefix_caching,
             async_scheduling=depth > 1 if async_scheduling is None else async_scheduling,
             speculation=Speculation(
-                num_speculative_tokens=num_speculative_tokens, num_lookahead_tokens=num_lookahead_tokens
+                num_speculative_tokens=num_speculative_tokens,
+                num_lookahead_tokens=num_lookahead_tokens,
+                blocks_need_next_token=blocks_need_next_token,
             ),
             max_concurrent_steps=max_concurrent_steps,
             tell_ends=self._note,

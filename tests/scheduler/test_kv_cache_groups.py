@@ -71,7 +71,7 @@ def test_a_prompt_goes_on_from_the_deepest_snapshot_that_it_shares(depth: int) -
 
 def test_a_snapshot_stays_until_the_token_behind_it_has_read_it() -> None:
     # A chunk ends at the snapshot's border, and another request wants its block in the step of the next one.
-    driver = Driver(cache_of(40, [full_spec(), state_spec()], num_states=4), max_num_batched_tokens=8)
+    driver = Driver(cache_of(40, [full_spec(), state_spec()], num_states=3), max_num_batched_tokens=8)
     driver.add("a", [1] * 9, max_tokens=3, ignore_eos=True)
     driver.add("b", [2] * 9, max_tokens=3, ignore_eos=True)
 

@@ -62,6 +62,8 @@ SETUPS = st.fixed_dictionaries(
         "num_pools": st.sampled_from([1, 1, 1, 2]),
         # Beyond those that one request needs.
         "num_states": st.sampled_from([0, 1, 3, 12, 40]),
+        "snapshots": st.sampled_from(["align", "align", "all", "none"]),
+        "blocks_need_next_token": st.sampled_from([False, False, False, True]),
         "max_num_seqs": st.sampled_from([4, 3, 5, 2, 1]),
         "max_num_batched_tokens": st.sampled_from([20, 12, 8, 5, 2, 1]),
         "max_model_len": st.integers(20, 32),
@@ -93,8 +95,9 @@ def make_driver(setup: dict[str, Any]) -> Driver:
     """Make the driver of one of the `SETUPS`."""
     setup = dict(setup)
     most_drafts = max(setup["max_drafts"], setup["num_speculative_tokens"])
+    of_states = {"max_drafts": most_drafts, "snapshots": setup.pop("snapshots")}
     specs = [
-        msgspec.structs.replace(spec, max_drafts=most_drafts) if isinstance(spec, RecurrentStateSpec) else spec
+        msgspec.structs.replace(spec, **of_states) if isinstance(spec, RecurrentStateSpec) else spec
         for spec in LAYOUTS[setup.pop("layout")](setup.pop("block_size"))
     ]
     num_states = 1 + 2 * (2 + most_drafts) + setup.pop("num_states")

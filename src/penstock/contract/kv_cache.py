@@ -192,6 +192,8 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     begins at a border has the snapshot there, which others may share and no step writes again.
 
     state_bytes: size of a state. block_size: positions between two borders.
+    snapshots: borders at which requests leave snapshots: "align", where later requests may begin (ends of prompts and
+        turns, and of shared prefixes); "all"; "none".
     rolls_back: whether the layer keeps the states of a step's last `num_own_blocks` positions, so that drafts can be
         rejected. max_drafts: draft tokens of a request in a step.
     """
@@ -200,6 +202,7 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     state_bytes: int
     block_size: int
+    snapshots: Literal["none", "all", "align"] = "align"
     rolls_back: bool = False
     max_drafts: int = 0
 

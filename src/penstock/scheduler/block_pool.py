@@ -83,11 +83,11 @@ class BlockPool:
     @property
     def num_used_blocks(self) -> int:
         """Held blocks, without the null block."""
-        return self.num_blocks - 1 - len(self._free) - len(self.pending)
+        return self.num_blocks - 1 - self.num_free_blocks - len(self.pending)
 
     def free_block_ids(self) -> list[int]:
         """Ids of the free blocks, in order of reuse; linear in their number."""
-        return [block.block_id for block in self._free]
+        return [block.block_id for block in self._free_in_order()]
 
     def count_free(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Number of free ones among these blocks."""
@@ -185,13 +185,18 @@ class BlockPool:
         null_block = self.null_block
         assert null_block not in num_holders
         assert (null_block.ref_count, null_block.key) == (0, None)
-        states = [*self._free, *self.pending, *num_holders]
+        free = self._free_in_order()
+        states = [*free, *self.pending, *num_holders]
         assert sorted(block.block_id for block in states) == list(range(1, self.num_blocks))
         assert all(block.ref_count == num_holders.get(block, 0) for block in self.blocks)
         assert not self.pending or self._steps.last_done < self._steps.last_launched
-        assert self.num_cached_blocks == sum(block.key is not None for block in [*self._free, *self.pending])
+        assert self.num_cached_blocks == sum(block.key is not None for block in [*free, *self.pending])
         findable = {block_id: key for key, blocks in self._cached.items() for block_id in blocks}
         assert findable == {block.block_id: block.key for block in self.blocks if block.key is not None}
+
+    def _free_in_order(self) -> list[KVCacheBlock]:
+        """Free blocks in order of reuse."""
+        return list(self._free)
 
     def _make_free(self, block: KVCacheBlock) -> None:
         self._free[block] = None

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import cycle, zip_longest
 
-from penstock.contract import KVCacheConfig
+from penstock.contract import KVCacheConfig, RecurrentStateSpec
 from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
 from penstock.scheduler.block_pool import BlockPool, KVCacheBlock, StepIds
-from penstock.scheduler.kv_cache_groups import KVCacheGroup, make_group
+from penstock.scheduler.kv_cache_groups import KVCacheGroup, StateGroup, Trail, make_group
 from penstock.scheduler.request import Request
+from penstock.scheduler.state_pool import StatePool
 
 _NEVER = _UNLIMITED = sys.maxsize
 
@@ -35,12 +36,15 @@ class _HeldBlocks:
     num_found: per group, leading blocks of the prefix-cache hit.
     num_passed: per group, leading blocks that are not read any more.
     num_cached: per group, leading blocks that are in the prefix cache.
+    trails: by group of states, where snapshots are left.
     """
 
-    __slots__ = ("groups", "num_cached", "num_found", "num_passed", "own")
+    __slots__ = ("groups", "num_cached", "num_found", "num_passed", "own", "request", "trails")
 
-    def __init__(self, groups: list[list[KVCacheBlock]]) -> None:
+    def __init__(self, request: Request, groups: list[list[KVCacheBlock]]) -> None:
+        self.request = request
         self.groups = groups
+        self.trails: dict[int, Trail] = {}
         self.own: list[list[KVCacheBlock]] = [[] for _ in groups]
         self.num_found = tuple(len(blocks) for blocks in groups)
         self.num_cached = list(self.num_found)
@@ -71,7 +75,11 @@ class KVCacheManager:
         self._num_lookahead_tokens = num_lookahead_tokens
         self._blocks_need_next_token = blocks_need_next_token
         self.steps = StepIds()
-        self.pools = [BlockPool(pool.num_blocks, self.steps) for pool in kv_cache_config.pools]
+        of_states = {group.pool for group in kv_cache_config.groups if isinstance(group.spec, RecurrentStateSpec)}
+        self.pools: list[BlockPool] = [
+            (StatePool if index in of_states else BlockPool)(pool.num_blocks, self.steps)
+            for index, pool in enumerate(kv_cache_config.pools)
+        ]
         hash_block_size = math.gcd(*(group.spec.block_size for group in kv_cache_config.groups)) or 1
         self._hasher = BlockHasher(hash_block_size)
         self.groups: list[KVCacheGroup] = [
@@ -86,7 +94,8 @@ class KVCacheManager:
         can_cache = bool(self.groups) and all(group.caches_prefixes for group in self.groups)
         self._caches_prefixes = enable_prefix_caching and can_cache
         self._shares_in_step = all(group.shares_in_step for group in self.groups)
-        self._has_snapshots = not all(group.takes_blocks for group in self.groups)
+        self._has_fixed_blocks = not all(group.takes_blocks for group in self.groups)
+        self._state_groups = {index: group for index, group in enumerate(self.groups) if isinstance(group, StateGroup)}
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
         # Blocks held by transfers, by request id and holder; those of each pool.
@@ -101,7 +110,7 @@ class KVCacheManager:
     def can_reserve(self) -> bool:
         """Whether blocks can be reserved for KV that is computed elsewhere: recurrent states and the KV of an encoder's
         output cannot be loaded."""
-        return not self._has_snapshots
+        return not self._has_fixed_blocks
 
     def blocks_needed(self, request: Request, num_tokens: int) -> list[int]:
         """Return the maximum number of blocks of each pool that a request needs at this length."""
@@ -167,12 +176,17 @@ class KVCacheManager:
 
         A request admitted with room for its first prefill chunk only would soon be preempted for its second.
         """
-        counts = self.blocks_needed(request, request.num_tokens)
-        for index, group, blocks in zip(self._pool_indices, self.groups, hit.blocks):  # noqa: B905
-            if blocks:
-                # Null blocks, and those of the hit that others hold, are not taken.
-                counts[index] -= len(blocks) - group.pool.count_free(blocks) - blocks.count(group.pool.null_block)
-        return self._are_free(counts)
+        num_tokens, max_new_tokens = request.num_tokens, self._max_num_batched_tokens + self._num_lookahead_tokens
+        counts = self._by_pool(
+            [
+                group.num_taken_first(request, num_tokens, max_new_tokens, found)
+                for group, found in zip(self.groups, hit.blocks)  # noqa: B905
+            ]
+        )
+        if self._are_free(counts):
+            return True
+        # Running requests hold snapshots longer than they need them.
+        return bool(self._state_groups) and self._let_go_of_snapshots() and self._are_free(counts)
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, hit: PrefixHit | None = None
@@ -188,14 +202,8 @@ class KVCacheManager:
         if num_tokens <= request.kv_capacity:
             return ()
         held = self._held[request.req_id]
-        # However many draft tokens in flight are rejected, all known tokens but the last stay computed.
-        num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
-        for index, group in enumerate(self.groups):
-            if num_skipped := group.num_skipped_blocks(num_computed_tokens):
-                if not group.takes_blocks:
-                    # A snapshot is kept until it can be found.
-                    num_skipped = min(num_skipped, held.num_cached[index])
-                self._free_skipped(held, index, num_skipped)
+        for index in range(len(self.groups)):
+            self._free_skipped(held, index)
         missing = self._num_missing(request, held.groups, num_tokens)
         if not self._are_free(self._num_taken(missing)):
             return None
@@ -230,8 +238,7 @@ class KVCacheManager:
             first, end = held.num_cached[index], num_computed_tokens // group.block_size
             if first < end:
                 held.num_cached[index] = end
-                keys = group.keys(hashes, first, end)
-                shared += group.pool.cache_full_blocks(held.groups[index][first:end], keys)
+                shared += group.cache(held.groups[index], hashes, first, end)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
         return shared
 
@@ -357,11 +364,17 @@ class KVCacheManager:
                 for earlier, taken in zip(self.groups[:index], groups):  # noqa: B905
                     earlier.pool.free_blocks(taken)
                 raise
-        held = self._held[request.req_id] = _HeldBlocks(groups)
+        held = self._held[request.req_id] = _HeldBlocks(request, groups)
         for group, own in zip(self.groups, held.own):  # noqa: B905
             if group.num_own_blocks:
                 own += group.pool.get_new_blocks(group.num_own_blocks_of(request))
-        request.next_cache_at = 0 if self._caches_prefixes else _NEVER
+        if self._caches_prefixes:
+            request.next_cache_at = 0
+            for index, state_group in self._state_groups.items():
+                is_one_earlier = self._blocks_need_next_token
+                held.trails[index] = state_group.begin_trail(request, len(groups[index]), is_one_earlier=is_one_earlier)
+        else:
+            request.next_cache_at = _NEVER
         return self._extend(request, held, missing)
 
     def _num_missing(self, request: Request, groups: Sequence[list[KVCacheBlock]], num_tokens: int) -> list[int]:
@@ -403,11 +416,12 @@ class KVCacheManager:
             new_block_ids.append([block.block_id for block in new_blocks])
             capacity = min(capacity, group.capacity(request, len(blocks), self._num_lookahead_tokens))
         request.kv_capacity = capacity
-        if self._has_snapshots and self._caches_prefixes:
-            # After all blocks that are needed.
-            for index, (group, blocks) in enumerate(zip(self.groups, held.groups, strict=True)):
+        # After all blocks that are needed.
+        for index, trail in held.trails.items():
+            if missing[index]:
+                blocks = held.groups[index]
                 first = len(blocks) - missing[index]
-                group.take_snapshot(request, blocks, first, is_one_earlier=self._blocks_need_next_token)
+                self._state_groups[index].take_snapshots(blocks, first, trail)
                 new_block_ids[index] = [block.block_id for block in blocks[first:]]
         return tuple(new_block_ids)
 
@@ -425,11 +439,26 @@ class KVCacheManager:
             by_pool.append(blocks)
         return by_pool
 
-    def _free_skipped(self, held: _HeldBlocks, index: int, num_skipped: int) -> None:
-        """Release the leading blocks of a group, as many as are skipped."""
-        pool, blocks = self.groups[index].pool, held.groups[index]
+    def _free_skipped(self, held: _HeldBlocks, index: int) -> None:
+        """Release the leading blocks of a group that no later token reads."""
+        group, request, blocks = self.groups[index], held.request, held.groups[index]
+        # However many draft tokens in flight are rejected, all known tokens but the last stay computed.
+        num_skipped = group.num_skipped_blocks(min(request.num_computed_tokens, request.num_tokens))
+        if not group.takes_blocks:
+            # A snapshot is kept until it can be found.
+            num_skipped = min(num_skipped, held.num_cached[index])
         first, end = held.num_passed[index], min(num_skipped, len(blocks))
         if first < end:
             held.num_passed[index] = end
-            pool.free_blocks(reversed(blocks[first:end]))
-            blocks[first:end] = [pool.null_block] * (end - first)
+            passed = blocks[first:end]
+            blocks[first:end] = [group.pool.null_block] * (end - first)
+            group.pool.free_blocks(reversed(passed))
+            if index in held.trails:
+                self._state_groups[index].note_passed(passed, first, held.trails[index])
+
+    def _let_go_of_snapshots(self) -> bool:
+        """Release the snapshots that running requests have passed; True."""
+        for held in self._held.values():
+            for index in self._state_groups:
+                self._free_skipped(held, index)
+        return True
