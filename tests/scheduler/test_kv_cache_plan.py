@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_fakes import full_spec, state_spec, window_spec
 
+from penstock.config.cache import Snapshots
 from penstock.contract import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -29,6 +31,7 @@ from penstock.scheduler.kv_cache_plan import (
     longest_request,
     make_kv_cache_config,
     max_concurrency,
+    num_snapshots,
     num_tokens_that_fit,
     plan_kv_cache,
 )
@@ -150,20 +153,49 @@ def test_states_have_a_pool_of_their_own_and_attention_keeps_its_block_size(stat
 
 
 def test_states_get_a_quarter_at_most_and_no_more_than_requests_use() -> None:
-    specs: dict[str, KVCacheSpec] = {"state": state_spec(16), "full": FULL}
     need = 3 * 64 + 8 * PAGE
 
-    def num_blocks(rest: int, max_num_seqs: int) -> list[int]:
+    def num_blocks(rest: int, max_num_seqs: int, snapshots: Snapshots = "align", block_size: int = 16) -> list[int]:
+        state = msgspec.structs.replace(state_spec(block_size), snapshots=snapshots)
+        specs: dict[str, KVCacheSpec] = {"state": state, "full": FULL}
+        none_to_begin_from = 64 if snapshots == "none" else 0
         config = plan_kv_cache(
-            specs, need + rest, max_model_len=100, max_num_batched_tokens=32, max_num_seqs=max_num_seqs
+            specs,
+            need + rest - none_to_begin_from,
+            max_model_len=100,
+            max_num_batched_tokens=32,
+            max_num_seqs=max_num_seqs,
         )
         return [pool.num_blocks for pool in config.pools]
 
-    assert num_blocks(40 * PAGE, max_num_seqs=1) == [3, 48]
-    # A state and a snapshot of each further request.
-    assert num_blocks(40 * PAGE, max_num_seqs=5) == [3 + 8, 48 - 1]
-    assert num_blocks(40 * PAGE, max_num_seqs=1000) == [3 + 10 * PAGE // 64, 8 + 30]
-    # A model of states alone has nothing else to fill the memory with.
+    assert num_blocks(40 * PAGE, max_num_seqs=1, snapshots="none") == [2, 48]
+    assert num_blocks(40 * PAGE, max_num_seqs=5, snapshots="none") == [2 + 4, 48 - 1]
+    # A state of each further request, and a snapshot of each.
+    assert num_blocks(40 * PAGE, max_num_seqs=1) == [3 + 1, 48 - 1]
+    assert num_blocks(40 * PAGE, max_num_seqs=5) == [3 + 4 + 5, 48 - 1]
+    # A quarter for states, and one for snapshots.
+    assert num_blocks(40 * PAGE, max_num_seqs=1000) == [3 + 20 * PAGE // 64, 8 + 20]
+    # A snapshot for each 1,024 tokens of attention: 16 bytes of 64.
+    pages = 64 * 1024 // 16
+    [num_states, num_pages] = num_blocks(pages * PAGE, max_num_seqs=1)
+    assert (num_states - 3) * 1024 == pytest.approx(num_pages * 16, rel=0.15)
+    # One for each border of 32 tokens.
+    [num_states, num_pages] = num_blocks(pages * PAGE, max_num_seqs=1, snapshots="all", block_size=32)
+    assert (num_states - 3) * 32 == pytest.approx(num_pages * 16, rel=0.15)
+
+
+def test_snapshots_are_what_the_states_of_running_requests_leave() -> None:
+    state = RecurrentStateSpec(state_bytes=1 << 20, block_size=16, max_drafts=3)
+    config = plan_kv_cache(
+        {"state": state, "full": FULL}, 100 << 20, max_model_len=100, max_num_batched_tokens=32, max_num_seqs=5
+    )
+    num_states = config.pools[0].num_blocks - 1
+    assert num_snapshots(config, max_num_seqs=5) == {0: num_states - 5 * 4}
+    assert num_states - 5 * 4 > 5
+    assert num_snapshots(config, max_num_seqs=500) == {0: 0}
+
+
+def test_a_model_of_states_alone_fills_the_memory_with_them() -> None:
     only = plan_kv_cache({"state": state_spec(16)}, 6400, max_model_len=100, max_num_batched_tokens=32, max_num_seqs=2)
     assert [pool.num_blocks for pool in only.pools] == [100]
 

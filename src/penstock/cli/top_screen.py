@@ -139,7 +139,11 @@ def _blocks(kv_cache: dict[str, int], room: int) -> Table:
     widths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     bar = [(sign * width, style) for (_, style, sign), width in zip(_BLOCKS, widths, strict=True)]
     legend = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return _rows([("KV cache", bar, f"{100 * used / number:.0f} %"), ("", [(legend, "bright_black")], "")])
+    rows = [("KV cache", bar, f"{100 * used / number:.0f} %"), ("", [(legend, "bright_black")], "")]
+    if num_states := kv_cache["num_states"]:
+        states = f"{num_states}, {kv_cache['used_states']} used, {kv_cache['snapshots']} snapshots"
+        rows.append(("states", [(states, "bright_black")], f"{100 * kv_cache['used_states'] / num_states:.0f} %"))
+    return _rows(rows)
 
 
 def _foot(history: History, width: int) -> Text:

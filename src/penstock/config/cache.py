@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 from penstock.config.checks import check_choice, check_flag, check_integer, size_in_bytes
 from penstock.config.flags import listed
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, UnsupportedFeature
 
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
+# Where requests leave snapshots of recurrent states.
+Snapshots: TypeAlias = Literal["align", "all", "none"]
+CONVOLUTION_DTYPES = ("auto", "float32")
+STATE_DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,12 @@ class CacheConfig:
     kv_cache_dtype: dtype of the KV cache; "auto" is the model's, and bfloat16 for attention in bfloat16 arithmetic
         (`cpu_arithmetic`); "int8" is quantised, one scale per token and head;
         "fp8" (e4m3), on a GPU, takes the checkpoint's scales; without them keys and values beyond 448 saturate.
+    mamba_cache_mode: which states of recurrent layers are kept for prefix caching: "align", those where later requests
+        may begin; "all", one at every `mamba_block_size` tokens; "none", so that nothing is found.
+    mamba_block_size: tokens between two positions whose state can be kept; a multiple of `block_size`, and by default
+        equal to it.
+    mamba_cache_dtype: dtype of the inputs that convolutions keep; "auto" is float32, and there is no other.
+    mamba_ssm_cache_dtype: dtype of recurrent states, which are rounded after each token; "auto" is float32.
     """
 
     block_size: int = field(default=16, metadata=listed("Tokens per block of the KV cache"))
@@ -35,6 +46,10 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = field(default="auto", metadata=listed(", ".join(KV_CACHE_DTYPES)))
+    mamba_cache_mode: Snapshots = "align"
+    mamba_block_size: int | None = None
+    mamba_cache_dtype: str = "auto"
+    mamba_ssm_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_integer("block_size", self.block_size, 1)
@@ -49,3 +64,37 @@ class CacheConfig:
             object.__setattr__(self, "kv_cache_memory_bytes", size)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        check_choice("mamba_cache_mode", self.mamba_cache_mode, get_args(Snapshots))
+        check_choice("mamba_cache_dtype", self.mamba_cache_dtype, CONVOLUTION_DTYPES)
+        check_choice("mamba_ssm_cache_dtype", self.mamba_ssm_cache_dtype, STATE_DTYPES)
+        if self.mamba_block_size is not None:
+            check_integer("mamba_block_size", self.mamba_block_size, 1)
+            if self.mamba_block_size % self.block_size:
+                raise ConfigError(
+                    f"mamba_block_size={self.mamba_block_size} is not valid with block_size={self.block_size}. "
+                    "Allowed: its multiples, since a request that begins from a state needs whole blocks before it."
+                )
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """Mode of the snapshots of recurrent states: without prefix caching there are none."""
+        return self.mamba_cache_mode if self.enable_prefix_caching else "none"
+
+    @property
+    def state_dtype(self) -> str:
+        """Dtype of recurrent states, by name."""
+        return "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
+
+    def check_has_states(self) -> None:
+        """Raise UnsupportedFeature for options of recurrent states: the model has none."""
+        asked = {
+            "mamba_cache_mode": self.mamba_cache_mode == "all",
+            "mamba_block_size": self.mamba_block_size is not None,
+            "mamba_ssm_cache_dtype": self.state_dtype != "float32",
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise UnsupportedFeature(
+                    f"{name}={getattr(self, name)!r} is of no use to this model, which has no recurrent layers. "
+                    "Leave it out."
+                )

@@ -14,6 +14,8 @@ from typing import ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
+from penstock.config.cache import Snapshots
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 # The int8 KV cache has a float32 scale per position and head, after its block.
 SCALE_BYTES = {"int8": 4}
@@ -202,7 +204,7 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     state_bytes: int
     block_size: int
-    snapshots: Literal["none", "all", "align"] = "align"
+    snapshots: Snapshots = "align"
     rolls_back: bool = False
     max_drafts: int = 0
 
@@ -230,7 +232,7 @@ class RecurrentStateSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def max_blocks_per_request(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         """Return the maximum number of blocks that a request needs at once: its own, and the snapshot to begin from."""
-        return self.num_own_blocks + 1
+        return self.num_own_blocks + (self.snapshots != "none")
 
 
 LocalAttentionSpec: TypeAlias = SlidingWindowSpec | ChunkedLocalSpec

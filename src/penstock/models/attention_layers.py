@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import msgspec
 from torch import nn
 
 from penstock.attention import CacheLayer, LayerAttention
-from penstock.contract import KVCacheSpec, RecurrentStateSpec
+from penstock.contract import KVCacheSpec
 from penstock.layers.attention import Attention
 from penstock.layers.linear import has_bfloat16_products
+from penstock.layers.recurrence.state import RecurrentState
 
 
 @runtime_checkable
@@ -82,16 +82,19 @@ def most_query_heads(layers: Mapping[str, CacheLayer]) -> int:
     return max((layer.num_heads for layer in layers.values() if isinstance(layer, LayerAttention)), default=0)
 
 
-def kv_cache_specs(model: nn.Module, block_size: int, dtype: str, max_drafts: int = 0) -> dict[str, KVCacheSpec]:
-    """KV cache specs by layer name. dtype: of the cache, by name. max_drafts: draft tokens of a request in a step."""
-    specs = {
+def choose_state_dtype(model: nn.Module, dtype: str) -> None:
+    """Keep the states of recurrent layers in a dtype, by name, before the layers' specs are made."""
+    for module in _modules(model):
+        if isinstance(module.layer, RecurrentState):
+            module.layer = dataclasses.replace(module.layer, scan_dtype=dtype)
+
+
+def kv_cache_specs(model: nn.Module, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
+    """KV cache specs by layer name. dtype: of the cache, by name."""
+    return {
         module.layer.name: module.get_kv_cache_spec(block_size, dtype)
         for module in _modules(model)
         if not isinstance(module.layer, LayerAttention) or module.layer.is_causal
-    }
-    return {
-        name: msgspec.structs.replace(spec, max_drafts=max_drafts) if isinstance(spec, RecurrentStateSpec) else spec
-        for name, spec in specs.items()
     }
 
 

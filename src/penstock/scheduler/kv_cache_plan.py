@@ -25,8 +25,11 @@ from penstock.observability.units import format_bytes
 
 # Below this ratio between the most and the least frequent kind, padding the smaller costs less than splitting further.
 _PADDING_RATIO = 1.25
-# States of running requests, and their snapshots, take at most one part in so many of the memory beyond one request's.
-_SHARE_OF_STATES = 4
+# Shares of the memory beyond one request's: of states of running requests, and of snapshots.
+_SHARE_OF_STATES = 0.25
+_SHARE_OF_SNAPSHOTS = {"none": 0.0, "align": 0.25, "all": 0.5}
+# Attention's tokens for which there is a snapshot; with `snapshots="all"`, those between two borders.
+_TOKENS_PER_SNAPSHOT = 1024
 
 
 def plan_kv_cache(
@@ -39,9 +42,10 @@ def plan_kv_cache(
 ) -> KVCacheConfig:
     """Plan the KV cache that fills `available_bytes`.
 
-    Every pool gets what one request of `max_model_len` tokens needs. Of the rest, recurrent states get up to a quarter,
-    as long as `max_num_seqs` requests have no room for their states and a snapshot each; attention gets what is left,
-    each pool in proportion to one request's need.
+    Every pool gets what one request of `max_model_len` tokens needs. Of the rest, the recurrent states of further
+    requests, of `max_num_seqs` in all, get up to a quarter, and snapshots as much as there are tokens for them: up to
+    another quarter, or a half with one at every border. Attention gets what is left, each pool in proportion to one
+    request's need.
 
     Raises OutOfMemory when a single request of `max_model_len` tokens would not fit into it.
     """
@@ -50,15 +54,14 @@ def plan_kv_cache(
     if sum(needs) > available_bytes:
         raise OutOfMemory(_too_small(groups, available_bytes, max_model_len, max_num_batched_tokens))
     sizes = [bytes_per_block(groups, pool) for pool in range(len(needs))]
-    of_states = [pool for pool, group in _first_of_pools(groups).items() if _is_state(group)]
+    of_states = [pool for pool, spec in _first_of_pools(groups).items() if isinstance(spec, RecurrentStateSpec)]
     of_positions = [pool for pool in range(len(needs)) if pool not in of_states]
     rest = available_bytes - sum(needs)
     extra = [0] * len(needs)
-    if of_positions:
-        wanted = {pool: (max_num_seqs - 1) * (needs[pool] - sizes[pool]) for pool in of_states}
-        share = min(1.0, rest / _SHARE_OF_STATES / max(1, sum(wanted.values())))
-        for pool in of_states:
-            extra[pool] = int(wanted[pool] * share)
+    if of_positions and of_states:
+        bytes_per_token = sum(needs[pool] - sizes[pool] for pool in of_positions) / max_model_len
+        for pool, num_bytes in _bytes_of_states(groups, rest, bytes_per_token, max_num_seqs).items():
+            extra[pool] = num_bytes
         rest -= sum(extra)
     shared_by = of_positions or of_states
     for pool in shared_by:
@@ -159,7 +162,7 @@ def named_pools(config: KVCacheConfig) -> list[tuple[KVCachePool, str]]:
     names = []
     for index in range(len(config.pools)):
         of_pool = [group for group in config.groups if group.pool == index]
-        if _is_state(of_pool[0]):
+        if isinstance(of_pool[0].spec, RecurrentStateSpec):
             names.append(f"states of {format_bytes(bytes_per_block(config.groups, index))}")
         else:
             names.append(f"blocks of {min(group.spec.block_size for group in of_pool)} tokens")
@@ -177,6 +180,43 @@ def num_tokens_that_fit(config: KVCacheConfig, *, max_model_len: int, max_num_ba
     return int(concurrency * max_model_len)
 
 
+def num_snapshots(config: KVCacheConfig, max_num_seqs: int) -> dict[int, int]:
+    """Return the snapshots for which each pool of states has room, beside the states of `max_num_seqs` requests.
+
+    Empty without states, or if none are kept.
+    """
+    return {
+        pool: max(0, config.pools[pool].num_blocks - 1 - max_num_seqs * _num_own_blocks(config.groups, pool))
+        for pool, spec in _first_of_pools(config.groups).items()
+        if isinstance(spec, RecurrentStateSpec) and spec.snapshots != "none"
+    }
+
+
+def _bytes_of_states(
+    groups: Sequence[KVCacheGroupSpec], rest: int, bytes_per_token: float, max_num_seqs: int
+) -> dict[int, int]:
+    """Bytes of each pool of states beyond one request's need. bytes_per_token: of attention."""
+    first = {pool: spec for pool, spec in _first_of_pools(groups).items() if isinstance(spec, RecurrentStateSpec)}
+    sizes = {pool: bytes_per_block(groups, pool) for pool in first}
+    running = {pool: (max_num_seqs - 1) * _num_own_blocks(groups, pool) * size for pool, size in sizes.items()}
+    share = min(1.0, rest * _SHARE_OF_STATES / max(1, sum(running.values())))
+    found = {}
+    for pool, size in sizes.items():
+        spec = first[pool]
+        num_bytes = int(running[pool] * share)
+        # So that snapshots and the attention that they need fill the memory together.
+        interval = spec.block_size if spec.snapshots == "all" else max(spec.block_size, _TOKENS_PER_SNAPSHOT)
+        per_token = size / interval
+        wanted = max(max_num_seqs * size, int((rest - num_bytes) * per_token / (per_token + bytes_per_token)))
+        most = int(rest * _SHARE_OF_SNAPSHOTS[spec.snapshots] * size / sum(sizes.values()))
+        found[pool] = num_bytes + min(wanted, most)
+    return found
+
+
+def _num_own_blocks(groups: Sequence[KVCacheGroupSpec], pool: int) -> int:
+    return sum(group.spec.num_own_blocks for group in groups if group.pool == pool)
+
+
 def _needs(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_tokens: int) -> list[int]:
     """Bytes of each pool for one request of `num_tokens`, with the null block."""
     return [
@@ -185,12 +225,8 @@ def _needs(groups: Sequence[KVCacheGroupSpec], num_tokens: int, max_num_batched_
     ]
 
 
-def _first_of_pools(groups: Sequence[KVCacheGroupSpec]) -> dict[int, KVCacheGroupSpec]:
-    return {group.pool: group for group in reversed(groups)}
-
-
-def _is_state(group: KVCacheGroupSpec) -> bool:
-    return isinstance(group.spec, RecurrentStateSpec)
+def _first_of_pools(groups: Sequence[KVCacheGroupSpec]) -> dict[int, KVCacheSpec]:
+    return {group.pool: group.spec for group in reversed(groups)}
 
 
 def _group_size(layers_per_kind: Sequence[int]) -> int:

@@ -31,9 +31,11 @@ class FinishReason(StrEnum):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests and KV cache blocks of one scheduler, or of several together, at one moment.
 
-    num_blocks: usable blocks of all pools. num_used_blocks: held blocks. num_cached_blocks: further ones, of the prefix
-        cache.
+    num_blocks: usable blocks of token positions. num_used_blocks: held ones. num_cached_blocks: further ones, of the
+        prefix cache.
     num_computed_tokens: tokens of all steps so far.
+    num_states: usable blocks of recurrent states. num_used_states: held ones. num_snapshots: states that can be found
+        as a prefix. num_snapshots_taken, num_snapshots_evicted: so far.
     """
 
     num_running_reqs: int
@@ -42,6 +44,19 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_used_blocks: int
     num_computed_tokens: int = 0
     num_cached_blocks: int = 0
+    num_states: int = 0
+    num_used_states: int = 0
+    num_snapshots: int = 0
+    num_snapshots_taken: int = 0
+    num_snapshots_evicted: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV cache that requests hold, 0 to 1: of blocks or of states, whichever is larger."""
+        return max(
+            self.num_used_blocks / max(1, self.num_blocks),
+            self.num_used_states / max(1, self.num_states),
+        )
 
 
 NO_STATS = SchedulerStats(num_running_reqs=0, num_waiting_reqs=0, num_blocks=0, num_used_blocks=0)

@@ -22,6 +22,7 @@ from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.request_limits import LengthLimits
 from penstock.scheduler.request_lists import RequestLists
 from penstock.scheduler.results import make_output, with_part
+from penstock.scheduler.state_pool import StatePool
 from penstock.scheduler.step import Step, StepBuilder
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
@@ -121,14 +122,20 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """Counts of requests and blocks, between two steps."""
-        kv_cache = self.kv_cache
+        states = [pool for pool in self.kv_cache.pools if isinstance(pool, StatePool)]
+        blocks = [pool for pool in self.kv_cache.pools if not isinstance(pool, StatePool)]
         return SchedulerStats(
             num_running_reqs=self.num_running,
             num_waiting_reqs=self.num_waiting,
-            num_blocks=sum(pool.num_blocks - 1 for pool in kv_cache.pools),
-            num_used_blocks=kv_cache.num_used_blocks,
+            num_blocks=sum(pool.num_blocks - 1 for pool in blocks),
+            num_used_blocks=sum(pool.num_used_blocks for pool in blocks),
             num_computed_tokens=self._num_computed_tokens,
-            num_cached_blocks=sum(pool.num_cached_blocks for pool in kv_cache.pools),
+            num_cached_blocks=sum(pool.num_cached_blocks for pool in blocks),
+            num_states=sum(pool.num_blocks - 1 for pool in states),
+            num_used_states=sum(pool.num_used_blocks for pool in states),
+            num_snapshots=sum(pool.num_snapshots for pool in states),
+            num_snapshots_taken=sum(pool.num_taken for pool in states),
+            num_snapshots_evicted=sum(pool.num_evicted for pool in states),
         )
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from penstock.checkpoints.context_length import stretched_context
@@ -15,7 +16,7 @@ from penstock.checkpoints.resolve import SHIPPED_HEADS
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE
 from penstock.config.speculative import HEAD_METHODS, MODEL_METHODS
-from penstock.contract import KVCacheSpec
+from penstock.contract import KVCacheSpec, RecurrentStateSpec
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError, ModelError, UnsupportedFeature
 from penstock.loader.loader import load_model, load_without_memory, peek_weights
@@ -127,10 +128,25 @@ def attach_drafter(drafter: CausalLM | None, target: nn.Module) -> None:
 def drafted_specs(
     config: EngineConfig, target: nn.Module, drafter: CausalLM | None, dtype: str
 ) -> dict[str, KVCacheSpec]:
-    """Return the KV cache specs of target and drafter. dtype: of the KV cache."""
-    sizes = config.cache.block_size, dtype, config.speculative.num_speculative_tokens
+    """Return the KV cache specs of target and drafter. dtype: of the KV cache.
+
+    Raises UnsupportedFeature for options of recurrent states with a model that has none.
+    """
+    cache = config.cache
     models = [target] if drafter is None else [target, drafter]
-    return {name: spec for model in models for name, spec in kv_cache_specs(model, *sizes).items()}
+    specs = {name: spec for model in models for name, spec in kv_cache_specs(model, cache.block_size, dtype).items()}
+    states = {name: spec for name, spec in specs.items() if isinstance(spec, RecurrentStateSpec)}
+    if not states:
+        cache.check_has_states()
+    return specs | {
+        name: msgspec.structs.replace(
+            spec,
+            block_size=cache.mamba_block_size or cache.block_size,
+            snapshots=cache.snapshots,
+            max_drafts=config.speculative.num_speculative_tokens,
+        )
+        for name, spec in states.items()
+    }
 
 
 def _prepared(drafter: CausalLM, target: nn.Module) -> CausalLM:

@@ -50,7 +50,7 @@ def test_a_view_sees_the_requests_during_a_step(tmp_path: Path) -> None:
     assert seen[2]["requests"] == {"running": 3, "waiting": 0, "queued": 1, "unfinished": 3, "max_running": 2}
     assert seen[0]["counters"]["finished_requests"] == 0
     wait_until(lambda: read(path)["counters"]["finished_requests"] == 3)
-    assert seen[0]["kv_cache"] == {"num_blocks": 8, "used": 2, "cached": 0}
+    assert list(seen[0]["kv_cache"].items())[:3] == [("num_blocks", 8), ("used", 2), ("cached", 0)]
     assert seen[0]["cores"]["all"] == 1
     assert seen[0]["model"] == str(tmp_path / "model")
     session.close()

@@ -68,7 +68,8 @@ def test_a_view_has_the_numbers_of_the_broker_and_of_the_requests(tmp_path: Path
     launcher.note_start("broker")
     live = view_of(engine, broker, tmp_path).read(0.0)
     assert asdict(live.requests) == {"running": 3, "waiting": 2, "queued": 1, "unfinished": 7, "max_running": 8}
-    assert asdict(live.kv_cache) == {"num_blocks": 10, "used": 4, "cached": 5}
+    kv_cache = live.kv_cache
+    assert (kv_cache.num_blocks, kv_cache.used, kv_cache.cached, kv_cache.num_states) == (10, 4, 5, 0)
     counters = live.counters
     assert (counters.prompt_tokens, counters.cached_prompt_tokens, counters.generated_tokens) == (10, 4, 7)
     assert counters.finished_requests == 1

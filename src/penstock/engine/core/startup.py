@@ -20,7 +20,7 @@ from penstock.errors import UnsupportedFeature
 from penstock.executor import Executor, create_executor
 from penstock.executor.base import PhaseTime, describe_phases
 from penstock.observability.units import format_bytes
-from penstock.scheduler.kv_cache_plan import max_concurrency, named_pools
+from penstock.scheduler.kv_cache_plan import max_concurrency, named_pools, num_snapshots
 from penstock.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,12 @@ def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_mode
         concurrency,
         f"{max_model_len:,}",
     )
+    num_seqs = config.scheduler.max_num_seqs
+    for number in num_snapshots(kv_cache_config, num_seqs).values():
+        logger.info("Snapshots: %s states for later requests, beside those of %s running ones", f"{number:,}", num_seqs)
+    has_states = any(isinstance(group.spec, RecurrentStateSpec) for group in kv_cache_config.groups)
+    if config.cache.enable_prefix_caching and has_states and config.cache.snapshots == "none":
+        logger.info("Prefix caching: off, by mamba_cache_mode='none'")
     has_sources = any(isinstance(group.spec, CrossAttentionSpec) for group in kv_cache_config.groups)
     if config.cache.enable_prefix_caching and has_sources:
         logger.info("Prefix caching: off, since the KV of all tokens depends on the encoder's output")

@@ -30,11 +30,23 @@ class LiveRequests:
 
 @dataclass(slots=True)
 class LiveKvCache:
-    """Blocks of all cores. cached: blocks that no request holds, with prefixes that are found again."""
+    """KV cache of all cores.
+
+    num_blocks: blocks of token positions. used: those that requests hold. cached: others, with prefixes that are found
+    again. num_states, used_states: of recurrent layers. snapshots: states that are found again.
+    """
 
     num_blocks: int = 0
     used: int = 0
     cached: int = 0
+    num_states: int = 0
+    used_states: int = 0
+    snapshots: int = 0
+
+    @property
+    def usage(self) -> float:
+        """Share that requests hold, 0 to 1: of blocks or of states, whichever is larger."""
+        return max(self.used / max(1, self.num_blocks), self.used_states / max(1, self.num_states))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +207,12 @@ def sample_of(totals: RequestTotals, status: BrokerStatus | None, max_num_seqs: 
             max_running=status.num_engines * max_num_seqs,
         )
         sample.kv_cache = LiveKvCache(
-            num_blocks=stats.num_blocks, used=stats.num_used_blocks, cached=stats.num_cached_blocks
+            num_blocks=stats.num_blocks,
+            used=stats.num_used_blocks,
+            cached=stats.num_cached_blocks,
+            num_states=stats.num_states,
+            used_states=stats.num_used_states,
+            snapshots=stats.num_snapshots,
         )
         sample.counters.computed_tokens = stats.num_computed_tokens
     return sample

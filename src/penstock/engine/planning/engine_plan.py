@@ -11,7 +11,7 @@ from typing import Any
 from penstock.contract import AttentionSpec, KVCacheConfig, KVCacheSpec, LocalAttentionSpec, MLAAttentionSpec
 from penstock.device.dtypes import DtypeChoice
 from penstock.observability.units import format_bytes
-from penstock.scheduler.kv_cache_plan import named_pools
+from penstock.scheduler.kv_cache_plan import named_pools, num_snapshots
 from penstock.worker.memory_plan import MemoryPlan
 
 
@@ -68,6 +68,7 @@ class EnginePlan:
     kv_cache: KVCacheConfig
     kv_cache_reason: str
     max_model_len: int
+    max_num_seqs: int
     num_tokens: int
     concurrency: float
     num_workers: int = 1
@@ -148,6 +149,7 @@ class EnginePlan:
                     {"holds": name, "num_blocks": pool.num_blocks, "bytes": pool.size_bytes}
                     for pool, name in named_pools(self.kv_cache)
                 ],
+                "num_snapshots": sum(num_snapshots(self.kv_cache, self.max_num_seqs).values()),
                 "num_tokens": self.num_tokens,
                 "num_full_length_requests": round(self.concurrency, 2),
             },
@@ -202,12 +204,13 @@ class EnginePlan:
         return [f"  {name:<34}  {value:>10}  {note}".rstrip() for name, value, note in rows]
 
     def _pool_rows(self) -> Iterator[tuple[str, str, str]]:
-        for pool, name in named_pools(self.kv_cache):
+        snapshots = num_snapshots(self.kv_cache, self.max_num_seqs)
+        for index, (pool, name) in enumerate(named_pools(self.kv_cache)):
             kind, _, size = name.partition(" ")
-            note = f"{size}, one of them empty"
-            if kind == "states":
-                note += "; up to a quarter of the memory beside attention's blocks, as long as requests have use for it"
-            yield kind, f"{pool.num_blocks:,}", note
+            yield kind, f"{pool.num_blocks:,}", f"{size}, one of them empty; {format_bytes(pool.size_bytes)}"
+            if index in snapshots:
+                note = f"states for later requests, beside those of {self.max_num_seqs:,} running ones"
+                yield "snapshots", f"{snapshots[index]:,}", note
 
 
 def kv_bytes_per_token(layers: tuple[KVCacheSpec, ...]) -> int:

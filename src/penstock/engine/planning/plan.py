@@ -95,6 +95,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
         kv_cache=kv_cache,
         kv_cache_reason=reason,
         max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
         num_tokens=num_tokens_that_fit(kv_cache, **lengths),
         concurrency=max_concurrency(kv_cache, **lengths),
         num_workers=config.parallel.tensor_parallel_size,

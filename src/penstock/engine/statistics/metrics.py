@@ -89,17 +89,22 @@ class EngineMetrics:
 
     def read(self, stats: SchedulerStats, running: Iterable[tuple[int, RequestMetrics]]) -> list[Metric]:
         """All metrics; see `totals`."""
-        return [*gauges_of(stats, self._labels), *metrics_of(self.totals(running), self._labels)]
+        return [*metrics_of_schedulers(stats, self._labels), *metrics_of(self.totals(running), self._labels)]
 
 
-def gauges_of(stats: SchedulerStats, labels: dict[str, str]) -> Iterator[Gauge]:
-    """Gauges of the schedulers' counts."""
+def metrics_of_schedulers(stats: SchedulerStats, labels: dict[str, str]) -> Iterator[Metric]:
+    """Gauges and counters of the schedulers' counts; those of recurrent states with models that have them."""
     values = {
         "num_requests_running": stats.num_running_reqs,
         "num_requests_waiting": stats.num_waiting_reqs,
-        "kv_cache_usage_perc": stats.num_used_blocks / max(1, stats.num_blocks),
+        "kv_cache_usage_perc": stats.kv_cache_usage,
     }
-    return (Gauge(PREFIX + name, labels, float(value)) for name, value in values.items())
+    if stats.num_states:
+        values |= {"num_states": stats.num_states, "num_state_snapshots": stats.num_snapshots}
+        yield Counter(PREFIX + "state_snapshots_taken", labels, stats.num_snapshots_taken)
+        yield Counter(PREFIX + "state_snapshots_evicted", labels, stats.num_snapshots_evicted)
+    for name, value in values.items():
+        yield Gauge(PREFIX + name, labels, float(value))
 
 
 def metrics_of(totals: RequestTotals, labels: dict[str, str]) -> Iterator[Metric]:

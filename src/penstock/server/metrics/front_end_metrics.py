@@ -12,7 +12,15 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.live.live_view import LiveSample
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import RequestTotals
-from penstock.engine.statistics.metrics import PREFIX, Counter, Gauge, Metric, gauges_of, histogram_of, metrics_of
+from penstock.engine.statistics.metrics import (
+    PREFIX,
+    Counter,
+    Gauge,
+    Metric,
+    histogram_of,
+    metrics_of,
+    metrics_of_schedulers,
+)
 from penstock.server.metrics.expert_tokens import NoExpertTokens
 from penstock.server.metrics.folder import FRONT_END, SharedFile, shared_files
 from penstock.server.metrics.history import read_history
@@ -114,7 +122,7 @@ class FrontEndMetrics:
         if launcher is not None:
             yield from self._launcher_metrics(launcher)
 
-    def _gauges(self) -> Iterator[Gauge]:
+    def _gauges(self) -> Iterator[Metric]:
         health = self._health
         values: dict[str, float] = {
             "kv_cache_block_size": self._block_size,
@@ -124,7 +132,7 @@ class FrontEndMetrics:
         }
         status = health.status
         if status is not None:
-            yield from gauges_of(status.stats, self._labels)
+            yield from metrics_of_schedulers(status.stats, self._labels)
             values |= self._broker_gauges(status)
         for name, value in values.items():
             yield Gauge(PREFIX + name, self._labels, float(value))

@@ -78,7 +78,7 @@ def throughput(since: LiveSample, now: LiveSample) -> str | None:
     """Line about the time between two samples; None without work in it."""
     before, after = since.counters, now.counters
     prompt, generated = after.prompt_tokens - before.prompt_tokens, after.generated_tokens - before.generated_tokens
-    requests, blocks = now.requests, now.kv_cache
+    requests, kv_cache = now.requests, now.kv_cache
     if not (prompt or generated or requests.unfinished):
         return None
     seconds = now.time - since.time
@@ -87,7 +87,7 @@ def throughput(since: LiveSample, now: LiveSample) -> str | None:
         f"{prompt / seconds:,.1f} tokens/s of prompts",
         f"{requests.running} running",
         f"{max(0, requests.unfinished - requests.running)} waiting",
-        f"KV cache {_percent(blocks.used, blocks.num_blocks)} used",
+        f"KV cache {100 * kv_cache.usage:.1f}% used",
         f"prefix hits {_percent(after.cached_prompt_tokens - before.cached_prompt_tokens, prompt)}",
     )
     return f"Last {seconds:.0f} s: {', '.join(parts)}"

@@ -38,8 +38,12 @@ TABLE: dict[str, Described] = {
     "max_num_requests_running": Described(
         "gauge", "Requests that all cores may run at once (max_num_seqs each).", None
     ),
-    "kv_cache_usage_perc": Described("gauge", "Share of the KV cache's blocks that requests hold, 0 to 1."),
+    "kv_cache_usage_perc": Described(
+        "gauge", "Share of the KV cache that requests hold, 0 to 1: of blocks or of states, whichever is larger."
+    ),
     "num_kv_cache_blocks": Described("gauge", "Blocks of the KV cache, of all cores.", "cache_config_info"),
+    "num_states": Described("gauge", "Recurrent states for which there is room, of all cores.", None),
+    "num_state_snapshots": Described("gauge", "Recurrent states that are kept for requests to begin from.", None),
     "kv_cache_block_size": Described("gauge", "Tokens of a KV-cache block.", "cache_config_info"),
     "num_cores": Described("gauge", "Engine cores.", None),
     "num_cores_recovering": Described("gauge", "Engine cores that are being started again.", None),
@@ -62,6 +66,12 @@ TABLE: dict[str, Described] = {
     "generation_tokens": Described("counter", "Generated tokens."),
     "prefix_cache_queries": Described("counter", "Prompt tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": Described("counter", "Prompt tokens that were found in the prefix cache."),
+    "state_snapshots_taken": Described(
+        "counter", "Recurrent states kept for later requests, by the current cores.", None
+    ),
+    "state_snapshots_evicted": Described(
+        "counter", "Recurrent states that made room for others, of the current cores.", None
+    ),
     "num_preemptions": Described("counter", "Preemptions of running requests; the loss of a worker or core is one."),
     "spec_decode_num_drafts": Described("counter", "Verified drafts: one per request and step with draft tokens."),
     "spec_decode_num_draft_tokens": Described("counter", "Verified draft tokens."),
