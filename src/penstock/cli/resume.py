@@ -50,7 +50,7 @@ def request_hashes(work: Sequence[Work], config: EngineConfig, further: Sequence
     options: tuple[Any, ...] = (
         model,
         config.cache.kv_cache_dtype,
-        config.cache.state_dtype,
+        config.cache.state_dtypes,
         config.sampling,
         config.structured,
         config.speculative,

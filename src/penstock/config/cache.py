@@ -12,7 +12,6 @@ from penstock.errors import ConfigError, UnsupportedFeature
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 # Where requests leave snapshots of recurrent states.
 Snapshots: TypeAlias = Literal["align", "all", "none"]
-CONVOLUTION_DTYPES = ("auto", "float32")
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -33,8 +32,8 @@ class CacheConfig:
         may begin; "all", one at every `mamba_block_size` tokens; "none", so that nothing is found.
     mamba_block_size: tokens between two positions whose state can be kept; a multiple of `block_size`, and by default
         equal to it.
-    mamba_cache_dtype: dtype of the inputs that convolutions keep; "auto" is float32, and there is no other.
-    mamba_ssm_cache_dtype: dtype of recurrent states, which are rounded after each token; "auto" is float32.
+    mamba_cache_dtype: dtype of what recurrent layers keep; "auto" is float32; bfloat16 rounds it after each token.
+    mamba_ssm_cache_dtype: dtype of states alone, without convolutions' inputs; "auto" is `mamba_cache_dtype`.
     """
 
     block_size: int = field(default=16, metadata=listed("Tokens per block of the KV cache"))
@@ -65,7 +64,7 @@ class CacheConfig:
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         check_choice("mamba_cache_mode", self.mamba_cache_mode, get_args(Snapshots))
-        check_choice("mamba_cache_dtype", self.mamba_cache_dtype, CONVOLUTION_DTYPES)
+        check_choice("mamba_cache_dtype", self.mamba_cache_dtype, STATE_DTYPES)
         check_choice("mamba_ssm_cache_dtype", self.mamba_ssm_cache_dtype, STATE_DTYPES)
         if self.mamba_block_size is not None:
             check_integer("mamba_block_size", self.mamba_block_size, 1)
@@ -81,16 +80,18 @@ class CacheConfig:
         return self.mamba_cache_mode if self.enable_prefix_caching else "none"
 
     @property
-    def state_dtype(self) -> str:
-        """Dtype of recurrent states, by name."""
-        return "float32" if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
+    def state_dtypes(self) -> tuple[str, str]:
+        """Dtypes of convolutions' inputs and of recurrent states on their pages, by name."""
+        convolution = "float32" if self.mamba_cache_dtype == "auto" else self.mamba_cache_dtype
+        return convolution, convolution if self.mamba_ssm_cache_dtype == "auto" else self.mamba_ssm_cache_dtype
 
     def check_has_states(self) -> None:
         """Raise UnsupportedFeature for options of recurrent states: the model has none."""
         asked = {
             "mamba_cache_mode": self.mamba_cache_mode == "all",
             "mamba_block_size": self.mamba_block_size is not None,
-            "mamba_ssm_cache_dtype": self.state_dtype != "float32",
+            "mamba_cache_dtype": self.mamba_cache_dtype == "bfloat16",
+            "mamba_ssm_cache_dtype": self.mamba_ssm_cache_dtype == "bfloat16",
         }
         for name, is_asked in asked.items():
             if is_asked:

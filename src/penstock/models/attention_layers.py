@@ -82,11 +82,11 @@ def most_query_heads(layers: Mapping[str, CacheLayer]) -> int:
     return max((layer.num_heads for layer in layers.values() if isinstance(layer, LayerAttention)), default=0)
 
 
-def choose_state_dtype(model: nn.Module, dtype: str) -> None:
-    """Keep the states of recurrent layers in a dtype, by name, before the layers' specs are made."""
+def choose_state_dtypes(model: nn.Module, convolution: str, scan: str) -> None:
+    """Choose the dtypes of what recurrent layers keep, by name, before the layers' specs are made."""
     for module in _modules(model):
         if isinstance(module.layer, RecurrentState):
-            module.layer = dataclasses.replace(module.layer, scan_dtype=dtype)
+            module.layer = dataclasses.replace(module.layer, convolution_dtype=convolution, scan_dtype=scan)
 
 
 def kv_cache_specs(model: nn.Module, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:

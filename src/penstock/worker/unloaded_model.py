@@ -19,7 +19,7 @@ from penstock.errors import UnsupportedFeature
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer, describe_narrow_products, weights_size_bytes
 from penstock.loader.loader import load_without_memory
-from penstock.models.attention_layers import cache_layers, choose_state_dtype, most_query_heads
+from penstock.models.attention_layers import cache_layers, choose_state_dtypes, most_query_heads
 from penstock.parallel import ParallelState
 from penstock.runner.model_runner import RunnerLimits
 from penstock.runner.speculative.create import create_speculator
@@ -74,7 +74,7 @@ def measure_unloaded(
     model, num_parameters = load_without_memory(
         config.model, config.load, parallel, kind, dtype.torch_dtype, dtype.weights_torch_dtype, tensors
     )
-    choose_state_dtype(model, config.cache.state_dtype)
+    choose_state_dtypes(model, *config.cache.state_dtypes)
     backend = config.device.attention_backend
     cache_dtype = choose_kv_cache_dtype(config.cache.kv_cache_dtype, dtype.name, model, backend)
     drafter, num_drafter_parameters = load_drafter_without_memory(config, model, parallel, kind, dtype, tensors)

@@ -19,7 +19,7 @@ from penstock.contract.feature import keeps_layer_inputs
 from penstock.device import Device, DtypeChoice
 from penstock.layers.linear import describe_narrow_products, weights_size_bytes
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
-from penstock.models.attention_layers import cache_layers, choose_state_dtype
+from penstock.models.attention_layers import cache_layers, choose_state_dtypes
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
 from penstock.observability.units import format_bytes
@@ -46,7 +46,7 @@ class Weights:
                 config.model, config.load, parallel, device, dtype, keeps_inputs=keeps_layer_inputs(config)
             )
             self.drafter: CausalLM | None = load_drafter(config, self.model, parallel, device, dtype)
-        choose_state_dtype(self.model, config.cache.state_dtype)
+        choose_state_dtypes(self.model, *config.cache.state_dtypes)
         self._kv_cache_dtype = choose_kv_cache_dtype(
             config.cache.kv_cache_dtype, dtype.name, self.model, config.device.attention_backend
         )
@@ -138,7 +138,7 @@ class Weights:
                 sorted(new.model.eos_token_ids),
                 sorted(current.model.eos_token_ids),
             )
-        choose_state_dtype(replacement, new.cache.state_dtype)
+        choose_state_dtypes(replacement, *new.cache.state_dtypes)
         attach_drafter(self.drafter, replacement)
         self.model = replacement
 
