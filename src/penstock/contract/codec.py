@@ -10,7 +10,7 @@ from penstock.contract.parts import read_custom
 from penstock.errors import InvalidParameter, PenstockError
 
 # Version of the message format: tests/contract/test_version.py fails when it must be raised.
-CONTRACT_VERSION = 11
+CONTRACT_VERSION = 12
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
 _HEADER = _PREFIX + CONTRACT_VERSION.to_bytes(2, "little")
