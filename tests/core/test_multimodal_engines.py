@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace as replaced
 
 from core.plugins import CIRCUMSTANCES, assert_equal
-from core.test_multimodal import NUM_TOKENS, assert_answered_as_by
 from penstock import LLM, SamplingParams
 from penstock.contract import Parts, RpcCall, SchedulerOutput, part_of
 from penstock.engine.core.engine_core import EngineCore
@@ -28,6 +27,7 @@ from support.adapters import make_adapter, request_of, with_adapter
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, owner_of
 from support.features import scheduler_side
+from support.multimodal_answers import NUM_TOKENS, assert_answered_as_by
 from support.multimodal_models import (
     PLACEHOLDERS,
     MediaPrompt,
