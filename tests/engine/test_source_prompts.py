@@ -180,11 +180,12 @@ def test_a_sound_of_another_rate_is_resampled(whisper: tuple[Path, Any]) -> None
     [
         ("text", "takes one sound"),
         ({"multi_modal_data": {"audio": [tone(0.1), tone(0.1)]}}, "2 items of audio. Allowed: 1"),
+        ({"encoder_prompt": {"multi_modal_data": {"audio": [tone(0.1)] * 2}}}, "2 items of audio. Allowed: 1"),
         ({"multi_modal_data": {"image": [tone(0.1)]}}, "'image', which this model does not take"),
         ({"multi_modal_data": {"audio": (tone(1.1), 16_000)}}, "It has 1.1 s, and the encoder takes 1 s"),
         ({"multi_modal_data": {"audio": (tone(0.1), 10)}}, "It has a rate of 10 Hz"),
     ],
-    ids=["text", "two", "image", "long", "slow"],
+    ids=["text", "two", "two beside", "image", "long", "slow"],
 )
 def test_sounds_that_the_model_cannot_take_are_refused(whisper: tuple[Path, Any], prompt: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):

@@ -42,7 +42,7 @@ from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.prompt_embeds import part_of_embeddings
 from penstock.features.multimodal.inputs.request_media import ImagesAlone, RequestMedia
-from penstock.media.item import AUDIO, DATA
+from penstock.media.item import DATA
 from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 
@@ -122,9 +122,6 @@ class InputProcessor:
         )
         self._policy = policy
         self._features = features
-        # An encoder of speech takes one sound.
-        limits_of_media = {AUDIO: 1} if model.is_encoder_decoder else {} if media is None else media.limits
-        self.media_intake = MediaIntake(loader or MediaLoader(), limits_of_media, media)
         self._seed = f"{model.seed} of {engine}" if engine else str(model.seed)
         if front_end:
             self._seed += f" from {front_end}"
@@ -144,13 +141,11 @@ class InputProcessor:
         self._sources: SourcePrompts | None = None
         if model.is_encoder_decoder:
             self._sources = SourcePrompts(
-                model,
-                tokenizer,
-                self.limits,
-                max_model_len=max_model_len,
-                vocab_size=vocab_size,
-                loader=self.media_intake.loader,
+                model, tokenizer, self.limits, max_model_len=max_model_len, vocab_size=vocab_size
             )
+        limits_of_media = {} if media is None else media.limits
+        limits_of_media = limits_of_media if self._sources is None else self._sources.media_limits
+        self.media_intake = MediaIntake(loader or MediaLoader(), limits_of_media, media)
         self._numbers = itertools.count()
 
     def process(

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 from penstock.contract.param_checks import shown
-from penstock.engine.inputs.prompts import Prompt, as_list, has_field, with_parts
+from penstock.engine.inputs.prompts import ENCODER_PROMPT, Prompt, as_list, has_field, with_parts
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.request_media import ImagesAlone, LoadedPrompt, RequestMedia
 from penstock.media.content_parts import GivenMedia
@@ -23,11 +23,15 @@ _MAX_BYTES = 2 << 30
 
 
 class _Loading(NamedTuple):
-    """Items of a prompt that are being loaded, and their names, by modality."""
+    """Items of a prompt that are being loaded, and their names, by modality.
+
+    around: the prompt, of which this one is the encoder's; None where it is the whole.
+    """
 
     prompt: Mapping[str, Any]
     futures: dict[str, list[Future[Media]]]
     uuids: dict[str, list[str | None]]
+    around: Mapping[str, Any] | None = None
 
     @property
     def all(self) -> list[Future[Media]]:
@@ -40,7 +44,8 @@ class _Loading(NamedTuple):
     def loaded(self) -> Prompt:
         """The prompt with the items, when all are there."""
         media = {modality: [future.result() for future in futures] for modality, futures in self.futures.items()}
-        return cast("Prompt", {**self.prompt, DATA: media, **({UUIDS: self.uuids} if self.uuids else {})})
+        loaded = {**self.prompt, DATA: media, **({UUIDS: self.uuids} if self.uuids else {})}
+        return cast("Prompt", loaded if self.around is None else {**self.around, ENCODER_PROMPT: loaded})
 
 
 class MediaIntake:
@@ -53,13 +58,13 @@ class MediaIntake:
     def __init__(
         self, loader: MediaLoader, limits: Mapping[str, int], media: RequestMedia | ImagesAlone | None = None
     ) -> None:
-        self.loader = loader
+        self._loader = loader
         self._limits = limits
         self._media = media
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-media")
 
     def load(self, prompt: Prompt) -> Prompt:
-        """The prompt with its media as lists of `Media`; one without media as it is.
+        """The prompt, or its encoder's, with its media as lists of `Media`; one without media as it is.
 
         Raises InvalidRequest: InvalidMedia for an item that cannot be loaded, UnsupportedParameter for media that the
         model does not take.
@@ -119,6 +124,10 @@ class MediaIntake:
 
         Raises InvalidRequest for a wrong number.
         """
+        if self._limits and has_field(prompt, ENCODER_PROMPT):
+            around: Any = prompt
+            inner = self._begin(around[ENCODER_PROMPT])
+            return None if inner is None else inner._replace(around=around)
         if not self._limits or not has_field(prompt, DATA):
             return None
         fields: Any = prompt
@@ -128,7 +137,7 @@ class MediaIntake:
 
         def load(modality: str, item: GivenMedia) -> Media:
             budget.check(item.name)
-            media = self.loader.load(modality, item.given, item.name, detail=item.detail)
+            media = self._loader.load(modality, item.given, item.name, detail=item.detail)
             budget.spend(media.num_bytes)
             return media
 

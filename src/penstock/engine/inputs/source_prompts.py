@@ -20,21 +20,19 @@ from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.prompts import DECODER_PROMPT, ENCODER_PROMPT, Prompt, list_of_ids
 from penstock.errors import ContextTooLong, InvalidMedia, InvalidRequest, ModelError
 from penstock.features.encoder_decoder.messages import SourcePart
-from penstock.features.encoder_decoder.spectrograms import Spectrograms
 from penstock.media.audio import resampled
-from penstock.media.item import AUDIO
-from penstock.media.loader import MediaLoader
+from penstock.media.item import AUDIO, DATA
+from penstock.media.processors.spectrograms import Spectrograms
 from penstock.text.tokenizer import Tokenizer
 
-_MEDIA = "multi_modal_data"
-_OF_SOURCES = ("prompt", "prompt_token_ids", _MEDIA)
+_OF_SOURCES = ("prompt", "prompt_token_ids", DATA)
 _OF_REQUESTS = ("cache_salt", "parts")
 
 
 class SourcePrompts:
     """Separates prompts into the decoder's, and a part with the encoder's input.
 
-    loader: of audio. max_model_len, vocab_size: limits of the core.
+    max_model_len, vocab_size: limits of the core. media_limits: items that a prompt has for the encoder, by modality.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class SourcePrompts:
         *,
         max_model_len: int,
         vocab_size: int,
-        loader: MediaLoader,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -53,12 +50,12 @@ class SourcePrompts:
         self._vocab_size = vocab_size
         self._longest = source_positions(model.hf_config) or max_model_len
         self._start = self._first_tokens()
-        self._loader = loader
         takes_audio = "num_mel_bins" in model.hf_config
         self._spectrograms = Spectrograms(model.folder, model.hf_config) if takes_audio else None
+        self.media_limits = {AUDIO: 1} if takes_audio else {}
 
     def decoder_prompt(self, prompt: Prompt) -> Prompt:
-        """The decoder's prompt, with the encoder's input as a part.
+        """The decoder's prompt, with the encoder's input as a part. prompt: with its media loaded (`MediaIntake`).
 
         Raises InvalidRequest for an input that the encoder does not take, ContextTooLong for one that is too long.
         """
@@ -83,7 +80,7 @@ class SourcePrompts:
         if self._spectrograms is None:
             return fields, None
         text = {key: value for key, value in fields.items() if key in _OF_SOURCES[:2] and value}
-        return {_MEDIA: fields.get(_MEDIA)}, text or None
+        return {DATA: fields.get(DATA)}, text or None
 
     def _source(self, source: Any) -> SourcePart:
         if isinstance(source, Mapping):
@@ -91,8 +88,8 @@ class SourcePrompts:
         if self._spectrograms is not None:
             return self._of_audio(self._spectrograms, source)
         if isinstance(source, Mapping):
-            if source.get(_MEDIA):
-                raise InvalidRequest(f"The encoder of {shown_model(self._model.model)} takes text. Leave {_MEDIA} out.")
+            if source.get(DATA):
+                raise InvalidRequest(f"The encoder of {shown_model(self._model.model)} takes text. Leave {DATA} out.")
             text, ids = source.get("prompt"), source.get("prompt_token_ids")
             source = ids if ids is not None else text
         if isinstance(source, str):
@@ -115,21 +112,18 @@ class SourcePrompts:
 
     def _of_audio(self, spectrograms: Spectrograms, source: Any) -> SourcePart:
         """The spectrogram of a sound."""
-        media = source.get(_MEDIA) if isinstance(source, Mapping) else None
-        given = media.get(AUDIO) if isinstance(media, Mapping) and not media.keys() - {AUDIO} else None
-        items = given if isinstance(given, list) else [given]
-        if len(items) != 1 or items[0] is None:
+        media = source.get(DATA) if isinstance(source, Mapping) else None
+        if not media or not media.get(AUDIO):
             raise InvalidRequest(
-                f"The encoder of {shown_model(self._model.model)} takes one sound. Give {_MEDIA}={{{AUDIO!r}: "
-                "(samples, rate)}} alone."
+                f"The encoder of {shown_model(self._model.model)} takes one sound. Give {DATA}={{{AUDIO!r}: "
+                "(samples, rate)}}."
             )
-        name = f"{_MEDIA}[{AUDIO!r}]"
-        sound = self._loader.load(AUDIO, items[0], name)
+        (sound,) = media[AUDIO]
         samples = resampled(sound.value, sound.rate or spectrograms.rate, spectrograms.rate)
         try:
             features_CP = spectrograms.of(samples)
         except InvalidMedia as error:
-            raise InvalidMedia(f"{name}: {error}") from None
+            raise InvalidMedia(f"{DATA}[{AUDIO!r}]: {error}") from None
         return SourcePart(length=features_CP.shape[1] // 2, features=ArrayBytes.of(features_CP))
 
     def _decoder_ids(self, decoder: Any) -> list[int]:

@@ -20,10 +20,10 @@ from penstock.engine.transcription.speech_tokens import TASKS, SpeechTokens
 from penstock.engine.transcription.timing import Timing
 from penstock.engine.transcription.transcript import Transcript
 from penstock.features.encoder_decoder.messages import AlignmentPart, SpeechPart, SpeechResult
-from penstock.features.encoder_decoder.spectrograms import Spectrograms
 from penstock.media.audio import resampled
 from penstock.media.item import AUDIO, Samples
 from penstock.media.loader import MediaLoader
+from penstock.media.processors.spectrograms import Spectrograms
 from penstock.text.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
