@@ -56,53 +56,40 @@ def rows_of(name: str, given: Any, width: int | None, max_rows: int) -> NDArray[
 
 
 def are_features(modality: str, given: Any) -> bool:
-    """Whether an item is given by its features: as {"image_embeds": ...}, or as a tensor of floats [L, D]."""
+    """Whether items are given by their features: as {"image_embeds": ...}, or as a tensor of floats [L, D]."""
     if isinstance(given, Mapping):
         return f"{modality}_embeds" in given
     is_tensor = hasattr(given, "detach") and given.is_floating_point()
     return bool(is_tensor and (given.ndim == 2 or (given.ndim == 3 and len(given) == 1)))
 
 
-def features_of(modality: str, given: Any) -> Media:
-    """An item given by its features: a tensor [L, D], or {"image_embeds": [L, D], "image_grid_thw": [3]}.
+def features_of(modality: str, given: Any) -> list[Media]:
+    """Items given by their features: a tensor [L, D], or {"image_embeds": [L, D], "image_grid_thw": [3]}.
 
-    Raises InvalidRequest for others.
+    With grids [N, 3] it has the rows of several after one another, each as long as its grid says. Raises InvalidRequest
+    for others.
     """
     name, grid_name = f"{modality}_embeds", f"{modality}_grid_thw"
     fields = given if isinstance(given, Mapping) else {name: given}
     unknown = next((field for field in fields if field not in (name, grid_name)), None)
     if unknown is not None:
         raise InvalidRequest(f"It has a field {shown(unknown)}. Allowed: {name}, {grid_name}.")
-    rows, grid = rows_of(name, fields[name], None, _MAX_ROWS), fields.get(grid_name)
-    if grid is None:
-        return Media(modality, rows, is_features=True)
-    (numbers,) = _grids(grid_name, grid, 1)
-    return Media(modality, rows, is_features=True, grid=numbers)
-
-
-def split_features(modality: str, given: Mapping[str, Any]) -> list[Any]:
-    """Items of one mapping: rows of several ones after one another, each as long as its grid says."""
-    name, grid_name = f"{modality}_embeds", f"{modality}_grid_thw"
-    if name not in given or given.get(grid_name) is None:
-        return [given]
-    rows, grids = rows_of(name, given[name], None, _MAX_ROWS), _grids(grid_name, given[grid_name], None)
-    sizes = [int(np.prod(grid)) for grid in grids]
+    rows = rows_of(name, fields[name], None, _MAX_ROWS)
+    grids = [None] if fields.get(grid_name) is None else _grids(grid_name, fields[grid_name])
+    sizes = [int(np.prod(grid)) for grid in grids if grid is not None]
     # Patches of a row: those that the model merges.
     merged, rest = divmod(sum(sizes), len(rows))
     if rest or any(size % merged for size in sizes):
-        raise InvalidRequest(
-            f"{name} has {len(rows)} rows, which do not fit {grid_name}={[list(one) for one in grids]}."
-        )
-    ends = np.cumsum([size // merged for size in sizes])[:-1]
-    pieces = zip(np.split(rows, ends), grids, strict=True)
-    return [{**given, name: piece, grid_name: np.asarray(grid)} for piece, grid in pieces]
+        raise InvalidRequest(f"{name} has {len(rows)} rows, which do not fit {grid_name}={grids}.")
+    pieces = np.split(rows, np.cumsum([size // merged for size in sizes[:-1]]))
+    return [Media(modality, piece, is_features=True, grid=grid) for piece, grid in zip(pieces, grids, strict=True)]
 
 
-def _grids(name: str, given: Any, count: int | None) -> list[tuple[int, ...]]:
+def _grids(name: str, given: Any) -> list[tuple[int, ...]]:
     values = np.asarray(_values_of(name, given, _MAX_ROWS))
     values = values[None] if values.ndim == 1 else values
     is_valid = values.ndim == 2 and values.shape[1] == 3 and values.dtype.kind in "iu" and len(values) > 0
-    if not is_valid or bool((values < 1).any()) or count not in (None, len(values)):
+    if not is_valid or bool((values < 1).any()):
         raise InvalidRequest(
             f"{name} has the shape {list(values.shape)}. Allowed: time, height and width of each item."
         )

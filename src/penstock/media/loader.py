@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +44,14 @@ class MediaLoader:
         given: Any = config.media_io_kwargs
         return cls(sources, MediaOptions.read(given), takes_features=config.enable_mm_embeds)
 
+    def features(self, modality: str, given: Any, name: str) -> list[Media]:
+        """Items that are given by their features, as `features_of` takes them. name: of them, in errors.
+
+        Raises InvalidRequest; UnsupportedParameter where the engine takes none.
+        """
+        with _named(name):
+            return self._features(modality, given)
+
     def load(self, modality: str, given: Any, name: str, *, detail: str | None = None) -> Media:
         """Load an item.
 
@@ -53,22 +62,26 @@ class MediaLoader:
 
         Raises InvalidMedia; UnsupportedParameter for a format whose package is not installed.
         """
-        try:
+        with _named(name):
             return self._loaded(modality, given, detail)
-        except InvalidRequest as error:
-            raise type(error)(f"{name}: {error}") from error.__cause__
+
+    def _features(self, modality: str, given: Any) -> list[Media]:
+        if not self._takes_features:
+            raise UnsupportedParameter(
+                f"{modality}_embeds is not allowed in this engine. Start it with enable_mm_embeds=True."
+            )
+        return features_of(modality, given)
 
     def _loaded(self, modality: str, given: Any, detail: str | None) -> Media:
         if isinstance(given, Media):
             if given.modality != modality:
                 raise InvalidMedia(f"It is {given.modality}. Allowed: {modality}.")
             return given
-        if isinstance(given, Mapping) and f"{modality}_embeds" in given and not self._takes_features:
-            raise UnsupportedParameter(
-                f"{modality}_embeds is not allowed in this engine. Start it with enable_mm_embeds=True."
-            )
-        if self._takes_features and are_features(modality, given):
-            return features_of(modality, given)
+        if are_features(modality, given) and (self._takes_features or isinstance(given, Mapping)):
+            found = self._features(modality, given)
+            if len(found) > 1:
+                raise InvalidMedia(f"It has the features of {len(found)} items. Allowed: one.")
+            return found[0]
         if isinstance(given, str) and modality == VIDEO and (frames := self._sources.frames(given)) is not None:
             given = frames
         elif isinstance(given, (str, Path)):
@@ -85,3 +98,11 @@ class MediaLoader:
         if detail == "low":
             image.thumbnail((_LOW_PIXELS, _LOW_PIXELS))
         return Media(IMAGE, image, detail=detail or "auto")
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        raise type(error)(f"{name}: {error}") from error.__cause__

@@ -13,7 +13,7 @@ from penstock.engine.inputs.prompts import ENCODER_PROMPT, Prompt, as_list, has_
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.request_media import ImagesAlone, LoadedPrompt, RequestMedia
 from penstock.media.content_parts import GivenMedia
-from penstock.media.features import split_features
+from penstock.media.features import are_features
 from penstock.media.item import AUDIO, DATA, IMAGE, MEDIA_KEYS, OPTIONS, UUIDS, VIDEO, Media
 from penstock.media.loader import MediaLoader
 
@@ -165,14 +165,16 @@ class MediaIntake:
                 raise UnsupportedParameter(
                     f"multi_modal_data has {shown(modality)}, which this model does not take. Allowed: {taken}."
                 )
-            listed = split_features(modality, items) if isinstance(items, Mapping) else _listed(modality, items)
+            has_features = isinstance(items, Mapping) and are_features(modality, items)
+            name = f"multi_modal_data.{modality}"
+            listed = self._loader.features(modality, items, name) if has_features else _listed(modality, items)
             most = self._limits[modality]
             if len(listed) > most:
                 raise InvalidRequest(
                     f"The prompt has {len(listed)} items of {modality}. Allowed: {most} (limit_mm_per_prompt)."
                 )
             checked[modality] = [
-                item if isinstance(item, GivenMedia) else GivenMedia(item, f"multi_modal_data.{modality}[{number}]")
+                item if isinstance(item, GivenMedia) else GivenMedia(item, f"{name}[{number}]")
                 for number, item in enumerate(listed)
             ]
         return checked
