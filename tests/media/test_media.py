@@ -297,6 +297,15 @@ def test_audio_that_is_too_long_is_refused(kind: str) -> None:
         load("audio", (tone(seconds=1.5), 16_000), options)
 
 
+def test_sounds_of_a_coding_that_none_reads_are_refused() -> None:
+    content = bytearray(sound(tone()))
+    content[34:36] = struct.pack("<H", 40)
+    with pytest.raises(InvalidMedia, match="no audio that can be decoded"):
+        load("audio", bytes(content))
+    content[34:36] = struct.pack("<H", 64)
+    assert len(load("audio", bytes(content)).value) == 8000 // 4
+
+
 def test_a_wav_header_that_claims_more_than_the_file_has_allocates_nothing() -> None:
     file = io.BytesIO()
     with wave.open(file, "wb") as header:

@@ -82,11 +82,7 @@ def _samples_of(given: Any, rate: Any, options: AudioOptions) -> Samples:
         _check_rate(rate)
     num_samples = max(values.shape)
     _check_length(num_samples, rate or _USUAL_RATE, options)
-    if values.dtype.kind in "iu":
-        limits = np.iinfo(values.dtype)
-        middle = 0 if limits.min < 0 else limits.max // 2 + 1
-        values = (values.astype(np.float64) - middle) / (limits.max - middle + 1)
-    samples = values.astype(np.float32)
+    samples = _floats(values)
     if samples.ndim == 2:
         samples = samples.mean(axis=0 if samples.shape[0] < samples.shape[1] else 1)
     if not np.isfinite(samples).all():
@@ -129,16 +125,24 @@ def _wav(content: bytes, options: AudioOptions) -> tuple[Samples, float]:
         num_channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
         _check_rate(rate)
         _check_length(min(file.getnframes(), len(content) // (width * num_channels)), rate, options)
+        if width > 4:
+            raise wave.Error(f"samples of {width} bytes")
         data = np.frombuffer(file.readframes(file.getnframes()), np.uint8)
-    data = data[: len(data) // (width * num_channels) * width * num_channels]
-    if width == 1:
-        samples = (data.astype(np.float32) - 128) / 128
-    else:
-        # Bytes of each sample at the end of a 32-bit integer: little-endian, in its upper bits.
-        wide = np.zeros((len(data) // width, 4), np.uint8)
-        wide[:, 4 - width :] = data.reshape(-1, width)
-        samples = (wide.view("<i4")[:, 0] / np.float64(1 << 31)).astype(np.float32)
-    return samples.reshape(-1, num_channels).mean(axis=1), float(rate)
+    data_NB = data[: len(data) // (width * num_channels) * width * num_channels].reshape(-1, width)
+    if width == 3:
+        # In the upper bytes of 32 bits: little-endian.
+        data_NB = np.pad(data_NB, ((0, 0), (1, 0)))
+    values = data_NB.view("u1" if width == 1 else f"<i{data_NB.shape[1]}")
+    return _floats(values).reshape(-1, num_channels).mean(axis=1), float(rate)
+
+
+def _floats(values: NDArray[Any]) -> Samples:
+    """Samples as floats; integers of full range become -1 to 1."""
+    if values.dtype.kind in "iu":
+        limits = np.iinfo(values.dtype)
+        middle = 0 if limits.min < 0 else limits.max // 2 + 1
+        values = (values.astype(np.float64) - middle) / (limits.max - middle + 1)
+    return values.astype(np.float32)
 
 
 def _by_av(content: bytes, options: AudioOptions) -> tuple[Samples, float]:

@@ -20,8 +20,9 @@ def opened(content: bytes, modality: str) -> Iterator[Any]:
     library = package("av", "Videos and sound of many formats", "video")
     try:
         with library.open(io.BytesIO(content), options={"format_whitelist": _FORMATS}) as file:
-            if not getattr(file.streams, modality):
-                raise InvalidMedia(f"It has no {modality}.")
+            streams = getattr(file.streams, modality)
+            if not streams or streams[0].codec_context is None:
+                raise InvalidMedia(f"It has no {modality} that can be decoded.")
             yield file
     except library.FFmpegError as error:
         raise InvalidMedia(f"It is no {modality} that can be read: {error.strerror}.") from None
