@@ -24,15 +24,16 @@ PARAMS = greedy(14, logprobs=2)
         "qwen3_5",
         pytest.param("qwen3_next", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
+        pytest.param("qwen3.5", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.one_path(reason="runs engines with and without fast paths itself")
 def test_accepted_and_rejected_drafts_change_no_bit(family: str, tmp_path: Path) -> None:
     write_agreeing_mtp(tmp_path, family)
-    plain = make_core(tmp_path, **OPTIONS, fast_paths="off", enable_prefix_caching=False)
+    plain = make_core(tmp_path, **OPTIONS, fast_paths="off", enable_prefix_caching=False, language_model_only=True)
     expected = [run(plain, [prompt], PARAMS)[0] for prompt in PROMPTS]
     plain.close()
-    core = make_core(tmp_path, **OPTIONS, **MTP, max_num_batched_tokens=11)
+    core = make_core(tmp_path, **OPTIONS, **MTP, max_num_batched_tokens=11, language_model_only=True)
     # The second time from snapshots.
     for _ in range(2):
         assert_equal(run(core, PROMPTS, PARAMS), expected)

@@ -45,6 +45,15 @@ _QWEN_IDS = {
     "vision_end_token_id": VISION_END,
 }
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_PARTIAL_SECTIONS = {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_DELTA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
 # By name: model type, text configuration, vision configuration, and other fields.
@@ -80,6 +89,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
             "out_hidden_size": 64,
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
+        },
+        _QWEN_IDS,
+    ),
+    "qwen3.5": (
+        "qwen3_5",
+        {
+            **_DELTA,
+            "rope_parameters": {**_PARTIAL_SECTIONS, "mrope_interleaved": True},
+        },
+        {
+            **_QWEN_VISION,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
         },
         _QWEN_IDS,
     ),

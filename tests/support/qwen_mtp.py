@@ -5,6 +5,7 @@ Suffixes: S tokens of a sequence, D hidden size.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,14 @@ def write_qwen_mtp(folder: Path, family: str, *, are_stacked: bool = False, **ov
 
 
 def write_agreeing_mtp(folder: Path, family: str) -> None:
-    """Write a tiny model with an MTP layer, both of which mostly go on from the last token alone."""
+    """Write a tiny model with an MTP layer, both of which mostly go on from the last token alone.
+
+    family: also "qwen3.5", the language model of a multimodal checkpoint.
+    """
+    if family == "qwen3.5":
+        write_agreeing_mtp(folder, "qwen3_5")
+        make_multimodal(folder)
+        return
     write_qwen_mtp(folder, family)
     path = folder / "model.safetensors"
     weights = load_file(path)
@@ -50,6 +58,16 @@ def write_agreeing_mtp(folder: Path, family: str) -> None:
     weights["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(size)
     weights["mtp.norm.weight"] = weights["model.norm.weight"].clone()
     save_file(weights, path, {"format": "pt"})
+
+
+def make_multimodal(folder: Path) -> None:
+    """Rename a Qwen3.5 as the language model of a multimodal checkpoint, without the encoder's weights."""
+    path = folder / "model.safetensors"
+    named = {name.replace("model.", "model.language_model."): tensor for name, tensor in load_file(path).items()}
+    save_file(named, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps({**whole, "text_config": config}))
 
 
 def stacked_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,6 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "deepstack_visual_indexes": [1],
         },
     ),
+    "qwen3.5": (
+        "Qwen3_5ForConditionalGeneration",
+        {"hidden_size": 48, "intermediate_size": 72, "out_hidden_size": 32, "num_position_embeddings": 36},
+    ),
 }
 # Frames, rows and columns of patches.
 GRIDS = [(1, 2, 2), (1, 6, 10), (1, 12, 6), (1, 4, 26)]

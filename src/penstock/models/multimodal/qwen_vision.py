@@ -1,5 +1,5 @@
 """Vision encoders of Qwen2-VL (Wang et al. 2024, https://arxiv.org/abs/2409.12191), Qwen2.5-VL (Bai et al. 2025,
-https://arxiv.org/abs/2502.13923) and Qwen3-VL (https://arxiv.org/abs/2511.21631).
+https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631) and Qwen3.5.
 
 Patches come in groups that are merged into one token: merge_size rows by merge_size columns. Each frame attends to
 itself; most layers of Qwen2.5-VL attend within windows of a frame.
@@ -236,7 +236,10 @@ class Qwen25Vision(QwenVision):
 
 
 class Qwen3Vision(QwenVision):
-    """The encoder of Qwen3-VL: learned positions besides rotary ones, and DeepStack levels from earlier layers."""
+    """The encoder of Qwen3-VL and Qwen3.5: learned positions besides rotary ones.
+
+    That of Qwen3-VL has DeepStack levels, from earlier layers.
+    """
 
     has_patch_bias = True
 
@@ -248,7 +251,7 @@ class Qwen3Vision(QwenVision):
         num_positions = fields.integer("num_position_embeddings")
         self._side = int(num_positions**0.5)
         self.position_embeddings = VocabEmbedding(num_positions, config.hidden_size, parallel=ParallelState())
-        levels = _layers(fields, "deepstack_visual_indexes")
+        levels = _layers(fields, "deepstack_visual_indexes") if "deepstack_visual_indexes" in fields.hf_config else []
         if not set(levels) <= set(range(self.num_layers)):
             raise fields.unsupported("deepstack_visual_indexes", levels, f"indices of depth={self.num_layers} layers")
         self.num_levels = len(levels)

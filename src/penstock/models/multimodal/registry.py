@@ -25,6 +25,8 @@ _ENCODERS = {
     "Qwen2_5_VLForConditionalGeneration": f"{_QWEN}:Qwen25Vision",
     "Qwen3VLForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
     "Qwen3VLMoeForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
+    "Qwen3_5ForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
+    "Qwen3_5MoeForConditionalGeneration": f"{_QWEN}:Qwen3Vision",
     "SmolVLMForConditionalGeneration": f"{_SIGLIP}:SmolVLMVision",
     "VoxtralForConditionalGeneration": f"{_WHISPER}:Voxtral",
 }
