@@ -24,11 +24,6 @@ def concatenate_rows(first_TD: Tensor, second_TD: Tensor) -> Tensor:
     return torch.cat((first_TD, second_TD), dim=-1)
 
 
-def columns(x_TD: Tensor, start: int, width: int) -> Tensor:
-    """Copy `width` columns from `start` on: [T, width]."""
-    return x_TD[:, start : start + width].contiguous()
-
-
 def _are_contiguous(*rows: Tensor) -> bool:
     """Whether the native kernels take these rows."""
     return all(x.dtype is torch.float32 and x.dim() == 2 and x.is_contiguous() for x in rows)

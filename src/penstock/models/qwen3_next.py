@@ -17,7 +17,6 @@ from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.recurrence import gated_norm
 from penstock.kernels.rotary import Rotation
-from penstock.kernels.rows import columns
 from penstock.layers.experts import MoE, Routing
 from penstock.layers.norm import RMSNormRoundedLast, RoundedLastQueryKeyNorm
 from penstock.layers.recurrence.gated_delta import (
@@ -28,6 +27,7 @@ from penstock.layers.recurrence.gated_delta import (
     convolved_together,
     one_by_one,
 )
+from penstock.layers.recurrence.state import output_rows
 from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.models.config_fields import FULL, LINEAR, ConfigFields, read_layer_kinds
 from penstock.models.decoder import (
@@ -69,16 +69,25 @@ class GatedSelfAttention(SelfAttention):
         super().__init__(config, layer, parallel, qkv_bias=bias, output_bias=bias, query_key_norm=norm, has_gate=True)
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
-        layer = self.attn.layer
-        rows_TX = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens())
-        gate_size = layer.num_heads * layer.head_size
-        gate_TX = context.narrowed(columns(rows_TX, 0, gate_size))
-        qkv_TX = columns(rows_TX, gate_size, gate_size + 2 * layer.num_kv_heads * layer.head_size)
+        of_all = context.of_all_tokens()
+        rows_TX = self.qkv_proj(context.whole(hidden_TD), of_all)
+        gate_TX, qkv_TX = of_all.opaque(self._split, rows_TX, widths=self._widths)
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
+        gate_TX = output_rows(gate_TX, context)
         gated_TX = gated_norm(
             mixed_TX, gate_TX, None, 0.0, offset=0, group_size=1, gates_first=False, activation="sigmoid"
         )
         return self.o_proj(gated_TX, context)  # type: ignore[no-any-return]
+
+    @property
+    def _widths(self) -> list[int]:
+        """Features of the gate, and of queries, keys and values."""
+        layer = self.attn.layer
+        gate = layer.num_heads * layer.head_size
+        return [gate, gate + 2 * layer.num_kv_heads * layer.head_size]
+
+    def _split(self, _: ForwardContext, rows_TX: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in rows_TX.split_with_sizes(self._widths, 1)]
 
 
 def delta_weights(**projections: str) -> WeightTable:
