@@ -22,6 +22,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True, "attention_bias": True},
     ),
     "granite-one-group": ("granitemoehybrid", {"mamba_n_groups": 1, "time_step_limit": [0.5, 1.5], "mamba_d_conv": 2}),
+    "falcon-norm": ("falcon_h1", {"mamba_rms_norm": True, "mlp_bias": True, "projectors_bias": True}),
+    "falcon-norm-gates-first": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_proj_bias": True, "attention_bias": True},
+    ),
+    "bamba-without-attention": ("bamba", {"attn_layer_indices": None, "mlp_bias": True}),
+    "mamba2-tied-bias": ("mamba2", {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False}),
+    "nemotron-bias": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     "lfm2-attention-last": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 2}),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in RECURRENT}, **VARIANTS}

@@ -282,6 +282,68 @@ _TINY_SHARED_MOE = {
 }
 _TINY_DELTA_MOE = {name: value for name, value in _TINY_DELTA.items() if name != "intermediate_size"} | _TINY_SHARED_MOE
 RECURRENT = {
+    "bamba": Family(
+        "BambaConfig",
+        "BambaForCausalLM",
+        {
+            **_TINY,
+            **_TINY_MAMBA,
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "pad_token_id": 0,
+        },
+    ),
+    "falcon_h1": Family(
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            **_TINY,
+            **_TINY_MAMBA,
+            "mamba_d_ssm": 96,
+            "pad_token_id": 0,
+            "lm_head_multiplier": 0.7,
+            "embedding_multiplier": 1.4,
+            "mlp_multipliers": [0.6, 1.3],
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_multipliers": [0.6, 1.2, 0.7, 1.3, 0.8],
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.75,
+        },
+    ),
+    "nemotron_h": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            **{name: value for name, value in _TINY.items() if name not in ("num_hidden_layers", "rms_norm_eps")},
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "time_step_min": 0.7,
+            "pad_token_id": 0,
+        },
+    ),
+    "mamba2": Family(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "num_heads": 6,
+            "head_dim": 16,
+            "n_groups": 2,
+            "state_size": 12,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",

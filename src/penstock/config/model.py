@@ -51,14 +51,17 @@ _CONTEXT_FIELDS = (
     "max_target_positions",
     "model_max_length",
 )
-# Longest contexts where `config.json` has none of these, by model type: those of Transformers' configuration.
-_DEFAULT_CONTEXTS = {"bloom": 2048, "falcon": 2048, "mpt": 2048, "t5": 512, "mt5": 512, "umt5": 512}
-# Model types whose positions are distances alone, so that a longer context may be asked for.
-_WITHOUT_LIMIT = ("t5", "mt5", "umt5")
+# Longest contexts where `config.json` has none of these, by model type: those of Transformers' configuration, or of the
+# texts that the first published models were trained with.
+_DEFAULT_CONTEXTS = {"bloom": 2048, "falcon": 2048, "mpt": 2048, "t5": 512, "mt5": 512, "umt5": 512, "mamba2": 2048}
+# Model types whose positions are distances alone, or that have none, so that a longer context may be asked for.
+_WITHOUT_LIMIT = ("t5", "mt5", "umt5", "mamba2")
 # Fields of the hidden size, by architecture.
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "dim", "d_model")
 # Fields of the number of layers, by architecture; of the decoder, beside an encoder.
 _LAYER_FIELDS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+# Field of the kinds of all layers, whose number some configurations have in no other way.
+_LAYER_LIST = "layers_block_type"
 # Model types whose positions begin after that of padding.
 _NUMBERED_AFTER_PADDING = (
     "roberta",
@@ -363,7 +366,10 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         """Number of layers."""
-        return self.require_int(self._first_of(_LAYER_FIELDS) or _LAYER_FIELDS[0])
+        field, kinds = self._first_of(_LAYER_FIELDS), self.hf_config.get(_LAYER_LIST)
+        if field is None and isinstance(kinds, list) and kinds:
+            return len(kinds)
+        return self.require_int(field or _LAYER_FIELDS[0])
 
     @property
     def _num_unused_positions(self) -> int:

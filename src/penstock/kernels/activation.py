@@ -127,6 +127,13 @@ def relu(x: Tensor) -> Tensor:
     return NATIVE.activate("relu", x) if NATIVE is not None and _native_takes(x) else F.relu(x)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0) ** 2 (So et al. 2021, https://arxiv.org/abs/2109.08668)."""
+    if NATIVE is not None and _native_takes(x):
+        return NATIVE.gate_and_mul("relu", NATIVE.concatenate_rows(x, x))
+    return F.relu(x).square()
+
+
 def quick_gelu(x: Tensor) -> Tensor:
     """gelu's approximation x * sigmoid(1.702 * x) (Hendrycks and Gimpel 2016). A program cannot record it."""
     return silu(x * _QUICK_GELU).mul_(1 / _QUICK_GELU)
@@ -142,6 +149,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "silu": silu,
     "swish": silu,
     "relu": relu,
+    "relu2": squared_relu,
     "gelu": gelu,
     "gelu_new": gelu_tanh,
     "gelu_fast": gelu_tanh,

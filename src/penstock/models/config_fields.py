@@ -133,6 +133,13 @@ class ConfigFields(Fields):
             raise self._wrong("layer_types", value, f"a list of num_hidden_layers={num_layers} names")
         return value
 
+    def layer_numbers(self, name: str, num_layers: int) -> list[int] | None:
+        """A list of layer numbers, or None for an absent field. Raises UnsupportedFeature for any other value."""
+        value = self.hf_config.get(name)
+        if value is not None and not (isinstance(value, list) and set(value) <= set(range(num_layers))):
+            raise self.unsupported(name, value, f"a list of numbers below num_hidden_layers={num_layers}")
+        return value
+
     def refuse_unsupported(self) -> None:
         """Raise UnsupportedFeature for features that no native model supports."""
         read_quantized_checkpoint(self.hf_config, self.model_config.model)

@@ -61,8 +61,7 @@ class Lfm2ForCausalLM(DecoderForCausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = _read_config(fields, intermediate_size=_read_intermediate_size(fields))
-        self_attention_layers = fields.hf_config.get("full_attn_idxs")
-        kinds = _read_kinds(fields, config.num_layers, self_attention_layers)
+        kinds = _read_kinds(fields, config.num_layers, fields.layer_numbers("full_attn_idxs", config.num_layers))
         super().__init__(config, parallel, _model(fields, config, kinds, parallel))
         self.layer_kinds = kinds
 
@@ -77,7 +76,7 @@ class Lfm2MoeForCausalLM(MixtureForCausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         config = _read_config(fields, intermediate_size=None)
-        kinds = _read_kinds(fields, config.num_layers, None)
+        kinds = _read_kinds(fields, config.num_layers)
         # Transformers adds 1e-6 to the sum that weights are divided by, which is one of sigmoids.
         routing = read_routing(fields, normalizes=fields.flag("norm_topk_prob", default=True))
         routing = replace(routing, scoring=SIGMOID, scale=fields.number("routed_scaling_factor", default=1.0))
@@ -133,16 +132,12 @@ def _read_rope(fields: ConfigFields, head_size: int) -> RopeParameters:
     )
 
 
-def _read_kinds(fields: ConfigFields, num_layers: int, attention_layers: object) -> list[str]:
+def _read_kinds(fields: ConfigFields, num_layers: int, attention_layers: list[int] | None = None) -> list[str]:
     """`CONVOLUTION` or `FULL` for each layer, of `layer_types`, or else of the numbers of layers with attention."""
     kinds = fields.layer_types(num_layers)
     if kinds is None:
-        if attention_layers is None:
-            return [FULL] * num_layers
-        if not isinstance(attention_layers, list) or not set(attention_layers) <= set(range(num_layers)):
-            allowed = f"a list of numbers below num_hidden_layers={num_layers}"
-            raise fields.unsupported("full_attn_idxs", attention_layers, allowed)
-        return [FULL if layer in attention_layers else CONVOLUTION for layer in range(num_layers)]
+        with_attention = range(num_layers) if attention_layers is None else attention_layers
+        return [FULL if layer in with_attention else CONVOLUTION for layer in range(num_layers)]
     if not set(kinds) <= {FULL, CONVOLUTION}:
         raise fields.unsupported("layer_types", kinds, f"{FULL}, {CONVOLUTION}")
     return kinds

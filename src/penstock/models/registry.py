@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.parallel import ParallelState
 
 _MODELS = {
+    "BambaForCausalLM": "penstock.models.bamba",
     "BartForConditionalGeneration": "penstock.models.bart",
     "BlenderbotForConditionalGeneration": "penstock.models.bart",
     "DeepseekV2ForCausalLM": "penstock.models.deepseek",
@@ -21,6 +22,7 @@ _MODELS = {
     "Dots1ForCausalLM": "penstock.models.dots1",
     "Ernie4_5ForCausalLM": "penstock.models.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "penstock.models.ernie4_5",
+    "FalconH1ForCausalLM": "penstock.models.falcon_h1",
     "GPT2LMHeadModel": "penstock.models.gpt2",
     "Gemma2ForCausalLM": "penstock.models.gemma",
     "Gemma3ForCausalLM": "penstock.models.gemma",
@@ -40,12 +42,14 @@ _MODELS = {
     "M2M100ForConditionalGeneration": "penstock.models.bart",
     "MBartForConditionalGeneration": "penstock.models.bart",
     "MT5ForConditionalGeneration": "penstock.models.t5",
+    "Mamba2ForCausalLM": "penstock.models.mamba2",
     "MarianMTModel": "penstock.models.bart",
     "MiMoForCausalLM": "penstock.models.mimo",
     "MiniMaxForCausalLM": "penstock.models.minimax",
     "MiniMaxM2ForCausalLM": "penstock.models.minimax_m2",
     "MistralForCausalLM": "penstock.models.llama",
     "MixtralForCausalLM": "penstock.models.mixtral",
+    "NemotronHForCausalLM": "penstock.models.nemotron_h",
     "Olmo2ForCausalLM": "penstock.models.olmo2",
     "OlmoHybridForCausalLM": "penstock.models.olmo_hybrid",
     "OlmoeForCausalLM": "penstock.models.olmoe",

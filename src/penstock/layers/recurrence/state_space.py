@@ -29,7 +29,9 @@ class StateSpace:
     num_groups: groups of heads with common keys and queries (B and C). kernel_size: tokens of a convolution's output.
     min_step, max_step: limits of the time step. bias, output_bias, convolution_bias: whether the projections and the
     convolution have one.
-    norm_eps: of the norm of the output, by groups of heads. gates_first: whether the gate is applied before that norm.
+    norm_eps: of the norm of the output, by groups of heads. has_norm: False for the gate alone. gates_first: whether
+    the gate is applied before that norm. gate_scale, step_scale: factors on the gate, and on the time step before its
+    bias.
     """
 
     num_heads: int
@@ -43,7 +45,10 @@ class StateSpace:
     output_bias: bool = False
     convolution_bias: bool = True
     norm_eps: float
+    has_norm: bool = True
     gates_first: bool = True
+    gate_scale: float = 1.0
+    step_scale: float = 1.0
 
     @property
     def inner_size(self) -> int:
@@ -71,7 +76,9 @@ class StateSpaceMixer(RecurrentMixer):
             channels,
             sizes.norm_eps,
             group_size=sizes.inner_size // sizes.num_groups,
+            has_norm=sizes.has_norm,
             gates_first=sizes.gates_first,
+            gate_scale=sizes.gate_scale,
             group=parallel.tensor,
         )
         self.out_proj = RowParallelLinear(sizes.inner_size, hidden_size, bias=sizes.output_bias, parallel=parallel)
@@ -84,6 +91,7 @@ class StateSpaceMixer(RecurrentMixer):
             keys=channels.size,
             queries=channels.size + keys.size,
             steps=2 * (channels.size + keys.size),
+            step_scale=sizes.step_scale,
             scales_values=True,
             min_step=sizes.min_step,
             max_step=sizes.max_step,
